@@ -1,0 +1,1 @@
+"""Technology: each folder implements ports with one library and imports it lazily."""

@@ -1,0 +1,1 @@
+"""Use cases: they orchestrate ports and know no technology."""

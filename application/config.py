@@ -1,0 +1,345 @@
+"""Everything a reinforcement-learning run can be told, as attrs classes: one field, one docstring with unit and default.
+
+Importable without torch. `entrypoints` builds the command line from these classes and reads them from YAML;
+`application.validation` holds the rules across fields.
+"""
+
+from enum import StrEnum
+
+from attrs import Factory, define
+
+
+class Estimator(StrEnum):
+    """How a reward becomes an advantage; the keys of `domain.estimators.ESTIMATORS`."""
+
+    GAE = "gae"
+    REINFORCE = "reinforce"
+    REINFORCE_BASELINE = "reinforce_baseline"
+    RLOO = "rloo"
+    GROUP_NORM = "group_norm"
+    DR_GRPO = "dr_grpo"
+
+
+class KLEstimator(StrEnum):
+    """Schulman's approximations of the KL divergence."""
+
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+class Aggregation(StrEnum):
+    """How token losses become one number."""
+
+    TOKEN_MEAN = "token_mean"
+    SEQUENCE_MEAN = "sequence_mean"
+    PROMPT_MEAN = "prompt_mean"
+    CONSTANT_LENGTH = "constant_length"
+
+
+class OldLogprobs(StrEnum):
+    """Where the log-probs of the policy before the update come from."""
+
+    RECOMPUTE = "recompute"
+    ROLLOUT = "rollout"
+
+
+class DType(StrEnum):
+    """Number format of forward and backward; master weights and losses stay float32."""
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class LRScheduler(StrEnum):
+    """Learning rate over the run, after warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE_WITH_MIN_LR = "cosine_with_min_lr"
+
+
+class Verifier(StrEnum):
+    """Built-in verifiable rewards."""
+
+    LAST_NUMBER = "last_number"
+    EXACT_MATCH = "exact_match"
+    MATH = "math"
+    FORMAT = "format"
+
+
+@define(kw_only=True)
+class AdamConfig:
+    """AdamW on float32 master weights; biases and norm weights are not decayed."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+
+
+@define(kw_only=True)
+class ActorConfig:
+    """The policy that is trained."""
+
+    model_name_or_path: str = ""
+    """Hugging Face name or directory of the model. Required."""
+    dtype: DType = DType.AUTO
+    """Compute format; auto is bfloat16 where the hardware multiplies it natively, else float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    eps_clip: float = 0.2
+    """PPO clip range of the ratio, both sides."""
+    eps_clip_low_high: tuple[float, float] | None = None
+    """Separate lower and upper clip range (DAPO's clip-higher); replaces eps_clip."""
+    dual_clip: float | None = None
+    """Bound on the loss of negative advantages (dual-clip PPO); must exceed 1."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    loss_aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    """How token losses become one number; constant_length is Dr. GRPO's form."""
+    adam: AdamConfig = Factory(AdamConfig)
+    """Optimizer."""
+    lr_scheduler: LRScheduler = LRScheduler.CONSTANT
+    """Learning rate after warm-up."""
+    lr_warmup_ratio: float = 0.0
+    """Share of the run's optimizer steps spent warming up."""
+    min_lr_ratio: float = 0.1
+    """Floor of the decaying schedules, as a share of the peak."""
+    max_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down; 0 turns clipping off."""
+
+
+@define(kw_only=True)
+class CriticConfig:
+    """The value model of PPO; used by the gae estimator only."""
+
+    model_name_or_path: str | None = None
+    """Model the critic starts from; default: the actor's."""
+    adam: AdamConfig = Factory(lambda: AdamConfig(lr=9e-6))
+    """Optimizer."""
+    lr_scheduler: LRScheduler = LRScheduler.CONSTANT
+    """Learning rate after warm-up."""
+    lr_warmup_ratio: float = 0.0
+    """Share of the run's optimizer steps spent warming up."""
+    min_lr_ratio: float = 0.1
+    """Floor of the decaying schedules, as a share of the peak."""
+    max_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down; 0 turns clipping off."""
+    value_clip: float | None = 0.5
+    """Largest move of a value from its estimate before the update; none turns it off."""
+
+
+@define(kw_only=True)
+class RefConfig:
+    """The frozen reference that KL is measured against."""
+
+    model_name_or_path: str | None = None
+    """Model of the reference; default: the actor's starting point."""
+
+
+@define(kw_only=True)
+class AdvantageConfig:
+    """From rewards to advantages."""
+
+    estimator: Estimator = Estimator.GAE
+    """gae (PPO), reinforce (REINFORCE++), reinforce_baseline, rloo, group_norm (GRPO) or dr_grpo."""
+    gamma: float = 1.0
+    """Discount per action token; gae and reinforce only."""
+    lambd: float = 1.0
+    """GAE's lambda per action token."""
+    no_std_norm: bool = False
+    """Whiten by the mean only; gae, reinforce and reinforce_baseline."""
+
+
+@define(kw_only=True)
+class KLConfig:
+    """Keeping near the reference."""
+
+    init_coef: float = 0.0
+    """Weight of the KL term; 0 loads no reference at all."""
+    estimator: KLEstimator = KLEstimator.K1
+    """k1, k2 or k3. In the reward use k1; as a loss use k2 or k3."""
+    use_loss: bool = False
+    """Add KL to the loss rather than to the reward."""
+    target: float | None = None
+    """KL per action token that an adaptive controller steers to; none keeps the weight fixed."""
+    horizon: float = 10000.0
+    """Samples over which the adaptive controller reacts."""
+
+
+@define(kw_only=True)
+class AlgoConfig:
+    """The algorithm."""
+
+    advantage: AdvantageConfig = Factory(AdvantageConfig)
+    """From rewards to advantages."""
+    kl: KLConfig = Factory(KLConfig)
+    """Keeping near the reference."""
+    old_logprobs: OldLogprobs = OldLogprobs.RECOMPUTE
+    """Log-probs in the ratio's denominator when a rollout feeds several optimizer steps: the trainer's own, or the
+    rollout's (one forward pass less). A single step needs neither: the ratio is 1."""
+
+
+@define(kw_only=True)
+class RolloutConfig:
+    """How episodes are sampled."""
+
+    batch_size: int = 128
+    """Prompts per rollout."""
+    n_samples_per_prompt: int = 1
+    """Samples of each prompt: one group."""
+    temperature: float = 1.0
+    """Sampling temperature, also used in training log-probs."""
+    top_p: float = 1.0
+    """Nucleus mass; 1 is the full distribution."""
+    top_k: int = 0
+    """Most likely tokens kept; 0 keeps all."""
+    max_new_tokens: int = 1024
+    """Sampled tokens per episode."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a reply, besides the model's own end token."""
+    max_concurrent: int = 4096
+    """Episodes in flight at once."""
+    max_batch_size: int = 128
+    """Sequences decoded together by the embedded engine."""
+
+
+@define(kw_only=True)
+class TrainConfig:
+    """How samples become optimizer steps."""
+
+    max_steps: int | None = None
+    """Rollouts to train on; default: num_episodes passes over the prompts."""
+    num_episodes: int = 1
+    """Passes over the prompts when max_steps is not set."""
+    batch_size: int | None = None
+    """Samples per optimizer step; default: the whole rollout (strictly on-policy)."""
+    max_epochs: int = 1
+    """Passes over each rollout's samples."""
+    max_tokens_per_micro_batch: int = 16384
+    """Token budget of one forward and backward pass."""
+    seed: int = 42
+    """Seeds prompt order, sampling and shuffling."""
+
+
+@define(kw_only=True)
+class DataConfig:
+    """The prompts."""
+
+    prompt_dataset: str = ""
+    """File (.json, .jsonl, .csv, .parquet), saved dataset folder, hub name, or reasoning_gym:TASK; several
+    separated by commas. Required."""
+    prompt_probs: tuple[float, ...] | None = None
+    """Mixing probabilities, one for each dataset; default: concatenate."""
+    prompt_split: str = "train"
+    """Split to read."""
+    input_key: str = "input"
+    """Column with the prompt: text, or a list of chat messages."""
+    label_key: str | None = None
+    """Column with what the reward compares against."""
+    apply_chat_template: bool = True
+    """Render prompts with the model's chat template."""
+    system_prompt: str | None = None
+    """System message put before every prompt; needs the chat template."""
+    input_template: str | None = None
+    """Text with {} where the prompt goes, e.g. 'Question: {}\\nAnswer:'; only without the chat template."""
+    max_prompt_tokens: int = 1024
+    """Longest prompt, in tokens; a longer one is an error."""
+    max_samples: int | None = None
+    """Read at most this many prompts."""
+    size: int = 1000
+    """Prompts to generate for a reasoning_gym task."""
+
+
+@define(kw_only=True)
+class RewardConfig:
+    """What a reply is worth."""
+
+    function_path: str | None = None
+    """Python file with reward_func(queries, prompts, labels)."""
+    verifier: Verifier | None = None
+    """Built-in reward: last_number, exact_match, math (math-verify) or format."""
+    format_pattern: str | None = None
+    """Regular expression that the whole reply must match, for the format verifier."""
+    timeout: float = 10.0
+    """Seconds one judgement may take."""
+    clip_range: tuple[float, float] | None = None
+    """Rewards are clamped to this range before any baseline."""
+
+
+@define(kw_only=True)
+class EvalConfig:
+    """Evaluation on held-out prompts, before, during and after training."""
+
+    dataset: str | None = None
+    """Held-out prompts, in the same forms as data.prompt_dataset; none turns evaluation off."""
+    split: str = "test"
+    """Split to read."""
+    steps: int = -1
+    """Rollouts between evaluations; -1 evaluates only at the start and the end."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+    n_samples_per_prompt: int = 1
+    """Samples of each prompt, for pass@k and mean@k."""
+    max_new_tokens: int | None = None
+    """Sampled tokens per episode; default: rollout.max_new_tokens."""
+    max_samples: int | None = None
+    """Evaluate at most this many prompts."""
+    pass_threshold: float = 1.0
+    """A sample passes when its score reaches this."""
+
+
+@define(kw_only=True)
+class CheckpointConfig:
+    """What is written where."""
+
+    output_dir: str = "./runs/rollgrad"
+    """Directory of the run: model, metrics, report."""
+    save_steps: int = -1
+    """Rollouts between model checkpoints; -1 saves only at the end."""
+
+
+@define(kw_only=True)
+class LoggerConfig:
+    """Where metrics go besides metrics.jsonl in the output directory."""
+
+    tensorboard_dir: str | None = None
+    """TensorBoard log directory (extra: tracking)."""
+    console: bool = True
+    """Progress bar on a terminal and a table at the end."""
+    log_samples: int = 1
+    """Sampled texts written to samples.jsonl each step."""
+
+
+@define(kw_only=True)
+class RLConfig:
+    """A reinforcement-learning run."""
+
+    actor: ActorConfig = Factory(ActorConfig)
+    """The policy that is trained."""
+    critic: CriticConfig = Factory(CriticConfig)
+    """The value model of PPO."""
+    ref: RefConfig = Factory(RefConfig)
+    """The frozen reference."""
+    algo: AlgoConfig = Factory(AlgoConfig)
+    """The algorithm."""
+    rollout: RolloutConfig = Factory(RolloutConfig)
+    """How episodes are sampled."""
+    train: TrainConfig = Factory(TrainConfig)
+    """How samples become optimizer steps."""
+    data: DataConfig = Factory(DataConfig)
+    """The prompts."""
+    reward: RewardConfig = Factory(RewardConfig)
+    """What a reply is worth."""
+    eval: EvalConfig = Factory(EvalConfig)
+    """Evaluation."""
+    ckpt: CheckpointConfig = Factory(CheckpointConfig)
+    """What is written where."""
+    logger: LoggerConfig = Factory(LoggerConfig)
+    """Where metrics go."""

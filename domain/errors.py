@@ -1,0 +1,42 @@
+"""Every error that rollgrad raises on purpose.
+
+One root, `RollgradError`; each leaf also inherits the built-in that fits, so callers may catch either. All of them
+pickle (they cross processes): arguments are plain strings. A message says what was set, which rule it breaks and how
+to fix it.
+"""
+
+
+class RollgradError(Exception):
+    """Root of all errors raised on purpose; the command line prints its message and exits with 2."""
+
+
+class ConfigurationError(RollgradError, ValueError):
+    """A setting, or a combination of settings, breaks a rule."""
+
+
+class DataError(RollgradError, ValueError):
+    """A dataset is missing, empty, or lacks what the settings ask of it."""
+
+
+class RewardError(RollgradError, RuntimeError):
+    """A reward source raised, timed out, or returned something that is not one finite number a sample."""
+
+
+class TrajectoryError(RollgradError, ValueError):
+    """Tokens, log-probs or segments of a rollout contradict each other."""
+
+
+class MissingExtraError(RollgradError, ImportError):
+    """An optional package is needed for this setting; the message names the extra to install."""
+
+
+class CheckpointError(RollgradError, OSError):
+    """A model or checkpoint cannot be read or written."""
+
+
+class EngineError(RollgradError, RuntimeError):
+    """A rollout engine failed, or did not answer before its deadline."""
+
+
+class NonFiniteUpdateError(RollgradError, FloatingPointError):
+    """Loss or gradient norm became NaN or infinite; the step was not applied."""

@@ -1,0 +1,1 @@
+"""Token losses and how they become one number."""

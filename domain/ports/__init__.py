@@ -1,0 +1,1 @@
+"""The protocols that everything outside implements, one small module each."""

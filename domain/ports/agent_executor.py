@@ -1,0 +1,30 @@
+"""Port: plays one episode."""
+
+from typing import Protocol, runtime_checkable
+
+from attrs import frozen
+
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import RolloutFailure
+from rollgrad.domain.sampling import SamplingParams
+from rollgrad.domain.trajectory import Trajectory
+
+
+@frozen(kw_only=True)
+class EpisodeRequest:
+    """One sample to play: sample `sample_id` of the group `group_id` that shares `prompt`."""
+
+    prompt: Prompt
+    params: SamplingParams
+    group_id: int
+    sample_id: int
+
+
+@runtime_checkable
+class AgentExecutor(Protocol):
+    """Promises: tokens of the trajectory are those the engine saw and sampled, never re-encoded; a failure of the
+    episode's own comes back as a `RolloutFailure`, while a misconfiguration raises."""
+
+    async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+        """Plays the episode; more than one trajectory when its history was rewritten (all of one sample)."""
+        ...

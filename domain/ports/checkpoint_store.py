@@ -1,0 +1,24 @@
+"""Port: where models and training state are kept."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from rollgrad.domain.ports.models import PolicyModel
+
+
+@runtime_checkable
+class CheckpointStore(Protocol):
+    """Promises: a checkpoint is complete or absent, also when the process dies while writing it."""
+
+    def save_model(self, policy: PolicyModel, name: str) -> Path:
+        """Writes a Hugging Face model under `name`; returns its directory.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        ...
+
+    def save_state(self, state: Mapping[str, Any], name: str) -> Path:
+        """Writes JSON-serialisable run state beside the model called `name`."""
+        ...

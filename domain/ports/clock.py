@@ -1,0 +1,12 @@
+"""Port: time."""
+
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Clock(Protocol):
+    """Promises: `monotonic` never goes back."""
+
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary origin."""
+        ...

@@ -1,0 +1,108 @@
+"""Ports: the trained policy, the critic and the frozen reference, over packed batches."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from attrs import field, frozen
+from torch import Tensor
+
+from rollgrad.domain.batch import PackedBatch
+
+
+@frozen(kw_only=True, eq=False)
+class TokenScores:
+    """Per-token results of a forward pass: `logprobs_N` and `entropy_N` (nats) float32, 0 where not an action.
+
+    Both are of softmax(logits / temperature), the rollout's sampling temperature.
+    """
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+
+
+@frozen(kw_only=True, eq=False)
+class LossOutput:
+    """`loss`: scalar to differentiate, already weighted for the whole step. `metrics`: sums that add over
+    micro-batches (each already weighted), as 0-d tensors or floats."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor | float] = field(factory=dict)
+
+
+PolicyObjective = Callable[[TokenScores, PackedBatch], LossOutput]
+"""(scores of the current policy, micro-batch) -> its share of the step's loss."""
+
+ValueObjective = Callable[[Tensor, PackedBatch], LossOutput]
+"""(values_N of the current critic, micro-batch) -> its share of the step's loss."""
+
+
+@runtime_checkable
+class PolicyModel(Protocol):
+    """The model being trained.
+
+    Promises: `update` is one optimizer step whose gradient is that of the summed losses of its micro-batches, in
+    any split; a non-finite loss or gradient raises `NonFiniteUpdateError` before any parameter changes.
+    """
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """Log-probs and entropy of the action tokens, without gradient."""
+        ...
+
+    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+        """One optimizer step; returns summed metrics plus `loss`, `grad_norm` and `lr`."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter once, by its Hugging Face name, in the compute dtype; tied tensors once."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Writes a Hugging Face checkpoint (safetensors) with tokenizer to the directory `path`, atomically.
+
+        Raises:
+            CheckpointError: the directory cannot be written.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything `load_state_dict` needs to continue as if never interrupted."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`."""
+        ...
+
+
+@runtime_checkable
+class ValueModel(Protocol):
+    """The critic of PPO: a value for every token position. Same promises as `PolicyModel`."""
+
+    def values(self, batch: PackedBatch) -> Tensor:
+        """values_N float32, the expected return before each action token is drawn; 0 where not an action."""
+        ...
+
+    def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
+        """One optimizer step; returns summed metrics plus `loss`, `grad_norm` and `lr`."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Writes the critic as a Hugging Face checkpoint with its value head."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything `load_state_dict` needs."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`."""
+        ...
+
+
+@runtime_checkable
+class ReferenceModel(Protocol):
+    """A frozen policy that the trained one is kept near."""
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """Log-probs and entropy of the action tokens under the frozen weights."""
+        ...

@@ -1,0 +1,49 @@
+"""Port: token ids in, sampled token ids out."""
+
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
+
+from rollgrad.domain.sampling import Generation, GenerationRequest
+
+
+class PauseMode(StrEnum):
+    """What happens to requests in flight when generation pauses."""
+
+    ABORT = "abort"
+    """They return at once, with StopReason.ABORTED and the tokens so far."""
+    WAIT = "wait"
+    """They finish first; `pause` returns after the last one."""
+    KEEP = "keep"
+    """They are frozen and go on after `resume`, under whatever weights are then in place."""
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Samples from the policy.
+
+    Promises: a request's tokens depend on its own seed, prompt and the weights, not on its neighbours (up to
+    floating-point rounding of batched products); log-probs are exact under the sampling distribution that was used;
+    every token carries the policy version that drew it; concurrent `generate` calls are batched.
+
+    Errors: `EngineError` when generation fails. Cancelling a `generate` call frees its place.
+    """
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Completes one request."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stops generation so that weights may change; idempotent."""
+        ...
+
+    async def resume(self) -> None:
+        """Continues after `pause`; idempotent."""
+        ...
+
+    async def sleep(self) -> None:
+        """Releases memory that can be rebuilt (caches); refuses while requests are in flight; idempotent."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes back what `sleep` released; idempotent."""
+        ...

@@ -1,0 +1,72 @@
+"""Prompts, and where in their stream a run stands.
+
+`PromptCursor` is the whole state of a prompt stream: the order of an epoch is a pure function of (seed, epoch), so
+resuming is arithmetic and no iterator has to be saved.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+
+EPOCH_SEED_STRIDE = 1_000_003
+"""A prime above any number of epochs, so that no two (seed, epoch) pairs of a run share a permutation."""
+
+
+@frozen(kw_only=True)
+class Prompt:
+    """One task: what the policy is asked, ready as token ids, and what its reply is judged by.
+
+    `text` is the rendered prompt (chat template applied). `label` is whatever the reward source needs (reference
+    answer, or None). `datasource` names the origin for per-source metrics. `metadata` holds the source's own entry.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    label: Any = None
+    datasource: str = "default"
+    metadata: Mapping[str, Any] = field(factory=dict)
+
+
+@frozen
+class PromptCursor:
+    """The next prompt is number `index` of epoch `epoch` in the order that `seed` gives."""
+
+    seed: int
+    epoch: int = 0
+    index: int = 0
+
+    def order(self, size: int, *, shuffle: bool = True) -> torch.Tensor:
+        """The permutation of `size` prompts in this epoch."""
+        if not shuffle:
+            return torch.arange(size)
+        generator = torch.Generator().manual_seed(self.seed * EPOCH_SEED_STRIDE + self.epoch)
+        return torch.randperm(size, generator=generator)
+
+    def take(self, count: int, size: int, *, shuffle: bool = True) -> tuple[list[int], "PromptCursor"]:
+        """The dataset indices of the next `count` prompts, and the cursor after them; wraps into the next epoch.
+
+        Raises:
+            ValueError: `size` is not positive.
+        """
+        if size <= 0:
+            raise ValueError(f"The stream has {size} prompts: it needs at least one.")
+        taken: list[int] = []
+        cursor = self
+        while len(taken) < count:
+            order = cursor.order(size, shuffle=shuffle)
+            chunk = order[cursor.index : cursor.index + count - len(taken)]
+            taken.extend(chunk.tolist())
+            end = cursor.index + len(chunk)
+            cursor = PromptCursor(cursor.seed, cursor.epoch + 1, 0) if end == size else evolve(cursor, index=end)
+        return taken, cursor
+
+    def state_dict(self) -> dict[str, int]:
+        """JSON-serialisable state."""
+        return {"seed": self.seed, "epoch": self.epoch, "index": self.index}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, int]) -> "PromptCursor":
+        """The cursor that `state_dict` described."""
+        return cls(int(state["seed"]), int(state["epoch"]), int(state["index"]))

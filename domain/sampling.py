@@ -1,0 +1,67 @@
+"""Values that go to and come from a rollout engine: sampling parameters, one request, one generation."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from attrs import field, frozen, validators
+
+
+class StopReason(StrEnum):
+    """Why a generation, and with it a turn or an episode, ended."""
+
+    STOP = "stop"
+    """The model emitted a stop token, or a stop string appeared."""
+    LENGTH = "length"
+    """The token budget ran out: the text is cut off (truncated)."""
+    ENVIRONMENT = "environment"
+    """The environment ended the episode."""
+    TURN_LIMIT = "turn_limit"
+    """The episode used up its turns (truncated)."""
+    TIMEOUT = "timeout"
+    """The episode used up its wall clock (truncated)."""
+    ABORTED = "aborted"
+    """The engine was told to stop; the tokens so far are valid."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the episode was cut off rather than finished."""
+        return self in (StopReason.LENGTH, StopReason.TURN_LIMIT, StopReason.TIMEOUT, StopReason.ABORTED)
+
+
+@frozen(kw_only=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 mean the full distribution. `max_new_tokens` counts sampled
+    tokens, the stop token included. Log-probs that an engine reports are of the distribution these settings define.
+    """
+
+    temperature: float = field(default=1.0, validator=validators.ge(0.0))
+    top_p: float = field(default=1.0, validator=[validators.gt(0.0), validators.le(1.0)])
+    top_k: int = field(default=0, validator=validators.ge(0))
+    max_new_tokens: int = field(default=256, validator=validators.ge(1))
+    min_new_tokens: int = field(default=0, validator=validators.ge(0))
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@frozen(kw_only=True)
+class GenerationRequest:
+    """Token ids in. Requests with equal `prompt_token_ids` that wait together share one prefill."""
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@frozen(kw_only=True, eq=False)
+class Generation:
+    """Token ids out, each with its log-prob under the sampling distribution and the policy version that drew it.
+
+    `stop_reason` is STOP, LENGTH or ABORTED. A stop token is part of `token_ids`: it was sampled.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    stop_reason: StopReason

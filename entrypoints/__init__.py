@@ -1,0 +1,1 @@
+"""The command line, the library face, and the one composition root."""

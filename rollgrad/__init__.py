@@ -1,0 +1,32 @@
+"""rollgrad: reinforcement learning for language models.
+
+>>> import rollgrad
+>>> callable(rollgrad.train)
+True
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollgrad.application.config import RLConfig as RLConfig
+    from rollgrad.entrypoints.library import evaluate as evaluate
+    from rollgrad.entrypoints.library import load_config as load_config
+    from rollgrad.entrypoints.library import train as train
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "train": "rollgrad.entrypoints.library",
+    "evaluate": "rollgrad.entrypoints.library",
+    "load_config": "rollgrad.entrypoints.library",
+    "RLConfig": "rollgrad.application.config",
+}
+__all__ = ["RLConfig", "__version__", "evaluate", "load_config", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads public names on first use, so that `import rollgrad` costs nothing."""
+    if name in _PUBLIC:
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'rollgrad' has no attribute {name!r}")
