@@ -1,4 +1,4 @@
-"""Everything a reinforcement-learning run can be told, as attrs classes: one field, one docstring with unit and default.
+"""Everything a reinforcement-learning run can be told, as attrs classes: one field, one docstring.
 
 Importable without torch. `entrypoints` builds the command line from these classes and reads them from YAML;
 `application.validation` holds the rules across fields.
@@ -206,6 +206,8 @@ class RolloutConfig:
     """Texts that end a reply, besides the model's own end token."""
     max_concurrent: int = 4096
     """Episodes in flight at once."""
+    max_failures: int = 0
+    """Failed episodes tolerated per rollout; one more ends the run."""
     max_batch_size: int = 128
     """Sequences decoded together by the embedded engine."""
 

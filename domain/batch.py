@@ -15,7 +15,21 @@ from torch import Tensor
 
 from rollgrad.domain.trajectory import SegmentKind, Trajectory
 
-_TOKEN_FIELDS = ["tokens_N", "positions_N", "action_mask_N", "rewards_N", "rollout_logprobs_N", "versions_N", "old_logprobs_N", "ref_logprobs_N", "values_N", "advantages_N", "returns_N", "loss_weights_N", "value_weights_N"]
+_TOKEN_FIELDS = [
+    "tokens_N",
+    "positions_N",
+    "action_mask_N",
+    "rewards_N",
+    "rollout_logprobs_N",
+    "versions_N",
+    "old_logprobs_N",
+    "ref_logprobs_N",
+    "values_N",
+    "advantages_N",
+    "returns_N",
+    "loss_weights_N",
+    "value_weights_N",
+]
 _SEQUENCE_FIELDS = ["lengths_S", "prompt_lengths_S", "group_ids_S", "sample_ids_S", "scores_S", "truncated_S"]
 
 

@@ -33,7 +33,8 @@ class SamplingParams:
     """How tokens are drawn.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 mean the full distribution. `max_new_tokens` counts sampled
-    tokens, the stop token included. Log-probs that an engine reports are of the distribution these settings define.
+    tokens, the stop token included. Log-probs that an engine reports are of the distribution these settings define;
+    greedy ones are of temperature 1.
     """
 
     temperature: float = field(default=1.0, validator=validators.ge(0.0))

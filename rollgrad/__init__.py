@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollgrad.application.config import RLConfig as RLConfig
+    from rollgrad.entrypoints.library import TrainResult as TrainResult
     from rollgrad.entrypoints.library import evaluate as evaluate
     from rollgrad.entrypoints.library import load_config as load_config
     from rollgrad.entrypoints.library import train as train
@@ -21,8 +22,9 @@ _PUBLIC = {
     "evaluate": "rollgrad.entrypoints.library",
     "load_config": "rollgrad.entrypoints.library",
     "RLConfig": "rollgrad.application.config",
+    "TrainResult": "rollgrad.entrypoints.library",
 }
-__all__ = ["RLConfig", "__version__", "evaluate", "load_config", "train"]
+__all__ = ["RLConfig", "TrainResult", "__version__", "evaluate", "load_config", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -58,7 +58,7 @@ class PolicyModel(Protocol):
         ...
 
     def save(self, path: Path) -> None:
-        """Writes a Hugging Face checkpoint (safetensors) with tokenizer to the directory `path`, atomically.
+        """Writes a Hugging Face checkpoint (safetensors) with tokenizer to the directory `path`.
 
         Raises:
             CheckpointError: the directory cannot be written.

@@ -1,0 +1,45 @@
+# Everything runs in one virtual environment, made on first use and reused while pyproject.toml and scripts/setup.sh stand.
+VENV ?= .venv
+export VENV
+BIN := $(VENV)/bin
+MARKS := $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),,-m "not gpu")
+
+.PHONY: help demo test check lint ci bench clean
+
+help:
+	@echo "make demo    train a small model on sums, and show the result"
+	@echo "make test    all tests that this machine can run"
+	@echo "make check   linters and the fast tests"
+	@echo "make lint    format, lint rules, types and layers"
+	@echo "make bench   benchmarks"
+	@echo "make clean   remove caches and build products"
+
+demo: $(VENV)/.demo-stamp
+	@$(BIN)/python examples/sums.py
+
+test: $(VENV)/.test-stamp
+	$(BIN)/pytest $(MARKS)
+
+check: lint
+	$(BIN)/pytest -m "not slow and not gpu and not chaos"
+
+lint: $(VENV)/.test-stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+ci: lint test
+
+bench: $(VENV)/.bench-stamp
+	$(BIN)/pytest benchmarks --benchmark-only
+
+clean:
+	rm -rf build dist *.egg-info .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+$(VENV)/.%-stamp: pyproject.toml scripts/setup.sh
+	@scripts/setup.sh $*
+
+$(VENV)/.test-stamp: $(VENV)/.demo-stamp
+$(VENV)/.bench-stamp: $(VENV)/.test-stamp

@@ -1,0 +1,1 @@
+"""Chat templates and tokenisation with a transformers tokenizer."""

@@ -1,0 +1,1 @@
+"""Models and run state on the local disk."""

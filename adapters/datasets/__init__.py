@@ -1,0 +1,1 @@
+"""Prompts from files and the Hugging Face hub."""

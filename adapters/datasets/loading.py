@@ -1,0 +1,195 @@
+"""Reading datasets: files, saved folders and the Hugging Face hub, alone or mixed.
+
+Invariant: whatever cannot be read is one `DataError` sentence that names what was asked for. Does not own: what the
+columns mean.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollgrad.domain.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
+
+_FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+_HUB_PROBE_SECONDS = 5.0
+"""Longest wait for the hub's first answer; without an answer only its local cache is read."""
+_PROBABILITY_SLACK = 1e-6
+"""Rounding allowance of the sum of the mixing probabilities."""
+
+
+def load_dataset(
+    spec: str, *, split: str, probs: tuple[float, ...] | None, seed: int, max_samples: int | None
+) -> "datasets.Dataset":
+    """Rows of one or several comma-separated datasets, each row with its `datasource`.
+
+    A dataset is a .json, .jsonl, .csv, .parquet or .arrow file, a folder, or a hub name (`name` or `name@data_dir`).
+    `split` is read where it exists, and so is the only split of a dataset that has one. With `probs` rows are drawn
+    from the datasets by these probabilities until each has been read to its end (`seed` fixes the draws); without,
+    datasets follow one another. `max_samples` keeps the first rows of the result.
+
+    Raises:
+        DataError: a dataset is missing, malformed, empty or out of reach, or `probs` does not fit.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    names = [name.strip() for name in spec.split(",") if name.strip()]
+    if not names:
+        raise DataError("No dataset is set: --data.prompt-dataset needs a file, a saved folder or a hub name.")
+    if probs is not None:
+        _check_probs(probs, names)
+    parts = [_with_datasource(_read(name, split), _origin(name)) for name in names]
+    merged = parts[0] if len(parts) == 1 else _mix(parts, names, probs, seed)
+    return merged if max_samples is None else merged.select(range(min(max_samples, len(merged))))
+
+
+def _check_probs(probs: Sequence[float], names: Sequence[str]) -> None:
+    if len(probs) != len(names):
+        raise DataError(
+            f"--data.prompt-probs has {len(probs)} values for {len(names)} datasets: give one for each dataset."
+        )
+    if any(p <= 0 for p in probs) or not math.isclose(sum(probs), 1.0, abs_tol=_PROBABILITY_SLACK):
+        raise DataError(f"--data.prompt-probs is {tuple(probs)}: each must be positive and together they must be 1.")
+
+
+def _origin(name: str) -> str:
+    """The name of a dataset in metrics: the stem of a file, else its name without data directory."""
+    path = Path(name)
+    if path.suffix in _FILE_FORMATS:
+        return path.stem
+    return path.name if path.is_dir() else name.partition("@")[0]
+
+
+def _with_datasource(dataset: "datasets.Dataset", origin: str) -> "datasets.Dataset":
+    if "datasource" in dataset.column_names:
+        return dataset
+    return dataset.add_column("datasource", [origin] * len(dataset))
+
+
+def _mix(
+    parts: "list[datasets.Dataset]", names: Sequence[str], probs: tuple[float, ...] | None, seed: int
+) -> "datasets.Dataset":
+    import datasets
+
+    try:
+        if probs is None:
+            return datasets.concatenate_datasets(parts)
+        return datasets.interleave_datasets(
+            parts, probabilities=list(probs), seed=seed, stopping_strategy="all_exhausted"
+        )
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"The datasets {', '.join(names)} cannot be mixed, because a column has a different type in each: "
+            f"{_one_line(error)}"
+        ) from error
+
+
+def _read(name: str, split: str) -> "datasets.Dataset":
+    """One dataset, read and reduced to one split."""
+    path = Path(name)
+    if path.suffix in _FILE_FORMATS:
+        loaded = _read_file(path)
+    elif path.is_dir():
+        loaded = _read_folder(path)
+    elif name.startswith((".", "/", "~")):
+        raise DataError(f"The dataset {name} does not exist: check the path (--data.prompt-dataset or --eval.dataset).")
+    else:
+        loaded = _read_hub(name)
+    rows = _choose_split(loaded, name, split)
+    if len(rows) == 0:
+        raise DataError(f"The dataset {name} has no rows: at least one prompt is needed.")
+    return rows
+
+
+def _read_file(path: Path) -> Any:
+    import datasets
+
+    if not path.is_file():
+        raise DataError(
+            f"The dataset file {path} does not exist: check the path (--data.prompt-dataset or --eval.dataset)."
+        )
+    if path.stat().st_size == 0:
+        raise DataError(f"The dataset {path} has no rows: at least one prompt is needed.")
+    try:
+        if path.suffix == ".arrow":
+            return datasets.Dataset.from_file(str(path))
+        return datasets.load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path))
+    except Exception as error:
+        raise DataError(
+            f"The dataset file {path} cannot be read as {path.suffix[1:]}: {_one_line(_root(error))}"
+        ) from error
+
+
+def _read_folder(path: Path) -> Any:
+    import datasets
+
+    saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    try:
+        return datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
+    except Exception as error:
+        raise DataError(f"The folder {path} cannot be read as a saved dataset: {_one_line(_root(error))}") from error
+
+
+def _read_hub(name: str) -> Any:
+    import datasets
+
+    hub_name, _, data_dir = name.partition("@")
+    try:
+        with _quick_to_give_up():
+            return datasets.load_dataset(hub_name, data_dir=data_dir or None)
+    except ConnectionError as error:
+        raise DataError(
+            f"The dataset {hub_name} is neither a local file or folder nor in the local cache, and the Hugging Face "
+            "hub cannot be reached: check the name, or go online."
+        ) from error
+    except Exception as error:
+        raise DataError(f"The hub dataset {name} cannot be loaded: {_one_line(_root(error))}") from error
+
+
+@contextmanager
+def _quick_to_give_up() -> Iterator[None]:
+    """Reads only the local cache while the hub does not answer, instead of half a minute of retries."""
+    import datasets
+    import huggingface_hub
+
+    before = datasets.config.HF_HUB_OFFLINE
+    if not before:
+        try:
+            huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_HUB_PROBE_SECONDS)
+        except Exception:
+            datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def _choose_split(loaded: Any, name: str, split: str) -> "datasets.Dataset":
+    import datasets
+
+    if isinstance(loaded, datasets.Dataset):
+        return loaded
+    if split in loaded:
+        return loaded[split]
+    if len(loaded) == 1:
+        return next(iter(loaded.values()))
+    raise DataError(
+        f"The dataset {name} has no split {split!r}: set --data.prompt-split (or --eval.split) to one of "
+        f"{', '.join(loaded)}."
+    )
+
+
+def _root(error: BaseException) -> BaseException:
+    """The first cause: readers wrap the line that tells what is wrong."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

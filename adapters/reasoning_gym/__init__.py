@@ -1,0 +1,1 @@
+"""Prompts and rewards from reasoning-gym's procedural tasks."""

@@ -1,0 +1,1 @@
+"""Rewards from built-in verifiers and from Python files."""

@@ -1,0 +1,102 @@
+"""Built-in verifiable rewards: last_number, exact_match, format and math.
+
+Invariant: each reward is 0 or 1. Cheap checks run inline; math-verify, which can hang on adversarial replies, runs in
+processes that are killed at the deadline. Does not own: how several rewards combine.
+"""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+from rollgrad.adapters.rewards import math_worker
+from rollgrad.adapters.rewards.judge_pool import JudgePool
+from rollgrad.application.config import Verifier
+from rollgrad.domain.errors import ConfigurationError, RewardError
+from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.domain.rewards import Reward, RewardRequest
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_NUMBER = re.compile(rf"(?:(?<![0-9A-Za-z)])[-+])?\$?(?:{_DIGITS})")
+"""Integers and decimals, with thousands separators; a sign after a digit, letter or bracket is an operator."""
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in `text`, or None.
+
+    >>> last_number("5 apples cost $1,234.50.")
+    Decimal('1234.50')
+    >>> last_number("10-4 = -6")
+    Decimal('-6')
+    """
+    found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
+
+
+def _label_number(label: Any) -> Decimal:
+    number = Decimal(str(label)) if isinstance(label, (int, float)) else last_number(str(label))
+    if number is None:
+        raise RewardError(
+            f"The label {label!r} has no number, which --reward.verifier last_number compares with: "
+            "set --data.label-key to a column of numbers."
+        )
+    return number
+
+
+class VerifierReward(RewardSource):
+    """Scores replies with the built-in verifier `kind`.
+
+    `timeout`: seconds one judgement of the math verifier may take; a reply that takes longer scores 0 and counts in
+    the metric `judge_timed_out`. `format_pattern`: regular expression that the whole reply must match.
+
+    Raises:
+        ConfigurationError: the format verifier has no pattern, or one that is not a regular expression.
+    """
+
+    def __init__(self, kind: Verifier, *, timeout: float, format_pattern: str | None = None) -> None:
+        self._kind = kind
+        self._pattern = _compile(format_pattern) if kind is Verifier.FORMAT else None
+        self._pool = JudgePool(timeout=timeout, warm_up=math_worker.warm_up) if kind is Verifier.MATH else None
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
+        """One reward of 0 or 1 a request, in order.
+
+        Raises:
+            RewardError: a label is missing, or is nothing this verifier can compare with.
+        """
+        return list(await asyncio.gather(*(self._judge(request) for request in requests)))
+
+    def close(self) -> None:
+        """Ends the worker processes; idempotent."""
+        if self._pool is not None:
+            self._pool.close()
+
+    async def _judge(self, request: RewardRequest) -> Reward:
+        if self._pattern is not None:
+            return Reward(value=float(self._pattern.fullmatch(request.response) is not None))
+        label = request.label
+        if label is None:
+            raise RewardError(
+                f"--reward.verifier {self._kind} compares with a label, but the prompts of "
+                f"{request.prompt.datasource!r} have none: set --data.label-key to the column with the answer."
+            )
+        if self._pool is not None:
+            verdict = await self._pool.judge(math_worker.grade, str(label), request.response)
+            return Reward(value=verdict.value, metrics=verdict.metrics)
+        if self._kind is Verifier.LAST_NUMBER:
+            return Reward(value=float(last_number(request.response) == _label_number(label)))
+        return Reward(value=float(request.response.strip() == str(label).strip()))
+
+
+def _compile(pattern: str | None) -> re.Pattern[str]:
+    if not pattern:
+        raise ConfigurationError(
+            "--reward.verifier format needs the pattern that a whole reply must match: set --reward.format-pattern."
+        )
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigurationError(
+            f"--reward.format-pattern is {pattern!r}, which is not a regular expression: {error}."
+        ) from error

@@ -1,0 +1,13 @@
+"""The computer's monotonic clock."""
+
+import time
+
+from rollgrad.domain.ports.clock import Clock
+
+
+class SystemClock(Clock):
+    """Time as the operating system keeps it."""
+
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary origin; never goes back."""
+        return time.monotonic()

@@ -1,0 +1,1 @@
+"""In-process training with PyTorch on transformers models."""

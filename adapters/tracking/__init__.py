@@ -1,0 +1,1 @@
+"""Where metrics of a run go, and the report made of them."""

@@ -1,0 +1,64 @@
+"""Metrics for the eye: a progress bar on a terminal, a line every few steps elsewhere. Both on standard error."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rollgrad.domain.ports.metric_sink import MetricSink
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SHOWN = {
+    "reward/mean": ("reward", ".3f"),
+    "eval/pass@1": ("eval", ".3f"),
+    "policy/approx_kl": ("kl", ".4f"),
+    "policy/entropy": ("entropy", ".3f"),
+    "rollout/response_length_mean": ("length", ".0f"),
+    "time/step_s": ("s/step", ".1f"),
+}
+"""Metric -> name and number format, in the order in which they are shown."""
+_LINES_PER_RUN = 20
+"""About how many lines a run leaves in a log file."""
+
+
+class ConsoleSink(MetricSink):
+    """Shows the latest values of the main metrics beside step `n/total_steps`; `console` defaults to standard error."""
+
+    def __init__(self, total_steps: int, console: "Console | None" = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = console or Console(stderr=True)
+        self._total = total_steps
+        self._every = max(1, total_steps // _LINES_PER_RUN)
+        self._latest: dict[str, float] = {}
+        self._progress: Progress | None = None
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("[bold]step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(compact=True),
+                console=self._console,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task("", total=total_steps)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the values that `metrics` brings and the latest of the others."""
+        self._latest.update({key: value for key, value in metrics.items() if key in _SHOWN})
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, description=self._summary("[dim]{}[/] {}"))
+        elif step % self._every == 0 or step in (1, self._total) or "eval/pass@1" in metrics:
+            line = f"step {step}/{self._total}  {self._summary('{} {}')}".rstrip()
+            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Leaves the bar as it stands; idempotent."""
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _summary(self, pattern: str) -> str:
+        shown = [(name, format(self._latest[key], spec)) for key, (name, spec) in _SHOWN.items() if key in self._latest]
+        return "  ".join(pattern.format(name, value) for name, value in shown)

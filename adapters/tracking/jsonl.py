@@ -1,0 +1,26 @@
+"""Metrics as one JSON object a line: the record that reports and other tools read."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollgrad.domain.ports.metric_sink import MetricSink
+
+
+class JsonlSink(MetricSink):
+    """Appends `{"step": ..., **metrics}` to `path` at each call, at once; numbers that are not finite become null."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes one line."""
+        numbers = {key: float(value) if math.isfinite(value) else None for key, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file; idempotent."""
+        self._file.close()

@@ -1,0 +1,234 @@
+"""The report of a run: learning curves and a table of before and after, in one HTML file that needs nothing else.
+
+Invariant: only metrics that were logged are shown. Does not own: what the metrics mean or how they were measured.
+"""
+
+import io
+import json
+import re
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from rollgrad.adapters.tracking.report_page import PAGE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Series = dict[int, float]
+"""Values of one metric by step."""
+
+
+@frozen
+class Panel:
+    """One chart. `curves`: metric -> name in the legend. `sparse`: measured now and then, so each point is marked.
+    `stacked`: the curves are parts of the last one."""
+
+    title: str
+    unit: str
+    curves: Mapping[str, str]
+    sparse: bool = False
+    stacked: bool = False
+
+
+PANELS = (
+    Panel("Reward", "mean of the rollout", {"reward/mean": "reward"}),
+    Panel("Evaluation", "pass@1 on held-out prompts", {"eval/pass@1": "pass@1"}, sparse=True),
+    Panel("Entropy", "nats per token", {"policy/entropy": "entropy"}),
+    Panel("KL divergence", "nats per token", {"policy/ref_kl": "to reference", "policy/approx_kl": "to old policy"}),
+    Panel("Response length", "mean tokens", {"rollout/response_length_mean": "length"}),
+    Panel("Truncated replies", "share of the rollout", {"rollout/truncated_share": "truncated"}),
+    Panel("Gradient norm", "before clipping", {"policy/grad_norm": "gradient norm"}),
+    Panel(
+        "Time per step",
+        "seconds",
+        {"time/generate_s": "generation", "time/update_s": "update", "time/step_s": "other"},
+        stacked=True,
+    ),
+)
+COLORS = ("#4f7cff", "#f0883e", "#a3abb9")
+"""First, second and third curve of a panel: readable on white and on near-black."""
+_INK = "#59616f"
+"""Text and axes of the image; in the page they take the page's own text colour."""
+_SMOOTH_FROM = 16
+"""Curves of at least this many points are drawn faintly, with their running mean on top."""
+_SMOOTH_SHARE = 12
+"""The running mean spans this fraction of the curve."""
+_LEGEND_ROOM = 1.15
+"""Height of a panel with a legend over that of its curves."""
+_STYLE: Any = {
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.family": "sans-serif",
+    "font.size": 10.0,
+    "grid.alpha": 0.18,
+    "grid.color": _INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9.0,
+    "legend.labelcolor": _INK,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "rollgrad",
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+}
+
+
+def write_report(
+    metrics_path: Path,
+    out_dir: Path,
+    *,
+    title: str,
+    before: Mapping[str, float] | None,
+    after: Mapping[str, float] | None,
+) -> Path:
+    """Writes `report.html` and `curves.png` to `out_dir` from the lines of metrics.jsonl; returns the page's path.
+
+    `before` and `after` are evaluation results, shown side by side with their difference; none leaves the table out.
+    A step that was logged twice (a continued run) counts with its last values.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    series = read_metrics(metrics_path)
+    panels = [panel for panel in PANELS if any(series.get(key) for key in panel.curves)]
+    out_dir.mkdir(parents=True, exist_ok=True)
+    (out_dir / "curves.png").write_bytes(_overview(panels, series, title))
+    cards = "".join(
+        f"<figure><figcaption>{escape(panel.title)} <span>{escape(panel.unit)}</span></figcaption>"
+        f"{_svg(panel, series, index)}</figure>\n"
+        for index, panel in enumerate(panels)
+    )
+    page = PAGE.substitute(
+        title=escape(title),
+        summary=escape(_summary(series)),
+        table=_table(before or {}, after or {}),
+        cards=cards or "<p>No metrics were logged.</p>",
+    )
+    path = out_dir / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def read_metrics(path: Path) -> dict[str, Series]:
+    """Every metric's values by step; values that are null, and a last line cut off by a crash, are left out."""
+    series: dict[str, Series] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        step = int(row.pop("step"))
+        for key, value in row.items():
+            if value is not None:
+                series.setdefault(key, {})[step] = float(value)
+    return {key: dict(sorted(values.items())) for key, values in series.items()}
+
+
+def _summary(series: Mapping[str, Series]) -> str:
+    steps = sorted({step for values in series.values() for step in values})
+    parts = [f"{steps[-1]} steps"] if steps else []
+    seconds = sum(series.get("time/step_s", {}).values())
+    if seconds:
+        parts.append(f"{seconds:.0f} s of training" if seconds < 600 else f"{seconds / 60:.0f} min of training")
+    return " · ".join(parts)
+
+
+def _table(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    keys = list(dict.fromkeys([*before, *after]))
+    if not keys:
+        return ""
+    rows = []
+    for key in keys:
+        first, last = before.get(key), after.get(key)
+        change = "" if first is None or last is None else f"{last - first:+.4g}"
+        cells = "".join(f"<td>{'' if value is None else format(value, '.4g')}</td>" for value in (first, last))
+        rows.append(f"<tr><th>{escape(key)}</th>{cells}<td><b>{change}</b></td></tr>")
+    head = "<tr><th>Evaluation</th><td>before</td><td>after</td><td>change</td></tr>"
+    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _overview(panels: list[Panel], series: Mapping[str, Series], title: str) -> bytes:
+    """All panels in one PNG on white."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    columns = 2 if len(panels) <= 4 else 4
+    rows = max(1, -(-len(panels) // columns))
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(3.7 * columns, 2.7 * rows + 0.5), facecolor="white")
+        figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
+        figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", color="#20242c")
+        grid = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axes, panel in zip(grid, panels, strict=False):
+            axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color="#20242c")
+            _draw(axes, panel, series)
+            axes.set_ylabel(panel.unit, fontsize=9)
+        for axes in grid[len(panels) :]:
+            axes.set_axis_off()
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
+
+
+def _svg(panel: Panel, series: Mapping[str, Series], index: int) -> str:
+    """One panel as inline SVG on a transparent ground, in the page's font and text colour."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(5.0, 2.9), layout="constrained")
+        _draw(figure.subplots(), panel, series)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>\s*| font-family: [^;]*;", "", svg, flags=re.DOTALL)
+    return re.sub(r'(id="|url\(#|href="#)', rf"\g<1>p{index}-", svg)  # the SVGs of one page share their ids
+
+
+def _draw(axes: "Axes", panel: Panel, series: Mapping[str, Series]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    present = {key: name for key, name in panel.curves.items() if series.get(key)}
+    if panel.stacked and list(panel.curves)[-1] in present:
+        _draw_stack(axes, present, series)
+    else:
+        for color, (key, name) in zip(COLORS, present.items(), strict=False):
+            steps, values = list(series[key]), list(series[key].values())
+            if panel.sparse or len(values) < _SMOOTH_FROM:
+                axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=4, label=name)
+            else:
+                axes.plot(steps, values, color=color, linewidth=1.0, alpha=0.3)
+                axes.plot(steps, _running_mean(values), color=color, linewidth=2.0, label=name)
+    axes.set_xlabel("step", fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.margins(x=0.02, y=0.1)
+    axes.grid(axis="y")
+    axes.tick_params(length=0)
+    if len(present) > 1:
+        axes.set_ylim(top=axes.get_ylim()[1] * _LEGEND_ROOM)
+        axes.legend(loc="upper left", ncols=len(present), handlelength=1.2, columnspacing=1.2, borderaxespad=0.0)
+
+
+def _draw_stack(axes: "Axes", present: Mapping[str, str], series: Mapping[str, Series]) -> None:
+    """The parts of the last metric, from the bottom up; what the parts leave of it is on top."""
+    *parts, total = present
+    steps = [step for step in series[total] if all(step in series[part] for part in parts)]
+    layers = [[series[part][step] for step in steps] for part in parts]
+    rest = [max(0.0, series[total][s] - sum(layer[i] for layer in layers)) for i, s in enumerate(steps)]
+    axes.stackplot(steps, *layers, rest, colors=COLORS, labels=list(present.values()), alpha=0.85)
+
+
+def _running_mean(values: list[float]) -> list[float]:
+    """Centred mean; at both ends over what there is of the window."""
+    reach = max(1, len(values) // _SMOOTH_SHARE // 2)
+    windows = (values[max(0, index - reach) : index + reach + 1] for index in range(len(values)))
+    return [sum(window) / len(window) for window in windows]

@@ -1,0 +1,33 @@
+"""Metrics for TensorBoard."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollgrad.domain.errors import MissingExtraError
+from rollgrad.domain.ports.metric_sink import MetricSink
+
+
+class TensorBoardSink(MetricSink):
+    """Writes each metric as a scalar to an event file in `directory`.
+
+    Raises:
+        MissingExtraError: TensorBoard is not installed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingExtraError(
+                "--logger.tensorboard-dir is set, but TensorBoard is not installed: pip install rollgrad[tracking]"
+            ) from error
+        self._writer = SummaryWriter(log_dir=str(directory))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes one scalar a metric."""
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        """Flushes and closes the event file; idempotent."""
+        self._writer.close()

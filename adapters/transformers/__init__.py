@@ -1,0 +1,1 @@
+"""Generation with transformers models in this process."""

@@ -1,0 +1,131 @@
+"""The two forward passes of generation, over one `KVCache`: prefill of prompts and one decoding step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rollgrad.adapters.torch.attention import ForestAttention
+from rollgrad.adapters.torch.layout import causal_layout
+from rollgrad.adapters.transformers.kv_cache import KVCache
+
+
+class Decoder:
+    """Runs a causal language model with packed attention installed."""
+
+    def __init__(self, model: Any) -> None:
+        config = model.config.get_text_config()
+        parameter = next(model.parameters())
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._model = model
+        self.device: torch.device = parameter.device
+        self.dtype: torch.dtype = parameter.dtype
+        self.cache = KVCache(
+            layers=config.num_hidden_layers, heads=heads, dim=dim, dtype=parameter.dtype, device=parameter.device
+        )
+
+    def prefill(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Sequence[int]]) -> Tensor:
+        """Runs each prompt once and stores its keys in each of its rows; returns next-token logits, one per prompt.
+
+        Args:
+            prompts: distinct prompts.
+            rows: cache rows of each prompt's sequences.
+
+        Returns:
+            Float32 logits [prompts, V].
+        """
+        layout = causal_layout(list(prompts))
+        row, position, token = [], [], []
+        for node, members in zip(layout.nodes, rows, strict=True):
+            for member in members:
+                row.append(torch.full((node.length,), member))
+                position.append(torch.arange(node.length))
+                token.append(torch.arange(node.start, node.start + node.length))
+        forest = ForestAttention(layout.nodes, device=self.device, dtype=self.dtype)
+        index = tuple(torch.cat(part).to(self.device) for part in (row, position, token))
+        hidden_MH = self._hidden(layout.tokens_M[None], layout.positions_M[None], _Prefill(self.cache, forest, index))
+        last = torch.tensor([node.start + node.length - 1 for node in layout.nodes], device=self.device)
+        return self._logits(hidden_MH[0].index_select(0, last))
+
+    def step(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Appends one token to each of the first A rows; returns next-token logits [A, V], float32.
+
+        Args:
+            tokens: the token to append to each row.
+            lengths: tokens stored in each row so far.
+        """
+        lengths_A = torch.tensor(lengths, device=self.device)
+        plan = _Decode(self.cache, lengths_A, max(lengths) + 1, self.dtype)
+        hidden_A1H = self._hidden(torch.tensor(tokens)[:, None], lengths_A[:, None], plan)
+        return self._logits(hidden_A1H[:, 0])
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, plan: Any) -> Tensor:
+        hidden: Tensor = self._model.base_model(
+            input_ids=tokens.to(self.device),
+            position_ids=positions.to(self.device),
+            use_cache=False,
+            attention_plan=plan,
+        ).last_hidden_state
+        return hidden
+
+    def _logits(self, hidden_AH: Tensor) -> Tensor:
+        logits: Tensor = self._model.get_output_embeddings()(hidden_AH).float()
+        return logits
+
+
+class _Prefill:
+    """Attends within prompts and stores keys and values on the way."""
+
+    def __init__(self, cache: KVCache, forest: ForestAttention, index: tuple[Tensor, ...]) -> None:
+        self._cache, self._forest = cache, forest
+        self._row, self._position, self._token = index
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        keys, values = self._cache.layer(layer)
+        keys[self._row, :, self._position] = key[0].transpose(0, 1)[self._token]
+        values[self._row, :, self._position] = value[0].transpose(0, 1)[self._token]
+        return self._forest.attend(layer, query, key, value, scaling, window)
+
+
+class _Decode:
+    """One query a row against everything the row has stored."""
+
+    def __init__(self, cache: KVCache, lengths_A: Tensor, time: int, dtype: torch.dtype) -> None:
+        self._cache, self._lengths_A, self._time = cache, lengths_A, time
+        self._rows_A = torch.arange(len(lengths_A), device=lengths_A.device)
+        self._dtype = dtype
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        keys, values = self._cache.layer(layer)
+        keys[self._rows_A, :, self._lengths_A] = key[:, :, 0]
+        values[self._rows_A, :, self._lengths_A] = value[:, :, 0]
+        count, heads, _, dim = query.shape
+        # Query heads that share a key head become its queries: keys are read once.
+        grouped = query.reshape(count, keys.shape[1], heads // keys.shape[1], dim)
+        out = functional.scaled_dot_product_attention(
+            grouped,
+            keys[:count, :, : self._time],
+            values[:count, :, : self._time],
+            attn_mask=self._mask(window),
+            scale=scaling,
+        )
+        return out.reshape(count, 1, heads, dim)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """Additive mask [A, 1, 1, time]."""
+        if window not in self._masks:
+            k = torch.arange(self._time, device=self._lengths_A.device)[None]
+            hidden = k > self._lengths_A[:, None]
+            if window is not None:
+                hidden |= k <= self._lengths_A[:, None] - window
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
+            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self._masks[window]

@@ -1,0 +1,292 @@
+"""The embedded rollout engine: continuous batching over a transformers model in this process.
+
+Requests wait in order; those with equal prompts are prefilled once; a finished row leaves the batch at once and a
+waiting request takes its place. The model may be the trainer's own module: weights are then shared, and a new
+version is a number (`set_version`). All torch work happens in one worker thread, so the event loop stays free.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from rollgrad.adapters.transformers.decoding import Decoder
+from rollgrad.adapters.transformers.sampler import sample
+from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens prefilled in one pass, at most (a longer prompt goes alone): bounds the memory of activations."""
+
+STOP_STRING_WINDOW = 64
+"""Latest tokens decoded when looking for a stop string; a stop string must fit in them."""
+
+
+@define(eq=False)
+class _Row:
+    """A sequence in flight."""
+
+    request: GenerationRequest
+    future: "asyncio.Future[Generation]"
+    tokens: list[int] = field(factory=list)
+    logprobs: list[float] = field(factory=list)
+    versions: list[int] = field(factory=list)
+    stop_reason: StopReason | None = None
+    uniforms: torch.Tensor = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.request.params.seed)
+        self.uniforms = torch.rand(self.request.params.max_new_tokens, dtype=torch.float64, generator=generator)
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys are stored before the next step: all but the latest sampled one."""
+        return len(self.request.prompt_token_ids) + len(self.tokens) - 1
+
+    def generation(self) -> Generation:
+        """What the caller gets."""
+        reason = self.stop_reason or StopReason.ABORTED
+        return Generation(token_ids=self.tokens, logprobs=self.logprobs, versions=self.versions, stop_reason=reason)
+
+
+class EmbeddedEngine(RolloutEngine):
+    """See `RolloutEngine`.
+
+    Args:
+        model: causal language model with packed attention installed.
+        eos_token_ids: tokens that end every reply.
+        max_batch_size: sequences decoded together.
+        decode: token ids to text; needed for stop strings only.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        eos_token_ids: Sequence[int],
+        max_batch_size: int = 128,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self._decoder = Decoder(model)
+        self._eos = frozenset(eos_token_ids)
+        self._max_batch_size = max_batch_size
+        self._decode = decode
+        self._limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._waiting: deque[_Row] = deque()
+        self._active: list[_Row] = []
+        self._version = 0
+        self._paused = False
+        self._loop_task: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="embedded-engine")
+
+    @property
+    def version(self) -> int:
+        """Policy version of the tokens sampled from now on."""
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """Records that the shared weights have changed.
+
+        Raises:
+            EngineError: requests are in flight and generation is not paused.
+        """
+        if (self._active or self._waiting) and not self._paused:
+            raise EngineError("Weights changed while requests were in flight: pause the engine first.")
+        self._version = version
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """See `RolloutEngine.generate`."""
+        self._check(request)
+        row = _Row(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(row)
+        self._start()
+        return await row.future
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
+        if mode is PauseMode.WAIT:
+            await self._idle.wait()
+        self._paused = True
+        if self._loop_task is not None:
+            await self._loop_task
+        if mode is PauseMode.ABORT:
+            rows = [*self._active, *self._waiting]
+            self._active.clear()
+            self._waiting.clear()
+            self._resolve(rows)
+            self._idle.set()
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        self._paused = False
+        if self._active or self._waiting:
+            self._start()
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        if self._active or self._waiting:
+            raise EngineError("The engine cannot sleep while requests are in flight: pause it with abort or wait.")
+        self._decoder.cache.release()
+
+    async def wake(self) -> None:
+        """Nothing to do: the cache grows back with the next request."""
+
+    def _check(self, request: GenerationRequest) -> None:
+        total = len(request.prompt_token_ids) + request.params.max_new_tokens
+        if not request.prompt_token_ids:
+            raise EngineError("The request has no prompt tokens: generation starts from at least one.")
+        if self._limit is not None and total > self._limit:
+            raise ConfigurationError(
+                f"A prompt of {len(request.prompt_token_ids)} tokens plus {request.params.max_new_tokens} new ones is "
+                f"{total} tokens, but the model has {self._limit} positions; lower --rollout.max-new-tokens or "
+                "--data.max-prompt-tokens."
+            )
+        if request.params.stop_strings and self._decode is None:
+            raise EngineError("Stop strings need a tokenizer: build the engine with `decode`.")
+
+    def _start(self) -> None:
+        self._idle.clear()
+        if not self._paused and (self._loop_task is None or self._loop_task.done()):
+            self._loop_task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        """Steps until nothing is left or someone pauses."""
+        loop = asyncio.get_running_loop()
+        while (self._active or self._waiting) and not self._paused:
+            try:
+                finished = await loop.run_in_executor(self._worker, self._step)
+            except Exception as error:
+                self._fail(error)
+                return
+            self._resolve(finished)
+        if not (self._active or self._waiting):
+            self._idle.set()
+
+    def _resolve(self, rows: Sequence[_Row]) -> None:
+        for row in rows:
+            if not row.future.done():
+                row.future.set_result(row.generation())
+
+    def _fail(self, error: Exception) -> None:
+        """Every request in flight learns of the failure; the engine is empty afterwards."""
+        rows = [*self._active, *self._waiting]
+        self._active.clear()
+        self._waiting.clear()
+        self._idle.set()
+        for row in rows:
+            if not row.future.done():
+                failure = EngineError(f"Generation failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                row.future.set_exception(failure)
+
+    @torch.inference_mode()
+    def _step(self) -> list[_Row]:
+        """Admits what fits, then appends one token to every active row; returns the rows that finished."""
+        self._drop_cancelled()
+        finished = self._admit()
+        if self._active:
+            self._decoder.cache.reserve(len(self._active), max(row.length for row in self._active) + 1)
+            logits = self._decoder.step([row.tokens[-1] for row in self._active], [r.length for r in self._active])
+            finished += self._append(self._active, logits)
+        return finished
+
+    def _drop_cancelled(self) -> None:
+        for row in self._active:
+            if row.future.cancelled():
+                row.stop_reason = StopReason.ABORTED
+        self._remove_finished()
+
+    def _admit(self) -> list[_Row]:
+        """Prefills waiting requests into free rows and samples their first token."""
+        newcomers: list[_Row] = []
+        prompts: dict[tuple[int, ...], list[_Row]] = {}
+        tokens = 0
+        while self._waiting and len(self._active) + len(newcomers) < self._max_batch_size:
+            row = self._waiting[0]
+            ids = row.request.prompt_token_ids
+            if ids not in prompts and prompts and tokens + len(ids) > PREFILL_TOKENS:
+                break
+            self._waiting.popleft()
+            if row.future.cancelled():
+                continue
+            tokens += 0 if ids in prompts else len(ids)
+            prompts.setdefault(ids, []).append(row)
+            newcomers.append(row)
+        if not newcomers:
+            return []
+        members = [row for rows in prompts.values() for row in rows]
+        first = len(self._active)
+        slots = {id(row): first + offset for offset, row in enumerate(members)}
+        self._decoder.cache.reserve(first + len(members), max(len(ids) for ids in prompts) + 1)
+        logits = self._decoder.prefill(list(prompts), [[slots[id(r)] for r in rows] for rows in prompts.values()])
+        repeats = torch.tensor([len(rows) for rows in prompts.values()], device=logits.device)
+        self._active.extend(members)
+        return self._append(members, logits.repeat_interleave(repeats, dim=0))
+
+    def _append(self, rows: Sequence[_Row], logits_AV: torch.Tensor) -> list[_Row]:
+        """Samples a token for each of `rows`; removes and returns those that are done."""
+        for index, row in enumerate(rows):
+            if len(row.tokens) < row.request.params.min_new_tokens:
+                logits_AV[index, sorted(self._eos.union(row.request.params.stop_token_ids))] = float("-inf")
+        params: list[SamplingParams] = [row.request.params for row in rows]
+        uniforms = torch.stack([row.uniforms[len(row.tokens)] for row in rows])
+        tokens, logprobs = sample(logits_AV, params, uniforms)
+        finished = []
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(self._version)
+            row.stop_reason = self._stop_reason(row)
+            if row.stop_reason is not None:
+                finished.append(row)
+        if finished:
+            self._remove_finished()
+        return finished
+
+    def _stop_reason(self, row: _Row) -> StopReason | None:
+        params = row.request.params
+        if row.tokens[-1] in self._eos or row.tokens[-1] in params.stop_token_ids:
+            return StopReason.STOP
+        if params.stop_strings and self._decode is not None:
+            text = self._decode(row.tokens[-STOP_STRING_WINDOW:])
+            if any(stop in text for stop in params.stop_strings):
+                return StopReason.STOP
+        return StopReason.LENGTH if len(row.tokens) >= params.max_new_tokens else None
+
+    def _remove_finished(self) -> None:
+        """Fills the places of finished rows with the last active ones, so that rows stay contiguous."""
+        sources, targets = [], []
+        remaining = len(self._active)
+        for index in range(len(self._active)):
+            if index >= remaining:
+                break
+            if self._active[index].stop_reason is None:
+                continue
+            while remaining - 1 > index and self._active[remaining - 1].stop_reason is not None:
+                remaining -= 1
+            remaining -= 1
+            if remaining > index:
+                self._active[index] = self._active[remaining]
+                sources.append(remaining)
+                targets.append(index)
+        del self._active[remaining:]
+        self._decoder.cache.move(sources, targets)
+
+
+class SharedWeights:
+    """A `WeightChannel` for an engine that reads the trainer's own module: nothing is copied."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+
+    async def push(self, policy: Any, version: int) -> dict[str, float]:
+        """See `WeightChannel.push`."""
+        self._engine.set_version(version)
+        return {"seconds": 0.0, "bytes": 0.0}

@@ -1,0 +1,44 @@
+"""Plays an episode of one reply: prompt in, one action, one reward."""
+
+from rollgrad.domain.errors import EngineError, RewardError
+from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
+from rollgrad.domain.ports.chat_codec import ChatCodec
+from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
+from rollgrad.domain.rewards import FailureKind, RewardRequest, RolloutFailure
+from rollgrad.domain.sampling import GenerationRequest
+from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
+
+
+class SingleTurnExecutor(AgentExecutor):
+    """See `AgentExecutor`. The reply is decoded once, for the reward; its tokens go to the trajectory as sampled."""
+
+    def __init__(self, engine: RolloutEngine, codec: ChatCodec, rewards: RewardSource) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._rewards = rewards
+
+    async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+        """See `AgentExecutor.run`."""
+        prompt = request.prompt
+        try:
+            generation = await self._engine.generate(
+                GenerationRequest(prompt_token_ids=prompt.token_ids, params=request.params)
+            )
+        except EngineError as error:
+            return _failure(FailureKind.INFRASTRUCTURE, error, request)
+        judged = RewardRequest(
+            prompt=prompt, response=self._codec.decode(generation.token_ids), stop_reason=generation.stop_reason
+        )
+        try:
+            (reward,) = await self._rewards.score([judged])
+        except RewardError as error:
+            return _failure(FailureKind.REWARD, error, request)
+        builder = TrajectoryBuilder(prompt.token_ids, group_id=request.group_id, sample_id=request.sample_id)
+        builder.add_action(generation)
+        builder.set_reward(reward.value)
+        return [builder.build(stop_reason=generation.stop_reason, score=reward.score, metrics=reward.metrics)]
+
+
+def _failure(kind: FailureKind, error: Exception, request: EpisodeRequest) -> RolloutFailure:
+    return RolloutFailure(kind=kind, message=str(error), group_id=request.group_id, sample_id=request.sample_id)

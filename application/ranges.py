@@ -1,0 +1,78 @@
+"""The values each setting may take on its own: `RANGES[dotted name]` is a test and the rule in words.
+
+Settings that are None pass. Rules across settings are in `application.validation`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+Range = tuple[Callable[[Any], bool], str]
+
+COUNT: Range = (lambda value: value >= 1, "at least 1")
+NOT_NEGATIVE: Range = (lambda value: value >= 0, "at least 0")
+POSITIVE: Range = (lambda value: value > 0, "greater than 0")
+SHARE: Range = (lambda value: 0 <= value <= 1, "from 0 to 1")
+BELOW_ONE: Range = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+PERIOD: Range = (lambda value: value == -1 or value >= 1, "-1 or at least 1")
+INTERVAL: Range = (lambda value: value[0] < value[1], "two numbers, the lower one first")
+
+RANGES: dict[str, Range] = {
+    **{
+        f"{model}.{key}": bounds
+        for model in ("actor", "critic")
+        for key, bounds in {
+            "adam.lr": NOT_NEGATIVE,
+            "adam.betas": (lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers at least 0 and below 1"),
+            "adam.eps": POSITIVE,
+            "adam.weight_decay": NOT_NEGATIVE,
+            "lr_warmup_ratio": BELOW_ONE,
+            "min_lr_ratio": SHARE,
+            "max_norm": NOT_NEGATIVE,
+        }.items()
+    },
+    "actor.eps_clip": BELOW_ONE,
+    "actor.eps_clip_low_high": (
+        lambda clip: 0 <= clip[0] < 1 and clip[1] >= 0,
+        "a lower range at least 0 and below 1, and an upper range at least 0",
+    ),
+    "actor.dual_clip": (lambda value: value > 1, "greater than 1"),
+    "actor.entropy_coef": NOT_NEGATIVE,
+    "critic.value_clip": POSITIVE,
+    "algo.advantage.gamma": SHARE,
+    "algo.advantage.lambd": SHARE,
+    "algo.kl.init_coef": NOT_NEGATIVE,
+    "algo.kl.target": POSITIVE,
+    "algo.kl.horizon": POSITIVE,
+    "rollout.batch_size": COUNT,
+    "rollout.n_samples_per_prompt": COUNT,
+    "rollout.temperature": (
+        POSITIVE[0],
+        "greater than 0, for greedy samples carry no probability to learn from",
+    ),
+    "rollout.top_p": (lambda value: 0 < value <= 1, "greater than 0 and at most 1"),
+    "rollout.top_k": NOT_NEGATIVE,
+    "rollout.max_new_tokens": COUNT,
+    "rollout.stop_strings": (all, "texts that are not empty"),
+    "rollout.max_concurrent": COUNT,
+    "rollout.max_failures": NOT_NEGATIVE,
+    "rollout.max_batch_size": COUNT,
+    "train.max_steps": COUNT,
+    "train.num_episodes": COUNT,
+    "train.batch_size": COUNT,
+    "train.max_epochs": COUNT,
+    "train.max_tokens_per_micro_batch": COUNT,
+    "train.seed": NOT_NEGATIVE,
+    "data.max_prompt_tokens": COUNT,
+    "data.max_samples": COUNT,
+    "data.size": COUNT,
+    "reward.timeout": POSITIVE,
+    "reward.clip_range": INTERVAL,
+    "eval.steps": PERIOD,
+    "eval.temperature": NOT_NEGATIVE,
+    "eval.n_samples_per_prompt": COUNT,
+    "eval.max_new_tokens": COUNT,
+    "eval.max_samples": COUNT,
+    "ckpt.output_dir": (bool, "a directory"),
+    "ckpt.save_steps": PERIOD,
+    "logger.log_samples": NOT_NEGATIVE,
+}

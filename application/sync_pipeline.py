@@ -1,0 +1,196 @@
+"""The synchronous pipeline: roll out, learn, hand over the weights, repeat.
+
+Invariants: every rollout is sampled from the weights of the update before it; prompts submitted = trained + dropped
+by reason; an interruption ends the run between two steps, with the model of the last finished one.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import structlog
+from attrs import field, frozen
+
+from rollgrad.application.evaluation import EvaluationService
+from rollgrad.application.experience import ExperienceService
+from rollgrad.application.rollout import RolloutGroup, RolloutService
+from rollgrad.application.update import UpdateService
+from rollgrad.domain.errors import RewardError
+from rollgrad.domain.kl_control import KLController
+from rollgrad.domain.ports.checkpoint_store import CheckpointStore
+from rollgrad.domain.ports.clock import Clock
+from rollgrad.domain.ports.metric_sink import MetricSink
+from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueObjective
+from rollgrad.domain.ports.prompt_source import PromptSource
+from rollgrad.domain.ports.weight_channel import WeightChannel
+from rollgrad.domain.sampling import SamplingParams
+from rollgrad.domain.trajectory import Trajectory
+
+log = structlog.get_logger(__name__)
+
+SampleLog = Callable[[int, Sequence[RolloutGroup]], None]
+"""Receives each step's groups, for people to read."""
+
+FINAL_MODEL = "model"
+"""Name of the model written at the end of a run."""
+
+
+@frozen(kw_only=True)
+class Schedule:
+    """`steps` rollouts of `prompts_per_step` prompts x `samples_per_prompt`; evaluation and model checkpoints every
+    so many steps (-1: only at the ends)."""
+
+    steps: int
+    prompts_per_step: int
+    samples_per_prompt: int
+    eval_steps: int = -1
+    save_steps: int = -1
+
+
+@frozen(kw_only=True)
+class RunOutcome:
+    """`steps` finished; held-out metrics `before` and `after`; whether someone interrupted the run."""
+
+    steps: int
+    before: Mapping[str, float] = field(factory=dict)
+    after: Mapping[str, float] = field(factory=dict)
+    interrupted: bool = False
+
+
+class SyncPipeline:
+    """Ties the services together. `objective` makes the policy's loss for the current KL weight."""
+
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        params: SamplingParams,
+        prompts: PromptSource,
+        rollout: RolloutService,
+        experience: ExperienceService,
+        update: UpdateService,
+        policy: PolicyModel,
+        channel: WeightChannel,
+        objective: Callable[[float], PolicyObjective],
+        value_objective: ValueObjective | None,
+        kl: KLController,
+        evaluation: EvaluationService | None,
+        sink: MetricSink,
+        checkpoints: CheckpointStore,
+        clock: Clock,
+        sample_log: SampleLog,
+    ) -> None:
+        self._schedule = schedule
+        self._params = params
+        self._prompts = prompts
+        self._rollout = rollout
+        self._experience = experience
+        self._update = update
+        self._policy = policy
+        self._channel = channel
+        self._objective = objective
+        self._value_objective = value_objective
+        self._kl = kl
+        self._evaluation = evaluation
+        self._sink = sink
+        self._checkpoints = checkpoints
+        self._clock = clock
+        self._sample_log = sample_log
+        self._done = 0
+
+    async def run(self) -> RunOutcome:
+        """Trains to the end of the schedule, or until the task is cancelled (Ctrl-C), and saves the model."""
+        before: Mapping[str, float] = {}
+        after: Mapping[str, float] = {}
+        interrupted = False
+        try:
+            before = await self._evaluate()
+            while self._done < self._schedule.steps:
+                await self._step()
+                if self._due(self._schedule.eval_steps):
+                    await self._evaluate()
+                if self._due(self._schedule.save_steps):
+                    self._save(f"step_{self._done}")
+            after = await self._evaluate()
+        except asyncio.CancelledError:
+            interrupted = True
+            log.info("interrupted: saving the model", step=self._done)
+        self._save(FINAL_MODEL)
+        return RunOutcome(steps=self._done, before=before, after=after, interrupted=interrupted)
+
+    async def _step(self) -> None:
+        """One rollout and the update it feeds."""
+        schedule, clock = self._schedule, self._clock
+        started = clock.monotonic()
+        groups = await self._rollout.collect(
+            self._prompts.take(schedule.prompts_per_step),
+            self._params,
+            samples=schedule.samples_per_prompt,
+            first_group_id=self._done * schedule.prompts_per_step,
+        )
+        generated = clock.monotonic()
+        trajectories = [t for group in groups for t in group.trajectories]
+        if not trajectories:
+            raise RewardError(f"All {len(groups)} groups of step {self._done} failed: there is nothing to train on.")
+        experience = self._experience.make(trajectories, self._kl.coef)
+        prepared = clock.monotonic()
+        metrics = self._update.run(experience.batch, self._objective(self._kl.coef), self._value_objective)
+        metrics = rollout_metrics(groups) | experience.metrics | metrics
+        if "policy/ref_kl" in metrics:
+            metrics["policy/kl_coef"] = self._kl.coef
+            self._kl = self._kl.update(metrics["policy/ref_kl"], len(trajectories))
+        updated = clock.monotonic()
+        self._done += 1
+        await self._channel.push(self._policy, self._done)
+        ended = clock.monotonic()
+        metrics |= {
+            "time/generate_s": generated - started,
+            "time/experience_s": prepared - generated,
+            "time/update_s": updated - prepared,
+            "time/sync_s": ended - updated,
+            "time/step_s": ended - started,
+        }
+        self._sink.log(self._done, metrics)
+        self._sample_log(self._done, groups)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self._done % every == 0 and self._done < self._schedule.steps
+
+    async def _evaluate(self) -> Mapping[str, float]:
+        if self._evaluation is None:
+            return {}
+        metrics = await self._evaluation.run()
+        self._sink.log(self._done, metrics)
+        return metrics
+
+    def _save(self, name: str) -> None:
+        self._checkpoints.save_model(self._policy, name)
+        self._checkpoints.save_state(self.state_dict(), name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, JSON-serialisable."""
+        return {"step": self._done, "prompts": self._prompts.state_dict(), "kl": self._kl.state_dict()}
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """What a rollout looked like: rewards, lengths, group spread, failures by kind, and the reward's own metrics."""
+    trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories]
+    count = len(trajectories)
+    lengths = [t.action_length for t in trajectories]
+    scored = [[t.score for t in group.trajectories] for group in groups if group.trajectories]
+    metrics = {
+        "reward/mean": sum(t.reward for t in trajectories) / count,
+        "reward/score_mean": sum(t.score for t in trajectories) / count,
+        "rollout/samples": float(count),
+        "rollout/response_length_mean": sum(lengths) / count,
+        "rollout/response_length_max": float(max(lengths)),
+        "rollout/truncated_share": sum(t.stop_reason.truncated for t in trajectories) / count,
+        "rollout/zero_spread_share": sum(min(s) == max(s) for s in scored) / len(scored),
+    }
+    for failure in (f for group in groups for f in group.failures):
+        name = f"rollout/failed_{failure.kind.value}"
+        metrics[name] = metrics.get(name, 0.0) + 1.0
+    for key in {key for t in trajectories for key in t.metrics}:
+        values = [t.metrics[key] for t in trajectories if key in t.metrics]
+        metrics[f"reward/{key}"] = sum(values) / len(values)
+    return metrics

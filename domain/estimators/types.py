@@ -1,0 +1,47 @@
+"""What an estimator takes and gives.
+
+Contract of every estimator `f(inputs, params) -> Advantages`: per-token arrays are [N] over packed sequences, at the
+token's own position; only action tokens count, environment tokens are passed over as if the action tokens on either
+side were adjacent; whatever stands at masked positions, even NaN, has no effect; the result does not depend on the
+order or packing of the sequences.
+"""
+
+from collections.abc import Callable
+
+from attrs import frozen
+from torch import Tensor
+
+
+@frozen(kw_only=True, eq=False)
+class EstimatorInput:
+    """`rewards_N`: each turn's reward on the last token of its action segment. `token_rewards_N`: additions per token,
+    such as -coef * KL. `action_mask_N` bool. `lengths_S`, `group_ids_S`, `sample_ids_S` int64: sequences of one group
+    answer one prompt; sequences of one sample are branches of one rollout. `values_N`: critic, gae only."""
+
+    rewards_N: Tensor
+    token_rewards_N: Tensor
+    action_mask_N: Tensor
+    lengths_S: Tensor
+    group_ids_S: Tensor
+    sample_ids_S: Tensor
+    values_N: Tensor | None = None
+
+
+@frozen(kw_only=True)
+class EstimatorParams:
+    """`gamma`: discount per action token. `lambd`: GAE's lambda. `std_norm`: whiten by the standard deviation too."""
+
+    gamma: float = 1.0
+    lambd: float = 1.0
+    std_norm: bool = True
+
+
+@frozen(kw_only=True, eq=False)
+class Advantages:
+    """`advantages_N` weight the policy's loss, `returns_N` are the critic's targets; 0 where not an action."""
+
+    advantages_N: Tensor
+    returns_N: Tensor
+
+
+Estimator = Callable[[EstimatorInput, EstimatorParams], Advantages]

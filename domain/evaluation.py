@@ -1,0 +1,41 @@
+"""Evaluation metrics over several samples of each prompt."""
+
+import math
+from collections.abc import Sequence
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of `k` samples passes, from `n` samples of which `c` passed.
+
+    1 - C(n-c, k) / C(n, k), as a product (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1).
+
+    Raises:
+        ValueError: not 1 <= k <= n, or not 0 <= c <= n.
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@{k} of {c} passes in {n} samples: k must be from 1 to n, and passes from 0 to n.")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def summarise(scores_by_prompt: Sequence[Sequence[float]], threshold: float) -> dict[str, float]:
+    """Means over prompts of `pass@1`, `pass@k` for powers of two up to the smallest sample count n, `pass@n`,
+    `mean@n` (mean score) and `samples` (prompts counted). Prompts without a sample are left out.
+
+    Args:
+        scores_by_prompt: scores of each prompt's samples.
+        threshold: score from which a sample passes.
+
+    Raises:
+        ValueError: no prompt has a sample.
+    """
+    counted = [scores for scores in scores_by_prompt if scores]
+    if not counted:
+        raise ValueError("There are no scores to summarise.")
+    n = min(len(scores) for scores in counted)
+    ks = sorted({n, *(2**p for p in range(n.bit_length()) if 2**p <= n)})
+    passes = [(len(scores), sum(score >= threshold for score in scores)) for scores in counted]
+    metrics = {f"pass@{k}": math.fsum(pass_at_k(m, c, k) for m, c in passes) / len(counted) for k in ks}
+    metrics[f"mean@{n}"] = math.fsum(math.fsum(scores) / len(scores) for scores in counted) / len(counted)
+    return metrics

@@ -1,0 +1,34 @@
+"""The weight of the KL term as a pure state machine."""
+
+import math
+from collections.abc import Mapping
+
+from attrs import evolve, frozen
+
+MAX_ERROR = 0.2
+"""Bound on the proportional error (Ziegler et al. 2019, section 2.2)."""
+
+
+@frozen(kw_only=True)
+class KLController:
+    """Holds `coef`; with a `target` (KL per action token) it adapts, reacting over `horizon` samples."""
+
+    coef: float
+    target: float | None = None
+    horizon: float = 10000.0
+
+    def update(self, kl: float, samples: int) -> "KLController":
+        """The controller after `samples` samples with mean `kl` (Ziegler et al. 2019, section 2.2); without a target,
+        or when `kl` is not finite, itself."""
+        if self.target is None or not math.isfinite(kl):
+            return self
+        error = min(max(kl / self.target - 1.0, -MAX_ERROR), MAX_ERROR)
+        return evolve(self, coef=self.coef * (1.0 + error * samples / self.horizon))
+
+    def state_dict(self) -> dict[str, float]:
+        """The part that changes."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> "KLController":
+        """This controller at the weight that `state` holds."""
+        return evolve(self, coef=float(state["coef"]))

@@ -1,0 +1,51 @@
+"""How token losses become one number: by weights that are fixed for a whole optimizer step.
+
+Invariant: `loss_weights` sees every sample of the step, on all ranks, before it is split; a loss is then the plain sum
+of weight x token loss, so any split, order, packing or sharding of the same samples gives the same gradient.
+"""
+
+import torch
+from torch import Tensor
+
+
+def loss_weights(
+    mode: str, *, action_mask_N: Tensor, lengths_S: Tensor, group_ids_S: Tensor, max_length: int
+) -> Tensor:
+    """Float32 weight of each token; 0 where not an action, all 0 without actions.
+
+    Args:
+        mode: `token_mean` (DAPO, eq. 8): mean over action tokens. `sequence_mean` (GRPO, eq. 3): mean over sequences
+            that have actions of their token mean. `prompt_mean`: mean over groups of the mean over the group's action
+            tokens. `constant_length` (Dr. GRPO, section 3.2): sum over tokens / `max_length`, mean over sequences.
+        action_mask_N: bool.
+        lengths_S: tokens of each sequence.
+        group_ids_S: group of each sequence.
+        max_length: the constant of `constant_length`, in tokens.
+
+    Raises:
+        ValueError: unknown `mode`.
+    """
+    sequence_N = torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
+    actions_S = torch.zeros_like(lengths_S).index_add_(0, sequence_N, action_mask_N.to(lengths_S.dtype))
+    nonempty = (actions_S > 0).sum()
+    match mode:
+        case "token_mean":
+            weights_S = torch.ones_like(actions_S, dtype=torch.float64) / actions_S.sum()
+        case "sequence_mean":
+            weights_S = 1.0 / (actions_S.double() * nonempty)
+        case "prompt_mean":
+            _, group_S = torch.unique(group_ids_S, return_inverse=True)
+            actions_G = torch.zeros_like(actions_S).index_add_(0, group_S, actions_S)
+            weights_S = 1.0 / (actions_G[group_S].double() * (actions_G > 0).sum())
+        case "constant_length":
+            weights_S = torch.ones_like(actions_S, dtype=torch.float64) / (nonempty * max_length)
+        case _:
+            raise ValueError(
+                f"Unknown aggregation {mode!r}: use token_mean, sequence_mean, prompt_mean or constant_length."
+            )
+    return torch.where(action_mask_N, weights_S[sequence_N], 0.0).float()
+
+
+def weighted_sum(token_loss_N: Tensor, weights_N: Tensor, action_mask_N: Tensor) -> Tensor:
+    """Sum of weight x token loss over action tokens; what is masked has no effect, not even NaN."""
+    return (torch.where(action_mask_N, token_loss_N, 0.0) * weights_N).sum()

@@ -1,0 +1,30 @@
+"""Learning-rate schedules as pure functions of the step."""
+
+import math
+
+
+def lr_factor(kind: str, step: int, *, total_steps: int, warmup_ratio: float, min_ratio: float) -> float:
+    """The learning rate at optimizer step `step` (from 0), as a share of the peak.
+
+    Args:
+        kind: `constant`, `linear` (to `min_ratio`) or `cosine_with_min_lr` (SGDR's half cosine, to `min_ratio`).
+        step: steps already taken.
+        total_steps: steps of the whole run.
+        warmup_ratio: share of the run that rises linearly from 0; the first step already moves.
+        min_ratio: floor of the decaying schedules.
+
+    Raises:
+        ValueError: unknown `kind`.
+    """
+    warmup = math.ceil(total_steps * warmup_ratio)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    match kind:
+        case "constant":
+            return 1.0
+        case "linear":
+            return min_ratio + (1 - min_ratio) * (1 - progress)
+        case "cosine_with_min_lr":
+            return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    raise ValueError(f"Unknown schedule {kind!r}: use constant, linear or cosine_with_min_lr.")

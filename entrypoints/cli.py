@@ -1,0 +1,285 @@
+"""The command line: `rollgrad train rl`, `rollgrad eval`, `rollgrad doctor`.
+
+Exit status: 0 done, 1 a defect (with its traceback), 2 an error that one sentence explains, 130 interrupted. Torch is
+imported by the commands only, so that help and refusals come at once.
+"""
+
+import contextlib
+import difflib
+import io
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import tyro
+from attrs import Factory, define
+
+import rollgrad
+from rollgrad.application.config import RLConfig
+from rollgrad.application.validation import validate, validate_evaluation
+from rollgrad.domain.errors import ConfigurationError, RollgradError
+from rollgrad.entrypoints.config_io import dump_config, load_config, nearest, setting_names
+
+if TYPE_CHECKING:
+    from rollgrad.entrypoints.library import TrainResult
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+Settings = Annotated[RLConfig, tyro.conf.arg(name="")]
+
+
+@define(kw_only=True)
+class TrainArguments:
+    """Trains a model by reinforcement learning. Every setting below is also a key of the YAML file."""
+
+    config: Path | None = None
+    """YAML file with settings; flags override it."""
+    print_config: Switch = False
+    """Print all settings as YAML that --config reads, and leave."""
+    dry_run: Switch = False
+    """Check settings and files, print the memory plan and the counts, and leave."""
+    run: Settings = Factory(RLConfig)
+
+
+@define(kw_only=True)
+class EvalArguments:
+    """Evaluates actor.model_name_or_path on eval.dataset. It reads the settings of a training run."""
+
+    config: Path | None = None
+    """YAML file with settings; flags override it."""
+    print_config: Switch = False
+    """Print all settings as YAML that --config reads, and leave."""
+    json: Switch = False
+    """Print JSON instead of a table."""
+    run: Settings = Factory(RLConfig)
+
+
+@define(kw_only=True)
+class DoctorArguments:
+    """Shows what this machine offers a run, and whether the optional packages work."""
+
+    json: Switch = False
+    """Print JSON instead of tables."""
+
+
+Arguments = TypeVar("Arguments", TrainArguments, EvalArguments, DoctorArguments)
+RunArguments = TypeVar("RunArguments", TrainArguments, EvalArguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line (default: that of this process); returns the exit status."""
+    try:
+        return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+    except RollgradError as error:
+        if os.environ.get("ROLLGRAD_DEBUG") == "1":
+            traceback.print_exc()
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def configure_logging() -> None:
+    """Sends structlog's events to stderr: coloured on a terminal, else one key=value line each."""
+    import structlog
+
+    renderer: structlog.typing.Processor
+    if sys.stderr.isatty():
+        renderer = structlog.dev.ConsoleRenderer()
+    else:
+        renderer = structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"])
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def train_rl(arguments: Sequence[str]) -> int:
+    """`rollgrad train rl`."""
+    parsed = _parse_run(TrainArguments, "train rl", arguments)
+    config = parsed.run
+    if parsed.print_config:
+        sys.stdout.write(dump_config(config))
+        return 0
+    from rollgrad.entrypoints.dry_run import check_files, show_plan
+
+    validate(config)
+    check_files(config)
+    if parsed.dry_run:
+        show_plan(config)
+        return 0
+    from rollgrad.entrypoints.library import train
+
+    configure_logging()
+    result = train(config)
+    _show_result(config, result)
+    return EXIT_INTERRUPTED if result.interrupted else 0
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """`rollgrad eval`."""
+    parsed = _parse_run(EvalArguments, "eval", arguments)
+    config = parsed.run
+    if parsed.print_config:
+        sys.stdout.write(dump_config(config))
+        return 0
+    from rollgrad.entrypoints.dry_run import check_eval_files
+
+    validate_evaluation(config)
+    check_eval_files(config)
+    from rollgrad.entrypoints.library import evaluate as evaluate_model
+
+    configure_logging()
+    metrics = evaluate_model(config)
+    if parsed.json:
+        sys.stdout.write(json.dumps(metrics, indent=2) + "\n")
+    else:
+        _show_metrics(f"{config.actor.model_name_or_path} on {config.eval.dataset}", {"value": metrics})
+    return 0
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """`rollgrad doctor`."""
+    parsed = _parse(DoctorArguments(), "doctor", arguments)
+    from rollgrad.entrypoints.doctor import run_doctor
+
+    return run_doctor(as_json=parsed.json)
+
+
+COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train rl": (train_rl, "train a model by reinforcement learning"),
+    "eval": (evaluate, "evaluate a model on held-out prompts"),
+    "doctor": (doctor, "show what this machine offers, and whether the installation works"),
+}
+
+USAGE = "\n".join(
+    (
+        "usage: rollgrad COMMAND [OPTIONS]",
+        "",
+        *(f"  rollgrad {name:<10} {purpose}" for name, (_, purpose) in COMMANDS.items()),
+        "",
+        "  rollgrad COMMAND --help   all options of a command",
+        "  rollgrad --version        the version",
+        "",
+    )
+)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    for name, (command, _) in COMMANDS.items():
+        words = name.split()
+        if arguments[: len(words)] == words:
+            return command(arguments[len(words) :])
+    if arguments[:1] == ["--version"]:
+        sys.stdout.write(f"rollgrad {rollgrad.__version__}\n")
+        return 0
+    if not arguments or {"-h", "--help"} & set(arguments):
+        sys.stdout.write(USAGE)
+        return 0
+    given = " ".join(word for word in arguments[:2] if not word.startswith("-")) or arguments[0]
+    similar = difflib.get_close_matches(given, COMMANDS, n=1, cutoff=0.5)
+    known = f"did you mean rollgrad {similar[0]}?" if similar else f"the commands are {', '.join(COMMANDS)}."
+    raise ConfigurationError(f"{given} is not a command; {known}")
+
+
+def _parse_run(kind: type[RunArguments], command: str, arguments: Sequence[str]) -> RunArguments:
+    """Flags over the file that --config names over the defaults."""
+    path = _config_path(arguments)
+    default = kind() if path is None else kind(config=path, run=load_config(path))
+    return _parse(default, command, arguments)
+
+
+def _parse(default: Arguments, command: str, arguments: Sequence[str]) -> Arguments:
+    kind = type(default)
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            parsed, unknown = tyro.cli(
+                kind,
+                prog=f"rollgrad {command}",
+                args=arguments,
+                default=default,
+                return_unknown_args=True,
+                use_underscores=True,
+                config=(tyro.conf.EnumChoicesFromValues,),
+            )
+    except SystemExit as stop:
+        if stop.code:
+            raise ConfigurationError(_sentence(box.getvalue())) from stop
+        raise
+    if unknown:
+        raise ConfigurationError(_unknown_argument(kind, command, unknown))
+    return parsed
+
+
+def _config_path(arguments: Sequence[str]) -> Path | None:
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--config="):
+            return Path(argument.removeprefix("--config="))
+        if argument == "--config" and index + 1 < len(arguments):
+            return Path(arguments[index + 1])
+    return None
+
+
+def _sentence(box: str) -> str:
+    """The message in the box that tyro draws: between the title and the first rule, without the list of attempts."""
+    lines = [line.strip("│ ") for line in box.splitlines()[1:]]
+    message: list[str] = []
+    for line in lines:
+        if not line.strip("─╰╯") or line.startswith("Got errors"):
+            break
+        message.append(line)
+    return " ".join(message)
+
+
+def _unknown_argument(
+    kind: type[TrainArguments | EvalArguments | DoctorArguments], command: str, unknown: Sequence[str]
+) -> str:
+    flag = next((argument for argument in unknown if argument.startswith("-")), None)
+    if flag is None:
+        return f"{unknown[0]!r} belongs to no flag: see rollgrad {command} --help."
+    name = flag.lstrip("-").partition("=")[0].replace("-", "_")
+    known = list(setting_names(kind))
+    if "run" in known:
+        known = [*known[: known.index("run")], *setting_names()]
+    suggestion = nearest(name, known)
+    hint = f"did you mean --{suggestion}?" if suggestion else f"see rollgrad {command} --help."
+    return f"{flag} is not a flag; {hint}"
+
+
+def _show_result(config: RLConfig, result: "TrainResult") -> None:
+    columns = {name: metrics for name, metrics in (("before", result.before), ("after", result.after)) if metrics}
+    if columns and config.logger.console:
+        _show_metrics("Evaluation", columns)
+    if result.interrupted:
+        sys.stderr.write(f"interrupted after {result.steps} rollouts; what was trained is in {result.output_dir}\n")
+    sys.stdout.write(f"{result.report or result.output_dir}\n")
+
+
+def _show_metrics(title: str, columns: Mapping[str, Mapping[str, float]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("metric", *columns, title=title)
+    for name in dict.fromkeys(name for metrics in columns.values() for name in metrics):
+        table.add_row(name, *(f"{metrics[name]:.4g}" if name in metrics else "" for metrics in columns.values()))
+    Console(highlight=False, markup=False).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Configuration in and out of YAML.
+
+`load_config(path)` reads what `dump_config` wrote to an equal configuration. Reading is strict: an unknown key, or a
+value of the wrong type, is one sentence that names the key. Importable without torch.
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin
+
+import attrs
+import cattrs
+import yaml
+
+from rollgrad.application.config import RLConfig
+from rollgrad.domain.errors import ConfigurationError
+
+Config = TypeVar("Config", bound=attrs.AttrsInstance)
+
+
+def load_config(path: Path | str) -> RLConfig:
+    """Reads a YAML file; settings that it leaves out keep their defaults.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is not YAML, or holds an unknown key or a value of a wrong type.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigurationError(f"The configuration file {path} cannot be read ({reason}): check --config.") from error
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" at line {where.line + 1}" if where else ""
+        raise ConfigurationError(f"The configuration file {path} is not YAML{line}: correct it.") from error
+    return structure_config(data)
+
+
+def structure_config(data: Mapping[str, Any] | None) -> RLConfig:
+    """Builds a configuration from nested mappings, as YAML or JSON give them; None is all defaults.
+
+    Raises:
+        ConfigurationError: an unknown key or a value of a wrong type.
+    """
+    return _section(RLConfig, data, "")
+
+
+def dump_config(config: RLConfig) -> str:
+    """Every setting as YAML."""
+    text: str = yaml.safe_dump(_converter.unstructure(config), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def setting_names(cls: type[attrs.AttrsInstance] = RLConfig, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all settings, e.g. `algo.advantage.estimator`."""
+    for field in attrs.fields(cls):
+        if attrs.has(field.type):
+            yield from setting_names(field.type, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name most like `name`, if any is like it."""
+    candidates = list(known)
+    without_section = [candidate for candidate in candidates if candidate.split(".")[-1] == name]
+    matches = without_section or difflib.get_close_matches(name, candidates, n=1)
+    return matches[0] if matches else None
+
+
+def _section(cls: type[Config], data: Any, prefix: str) -> Config:
+    if data is None:  # a section whose lines are all comments
+        return cls()
+    if not isinstance(data, Mapping):
+        where = prefix.rstrip(".") or "The configuration"
+        raise ConfigurationError(f"{where} is {data!r}, but it must be a section of `key: value` lines.")
+    fields = {field.name: field.type for field in attrs.fields(cls)}
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if key not in fields:
+            suggestion = nearest(name, setting_names())
+            hint = f"did you mean {suggestion}?" if suggestion else "see `rollgrad train rl --help` for all settings."
+            raise ConfigurationError(f"{name} is not a setting; {hint}")
+        if attrs.has(fields[key]):
+            values[key] = _section(fields[key], value, f"{name}.")
+            continue
+        try:
+            values[key] = _converter.structure(value, fields[key])
+        except Exception as error:  # cattrs wraps what the hooks raise in groups of its own
+            raise ConfigurationError(f"{name} is {value!r}, but it must be {_describe(fields[key])}.") from error
+    return cls(**values)
+
+
+def _describe(kind: Any) -> str:
+    """A type in words."""
+    if isinstance(kind, UnionType):
+        return " or ".join(_describe(part) for part in get_args(kind))
+    if get_origin(kind) is tuple:
+        parts = get_args(kind)
+        length = "" if parts[-1] is Ellipsis else f"{len(parts)} "
+        return f"a list of {length}{_PLURALS[parts[0]]}"
+    if issubclass(kind, StrEnum):
+        return "one of " + ", ".join(kind)
+    return _WORDS[kind]
+
+
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", NoneType: "null"}
+_PLURALS = {float: "numbers", str: "texts"}
+
+
+def _exactly(kind: type) -> Any:
+    def structure(value: Any, _: Any) -> Any:
+        if type(value) is not kind:
+            raise TypeError(value)
+        return value
+
+    return structure
+
+
+def _number(value: Any, _: Any) -> float:
+    """YAML reads 1e-6, which has no dot, as text; so text that is a number is one."""
+    if isinstance(value, bool):
+        raise TypeError(value)
+    return float(value)
+
+
+def _optional(value: Any, kind: Any) -> Any:
+    if value is None:
+        return None
+    (present,) = (part for part in get_args(kind) if part is not NoneType)
+    return _converter.structure(value, present)
+
+
+def _tuple(value: Any, kind: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(value)
+    parts = get_args(kind)
+    kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+    return tuple(_converter.structure(item, part) for item, part in zip(value, kinds, strict=True))
+
+
+def _is_optional(kind: Any) -> bool:
+    return isinstance(kind, UnionType)
+
+
+def _is_tuple(kind: Any) -> bool:
+    return get_origin(kind) is tuple
+
+
+_converter = cattrs.Converter()
+for _kind in (bool, int, str):
+    _converter.register_structure_hook(_kind, _exactly(_kind))
+_converter.register_structure_hook(float, _number)
+_converter.register_structure_hook_func(_is_optional, _optional)
+_converter.register_structure_hook_func(_is_tuple, _tuple)
+_converter.register_structure_hook(StrEnum, lambda value, kind: kind(value))
+_converter.register_unstructure_hook(StrEnum, lambda member: member.value)

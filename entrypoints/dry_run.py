@@ -1,0 +1,191 @@
+"""What can be said about a run before it starts: whether its files are there, its memory and its counts.
+
+`check_files` looks at local paths only and imports nothing heavy; `show_plan` reads datasets and model shapes, but
+never loads weights.
+"""
+
+import math
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollgrad.application.config import RLConfig
+from rollgrad.application.memory_plan import MemoryRow, ModelShape, memory_plan, peak_bytes
+from rollgrad.application.validation import REASONING_GYM, dataset_names, optimizer_steps_per_rollout
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
+from rollgrad.entrypoints.config_io import dump_config
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MIB = 2**20
+
+
+def check_files(config: RLConfig) -> None:
+    """Checks that what is named by a local path exists, and that the output directory can be written.
+
+    Hub names pass: only the hub can tell.
+
+    Raises:
+        ConfigurationError, CheckpointError, DataError: the first path that is wrong.
+    """
+    for key, model in (
+        ("actor.model_name_or_path", config.actor.model_name_or_path),
+        ("critic.model_name_or_path", config.critic.model_name_or_path),
+        ("ref.model_name_or_path", config.ref.model_name_or_path),
+    ):
+        if model is not None:
+            _check_model(key, model)
+    for key, names in (("data.prompt_dataset", config.data.prompt_dataset), ("eval.dataset", config.eval.dataset)):
+        for name in dataset_names(names or ""):
+            _check_dataset(key, name)
+    _check_reward_file(config)
+    _check_output_dir(config.ckpt.output_dir)
+
+
+def check_eval_files(config: RLConfig) -> None:
+    """`check_files` for what evaluation reads.
+
+    Raises:
+        ConfigurationError, CheckpointError, DataError: the first path that is wrong.
+    """
+    _check_model("actor.model_name_or_path", config.actor.model_name_or_path)
+    for name in dataset_names(config.eval.dataset or ""):
+        _check_dataset("eval.dataset", name)
+    _check_reward_file(config)
+
+
+def show_plan(config: RLConfig) -> None:
+    """Prints the settings, the memory plan and the counts of a run that was validated.
+
+    Raises:
+        CheckpointError, DataError: a model or dataset cannot be found.
+    """
+    from rich.console import Console
+
+    prompts = _count_prompts(config)
+    rows = _plan_memory(config)
+    sys.stdout.write(dump_config(config))
+    console = Console(highlight=False, markup=False)
+    console.print(_memory_table(rows))
+    console.print(_count_table(config, prompts))
+
+
+def model_shape(key: str, name: str) -> ModelShape:
+    """The shape of a model, from its configuration alone: it is built without memory for its weights.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        settings = AutoConfig.from_pretrained(str(Path(name).expanduser()) if _is_path(name) else name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{key} is {name!r}, which is no readable model: check --{key}.") from error
+    text = settings.get_text_config()
+    heads = text.num_attention_heads
+    return ModelShape(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+    )
+
+
+def _plan_memory(config: RLConfig) -> list[MemoryRow]:
+    from rollgrad.adapters.torch.loading import default_device, resolve_dtype
+
+    critic, reference = config.critic.model_name_or_path, config.ref.model_name_or_path
+    return memory_plan(
+        config,
+        model_shape("actor.model_name_or_path", config.actor.model_name_or_path),
+        compute_bytes=resolve_dtype(config.actor.dtype, default_device()).itemsize,
+        critic=model_shape("critic.model_name_or_path", critic) if critic else None,
+        reference=model_shape("ref.model_name_or_path", reference) if reference else None,
+    )
+
+
+def _count_prompts(config: RLConfig) -> int:
+    """Prompts of one pass over the training data."""
+    from rollgrad.adapters.datasets.loading import load_dataset
+
+    data = config.data
+    if data.prompt_dataset.startswith(REASONING_GYM):
+        return min(data.size, data.max_samples or data.size)
+    return len(
+        load_dataset(
+            data.prompt_dataset,
+            split=data.prompt_split,
+            probs=data.prompt_probs,
+            seed=config.train.seed,
+            max_samples=data.max_samples,
+        )
+    )
+
+
+def _memory_table(rows: list[MemoryRow]) -> "Table":
+    from rich.table import Table
+
+    table = Table("memory", "held", "MiB", "from", title="Memory plan")
+    for row in rows:
+        table.add_row(row.name, row.phase, f"{row.bytes / MIB:,.0f}", row.formula)
+    table.add_row("together, at the peak", "", f"{peak_bytes(rows) / MIB:,.0f}", "always + the largest of the others")
+    return table
+
+
+def _count_table(config: RLConfig, prompts: int) -> "Table":
+    from rich.table import Table
+
+    rollout = config.rollout
+    rollouts = config.train.max_steps or math.ceil(config.train.num_episodes * prompts / rollout.batch_size)
+    steps = optimizer_steps_per_rollout(config)
+    table = Table("count", "", title="Counts")
+    for name, count in (
+        ("prompts", prompts),
+        ("rollouts", rollouts),
+        ("samples per rollout", rollout.batch_size * rollout.n_samples_per_prompt),
+        ("optimizer steps per rollout", steps),
+        ("optimizer steps", rollouts * steps),
+    ):
+        table.add_row(name, f"{count:,}")
+    return table
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "/", "~"))
+
+
+def _check_model(key: str, name: str) -> None:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{key} is {name!r}, a directory without config.json: name a model with --{key}.")
+    elif path.exists() or _is_path(name):
+        raise CheckpointError(f"{key} is {name!r}, which is no directory: name a model with --{key}.")
+
+
+def _check_dataset(key: str, name: str) -> None:
+    is_file_name = Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+    if (is_file_name or _is_path(name)) and not Path(name).exists():
+        raise DataError(f"{key} is {name!r}, which does not exist: check --{key}.")
+
+
+def _check_reward_file(config: RLConfig) -> None:
+    path = config.reward.function_path
+    if path is not None and not Path(path).is_file():
+        raise ConfigurationError(f"reward.function_path is {path!r}, which is no file: check --reward.function_path.")
+
+
+def _check_output_dir(name: str) -> None:
+    path = Path(name).absolute()
+    existing = next(candidate for candidate in (path, *path.parents) if candidate.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise CheckpointError(
+            f"ckpt.output_dir is {name!r}, but {existing} is no directory that can be written: set --ckpt.output_dir."
+        )

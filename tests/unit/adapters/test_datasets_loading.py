@@ -1,0 +1,148 @@
+"""load_dataset: formats, splits, mixing, and one sentence for each thing that goes wrong."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from rollgrad.adapters.datasets.loading import load_dataset
+from rollgrad.domain.errors import DataError
+
+ROWS = [{"input": "3+4?", "answer": "7"}, {"input": "2+2?", "answer": "4"}, {"input": "1+1?", "answer": "2"}]
+
+
+def load(spec: Any, *, split: str = "train", probs: tuple[float, ...] | None = None, **rest: Any) -> datasets.Dataset:
+    return load_dataset(str(spec), split=split, probs=probs, seed=0, max_samples=rest.get("max_samples"))
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def as_csv(path: Path) -> None:
+    path.write_text("input,answer\n" + "".join(f"{row['input']},{row['answer']}\n" for row in ROWS))
+
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "jsonl": jsonl,
+    "json": lambda path: path.write_text(json.dumps(ROWS)),
+    "csv": as_csv,
+    "parquet": lambda path: datasets.Dataset.from_list(ROWS).to_parquet(str(path)),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_each_file_format_is_read_with_the_stem_as_datasource(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"sums.{kind}"
+    WRITERS[kind](path)
+    rows = load(path, split="test")
+    assert rows["input"][:] == [row["input"] for row in ROWS]
+    assert set(rows["datasource"]) == {"sums"}
+
+
+def test_a_saved_folder_and_its_arrow_file(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(folder))
+    assert load(folder)[1] == {**ROWS[1], "datasource": "saved"}
+    assert load(next(folder.glob("*.arrow")))[1]["input"] == ROWS[1]["input"]
+
+
+def test_a_datasource_column_is_kept(tmp_path: Path) -> None:
+    rows = load(jsonl(tmp_path / "a.jsonl", [{"input": "x", "datasource": "mine"}]))
+    assert rows["datasource"][:] == ["mine"]
+
+
+def test_the_split_asked_for_is_read(tmp_path: Path) -> None:
+    parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
+    assert (len(load(tmp_path / "d")), len(load(tmp_path / "d", split="test"))) == (3, 1)
+    with pytest.raises(DataError, match=r"no split 'dev'.*train, test"):
+        load(tmp_path / "d", split="dev")
+
+
+def test_datasets_follow_one_another_without_probabilities(tmp_path: Path) -> None:
+    one, two = jsonl(tmp_path / "one.jsonl"), jsonl(tmp_path / "two.jsonl", ROWS[:2])
+    rows = load(f"{one}, {two}", max_samples=4)
+    assert rows["datasource"][:] == ["one", "one", "one", "two"]
+
+
+def test_probabilities_mix_until_every_row_was_read(tmp_path: Path) -> None:
+    names = [jsonl(tmp_path / f"{n}.jsonl", [{"input": f"{n}{i}"} for i in range(40)]) for n in "ab"]
+    spec = f"{names[0]},{names[1]}"
+    rows = load(spec, probs=(0.25, 0.75))
+    assert {f"{n}{i}" for n in "ab" for i in range(40)} <= set(rows["input"])
+    assert 0.15 < rows["datasource"][:].count("a") / len(rows) < 0.35
+    assert rows["input"][:] == load(spec, probs=(0.25, 0.75))["input"][:]
+
+
+@pytest.mark.parametrize(
+    ("probs", "message"),
+    [((1.0,), "1 values for 2"), ((0.5, 0.6), "together they must be 1"), ((0.0, 1.0), "must be positive")],
+)
+def test_probabilities_that_do_not_fit_are_refused(probs: tuple[float, ...], message: str, tmp_path: Path) -> None:
+    a, b = jsonl(tmp_path / "a.jsonl"), jsonl(tmp_path / "b.jsonl")
+    with pytest.raises(DataError, match=message):
+        load(f"{a},{b}", probs=probs)
+
+
+def broken_json(tmp_path: Path) -> Path:
+    (tmp_path / "broken.jsonl").write_text('{"input": "a"}\n{"input": \n')
+    return tmp_path / "broken.jsonl"
+
+
+def empty_file(tmp_path: Path) -> Path:
+    (tmp_path / "empty.jsonl").touch()
+    return tmp_path / "empty.jsonl"
+
+
+def header_only(tmp_path: Path) -> Path:
+    (tmp_path / "header.csv").write_text("input,answer\n")
+    return tmp_path / "header.csv"
+
+
+def not_a_dataset(tmp_path: Path) -> Path:
+    (tmp_path / "folder").mkdir()
+    return tmp_path / "folder"
+
+
+def text_as_parquet(tmp_path: Path) -> Path:
+    (tmp_path / "text.parquet").write_text("hello")
+    return tmp_path / "text.parquet"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda tmp_path: tmp_path / "missing.jsonl", r"missing\.jsonl does not exist"),
+        (lambda tmp_path: tmp_path / "missing_folder", "missing_folder does not exist"),
+        (broken_json, r"broken\.jsonl cannot be read as json"),
+        (text_as_parquet, r"text\.parquet cannot be read as parquet"),
+        (empty_file, r"empty\.jsonl has no rows"),
+        (header_only, r"header\.csv cannot be read as csv: .*no data"),
+        (not_a_dataset, "folder cannot be read"),
+        (lambda tmp_path: "", "No dataset is set"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(make: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        load(make(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_columns_that_do_not_fit_together_are_named(tmp_path: Path) -> None:
+    a = jsonl(tmp_path / "a.jsonl", [{"input": "x", "answer": "7"}])
+    b = jsonl(tmp_path / "b.jsonl", [{"input": "x", "answer": [1, 2]}])
+    with pytest.raises(DataError, match=r"cannot be mixed.*answer"):
+        load(f"{a},{b}")
+
+
+def test_the_hub_out_of_reach_fails_fast() -> None:
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"no-such-owner/no-such-set .*hub cannot be reached"):
+        load("no-such-owner/no-such-set@main")
+    assert time.monotonic() - start < 5

@@ -1,0 +1,91 @@
+"""PromptBuilder: templates, columns and limits."""
+
+from typing import Any
+
+import pytest
+
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
+from rollgrad.application.config import DataConfig
+from rollgrad.domain.errors import ConfigurationError, DataError
+
+
+@pytest.fixture
+def codec(tiny_tokenizer: Any) -> TemplateCodec:
+    return TemplateCodec(tiny_tokenizer)
+
+
+def test_text_becomes_a_user_message_after_the_system_prompt(codec: TemplateCodec) -> None:
+    builder = PromptBuilder(codec, DataConfig(system_prompt="Be brief.", label_key="answer"))
+    prompt = builder.build({"input": "3+4?", "answer": 7, "level": "easy"}, "sums")
+    assert prompt.text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert prompt.token_ids == codec.encode(prompt.text)
+    assert (prompt.label, prompt.datasource, prompt.metadata["level"]) == (7, "sums", "easy")
+
+
+def test_messages_keep_their_own_system_prompt(codec: TemplateCodec) -> None:
+    messages = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}]
+    text = PromptBuilder(codec, DataConfig(system_prompt="Other.")).build({"input": messages}, "d").text
+    assert "Mine." in text
+    assert "Other." not in text
+    assert len(messages) == 2
+
+
+def test_plain_text_goes_where_the_braces_are_and_may_hold_braces(codec: TemplateCodec) -> None:
+    data = DataConfig(apply_chat_template=False, input_template="Question: {}\nAnswer {x}:")
+    assert PromptBuilder(codec, data).build({"input": "{1}?"}, "d").text == "Question: {1}?\nAnswer {x}:"
+
+
+def test_plain_text_without_template_is_itself(codec: TemplateCodec) -> None:
+    prompt = PromptBuilder(codec, DataConfig(apply_chat_template=False)).build({"input": "3+4="}, "d")
+    assert prompt.text == "3+4="
+    assert prompt.label is None
+
+
+@pytest.mark.parametrize(
+    ("data", "flag"),
+    [(DataConfig(input_key="prompt"), "--data.input-key"), (DataConfig(label_key="gold"), "--data.label-key")],
+)
+def test_a_missing_column_is_named_with_those_there_are(codec: TemplateCodec, data: DataConfig, flag: str) -> None:
+    with pytest.raises(DataError, match=rf"(?=.*{flag}).*\(answer, input\)"):
+        PromptBuilder(codec, data).build({"input": "a", "answer": "b", "datasource": "d"}, "d")
+
+
+def test_a_long_prompt_is_refused_with_its_length_and_the_limit(codec: TemplateCodec) -> None:
+    data = DataConfig(apply_chat_template=False, max_prompt_tokens=4)
+    builder = PromptBuilder(codec, data)
+    assert len(builder.build({"input": "zzzz"}, "d").token_ids) == 4
+    with pytest.raises(DataError, match=r"has 5 tokens, more than the 4 allowed.*--data.max-prompt-tokens"):
+        builder.build({"input": "zzzzz"}, "d")
+
+
+@pytest.mark.parametrize("value", [None, 7, [], ["hi"], [{"content": "no role"}]])
+def test_with_the_chat_template_a_prompt_is_text_or_messages(codec: TemplateCodec, value: Any) -> None:
+    with pytest.raises(DataError, match="text or a list of messages"):
+        PromptBuilder(codec, DataConfig()).build({"input": value}, "d")
+
+
+@pytest.mark.parametrize("value", [None, [{"role": "user", "content": "hi"}]])
+def test_without_the_chat_template_a_prompt_is_text(codec: TemplateCodec, value: Any) -> None:
+    with pytest.raises(DataError, match=r"--data.apply-chat-template True"):
+        PromptBuilder(codec, DataConfig(apply_chat_template=False)).build({"input": value}, "d")
+
+
+def test_an_empty_prompt_is_refused(codec: TemplateCodec) -> None:
+    with pytest.raises(DataError, match="no tokens"):
+        PromptBuilder(codec, DataConfig(apply_chat_template=False)).build({"input": ""}, "d")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DataConfig(input_template="Q: {}"),
+        DataConfig(apply_chat_template=False, system_prompt="x"),
+        DataConfig(apply_chat_template=False, input_template="Q:"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(codec: TemplateCodec, data: DataConfig) -> None:
+    with pytest.raises(ConfigurationError, match=r"--data.input-template"):
+        PromptBuilder(codec, data)

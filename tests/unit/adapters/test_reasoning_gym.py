@@ -1,0 +1,131 @@
+"""reasoning-gym tasks: specification, prompts, and scoring in processes of their own."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.reasoning_gym.source import (
+    ReasoningGymPromptSource,
+    ReasoningGymReward,
+    TaskSpec,
+    extract_answer,
+    parse_spec,
+)
+from rollgrad.application.config import DataConfig
+from rollgrad.domain.errors import DataError, RewardError
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import Reward, RewardRequest
+from rollgrad.domain.sampling import StopReason
+
+SPEC = "reasoning_gym:basic_arithmetic?min_terms=2&max_terms=2&operators=['+']"
+
+
+def source(tokenizer: Any, spec: str = SPEC, *, size: int = 5, seed: int = 1) -> ReasoningGymPromptSource:
+    return ReasoningGymPromptSource(spec, TemplateCodec(tokenizer), DataConfig(), size=size, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("reasoning_gym:chain_sum", TaskSpec("chain_sum")),
+        (
+            "reasoning_gym:x?a=2&b=[1,'+']&c=True&d=plain&e=-0.5",
+            TaskSpec("x", (("a", 2), ("b", [1, "+"]), ("c", True), ("d", "plain"), ("e", -0.5))),
+        ),
+    ],
+)
+def test_a_specification_is_a_task_and_typed_settings(spec: str, expected: TaskSpec) -> None:
+    assert parse_spec(spec) == expected
+
+
+@pytest.mark.parametrize("spec", ["chain_sum", "reasoning_gym:", "reasoning_gym:a,reasoning_gym:b"])
+def test_another_form_is_refused(spec: str) -> None:
+    with pytest.raises(DataError, match="reasoning_gym:TASK"):
+        parse_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [("<answer> 7 </answer>", "7"), ("<answer>1</answer> no: <answer>\n2</answer>.", "2"), (" 7\n", "7")],
+)
+def test_the_answer_is_in_the_last_tags_or_the_whole_reply(response: str, answer: str) -> None:
+    assert extract_answer(response) == answer
+
+
+def test_prompts_follow_the_settings_and_carry_their_entry(tiny_tokenizer: Any) -> None:
+    for prompt in source(tiny_tokenizer).prompts():
+        assert prompt.metadata["metadata"]["num_terms"] == 2
+        assert "+" in prompt.metadata["metadata"]["expression"]
+        assert prompt.metadata["question"] in prompt.text
+        assert prompt.label == prompt.metadata["answer"]
+        assert prompt.datasource == "basic_arithmetic"
+
+
+def test_tasks_depend_on_the_seed_alone(tiny_tokenizer: Any) -> None:
+    same = [[p.text for p in source(tiny_tokenizer, seed=seed).prompts()] for seed in (1, 1, 2)]
+    assert same[0] == same[1] != same[2]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("reasoning_gym:basic_aritmetic", "no task 'basic_aritmetic': the nearest are basic_arithmetic"),
+        ("reasoning_gym:chain_sum?terms=2", r"chain_sum refuses its settings \(terms=2\)"),
+        ("reasoning_gym:basic_arithmetic?min_terms=-3", r"refuses its settings \(min_terms=-3\): .*positive"),
+    ],
+)
+def test_unknown_tasks_and_settings_are_refused(spec: str, message: str, tiny_tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=message):
+        source(tiny_tokenizer, spec)
+    with pytest.raises(DataError, match=message):
+        ReasoningGymReward(spec, timeout=1.0)
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[ReasoningGymReward]:
+    made = ReasoningGymReward(SPEC, timeout=5.0)
+    yield made
+    made.close()
+
+
+def judge(reward: ReasoningGymReward, prompt: Prompt, response: str) -> Reward:
+    request = RewardRequest(prompt=prompt, response=response, stop_reason=StopReason.STOP)
+    return asyncio.run(reward.score([request]))[0]
+
+
+def test_the_tasks_own_scorer_judges(tiny_tokenizer: Any, reward: ReasoningGymReward) -> None:
+    prompt = source(tiny_tokenizer).take(1)[0]
+    assert judge(reward, prompt, f"I think <answer>{prompt.label}</answer>").value == 1.0
+    assert judge(reward, prompt, "no idea").value == 0.0
+    partial = judge(reward, prompt, f"it is {prompt.label}")
+    assert 0.0 < partial.value < 1.0
+
+
+def test_a_prompt_of_another_task_is_judged_by_its_own_scorer(tiny_tokenizer: Any, reward: ReasoningGymReward) -> None:
+    # Countdown accepts every expression that reaches the target; a comparison with the reference would not.
+    prompt = source(tiny_tokenizer, "reasoning_gym:countdown").take(1)[0]
+    rewritten = f"({prompt.label})"
+    assert rewritten != prompt.label
+    assert judge(reward, prompt, f"<answer>{rewritten}</answer>").value == 1.0
+
+
+def test_a_scorer_that_breaks_down_gives_nothing_and_is_counted(
+    tiny_tokenizer: Any, reward: ReasoningGymReward
+) -> None:
+    prompt = source(tiny_tokenizer).take(1)[0]
+    broken = Prompt(
+        token_ids=(1,),
+        text="?",
+        datasource=prompt.datasource,
+        metadata={"question": "?", "answer": None, "metadata": {}},
+    )
+    result = judge(reward, broken, "7")
+    assert (result.value, result.metrics["judge_failed"]) == (0.0, 1.0)
+
+
+def test_a_prompt_from_elsewhere_is_refused(reward: ReasoningGymReward) -> None:
+    with pytest.raises(RewardError, match=r"'gsm8k' is no reasoning-gym task"):
+        judge(reward, Prompt(token_ids=(1,), text="?", datasource="gsm8k"), "7")

@@ -1,0 +1,189 @@
+"""Built-in verifiers; the math verifier with real processes that hang and are killed."""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollgrad.adapters.rewards.judge_pool import JudgePool
+from rollgrad.adapters.rewards.math_worker import warm_up
+from rollgrad.adapters.rewards.verifiers import VerifierReward
+from rollgrad.application.config import Verifier
+from rollgrad.domain.errors import ConfigurationError, RewardError
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import Reward, RewardRequest
+from rollgrad.domain.sampling import StopReason
+
+TIMEOUT = 1.5
+ENDLESS = "$9^{9^{9^{9}}}$"
+"""Mathematics that evaluates for ever."""
+
+
+def ask(response: str, label: Any) -> RewardRequest:
+    prompt = Prompt(token_ids=(1,), text="?", label=label)
+    return RewardRequest(prompt=prompt, response=response, stop_reason=StopReason.STOP)
+
+
+def value(kind: Verifier, response: str, label: Any, pattern: str | None = None) -> float:
+    verifier = VerifierReward(kind, timeout=TIMEOUT, format_pattern=pattern)
+    return asyncio.run(verifier.score([ask(response, label)]))[0].value
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [
+        ("7", "7"),
+        ("First 3, then 4, so 7.", 7),
+        ("It costs $1,234.50", "1234.5"),
+        ("= -4", -4),
+        ("\N{MINUS SIGN}4", "-4"),
+        ("-$5", "-5"),
+        ("10-4", "4"),
+        ("7.0", "7"),
+        ("+7", 7.0),
+        (".5", 0.5),
+        ("12,345,678", "12345678"),
+        ("0.0000001", 1e-07),
+        ("so 72", "48/2 = 24\n#### 72"),
+    ],
+)
+def test_last_number_equal(response: str, label: Any) -> None:
+    assert value(Verifier.LAST_NUMBER, response, label) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [("7 or 8", "7"), ("", "7"), ("seven", "7"), ("-7", "7"), ("7.1", "7"), ("1,2", "12"), ("x-4", "-4")],
+)
+def test_last_number_different(response: str, label: Any) -> None:
+    assert value(Verifier.LAST_NUMBER, response, label) == 0.0
+
+
+@given(number=st.integers(-(10**12), 10**12), places=st.integers(0, 6))
+def test_last_number_reads_what_python_writes(number: int, places: int) -> None:
+    for text in (f"{number:,}", f"{number:,.{places}f}", f"The answer is {number}."):
+        assert value(Verifier.LAST_NUMBER, text, str(number)) == 1.0
+        assert value(Verifier.LAST_NUMBER, text, str(number + 1)) == 0.0
+
+
+def test_exact_match_ignores_the_space_around_and_nothing_else() -> None:
+    assert value(Verifier.EXACT_MATCH, " Paris\n", "Paris") == 1.0
+    assert value(Verifier.EXACT_MATCH, "7", 7) == 1.0
+    assert value(Verifier.EXACT_MATCH, "paris", "Paris") == 0.0
+    assert value(Verifier.EXACT_MATCH, "Paris.", "Paris") == 0.0
+
+
+def test_format_matches_the_whole_reply_across_lines_and_needs_no_label() -> None:
+    pattern = "<think>.*</think>\\s*<answer>.*</answer>"
+    assert value(Verifier.FORMAT, "<think>a\nb</think>\n<answer>7</answer>", None, pattern) == 1.0
+    assert value(Verifier.FORMAT, "<think>a</think><answer>7</answer> bye", None, pattern) == 0.0
+
+
+@pytest.mark.parametrize(("pattern", "message"), [(None, "set --reward"), ("(", "not a regular expression")])
+def test_a_format_without_a_usable_pattern_is_refused(pattern: str | None, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{message}.*"):
+        VerifierReward(Verifier.FORMAT, timeout=TIMEOUT, format_pattern=pattern)
+
+
+@pytest.mark.parametrize("kind", [Verifier.LAST_NUMBER, Verifier.EXACT_MATCH])
+def test_a_missing_label_names_its_flag(kind: Verifier) -> None:
+    with pytest.raises(RewardError, match=rf"{kind} .*--data.label-key"):
+        value(kind, "7", None)
+
+
+def test_a_label_without_a_number_is_refused() -> None:
+    with pytest.raises(RewardError, match=r"'seven' has no number.*--data.label-key"):
+        value(Verifier.LAST_NUMBER, "7", "seven")
+
+
+@pytest.fixture(scope="module")
+def math_verifier() -> Iterator[VerifierReward]:
+    verifier = VerifierReward(Verifier.MATH, timeout=TIMEOUT)
+    yield verifier
+    verifier.close()
+
+
+def judge(verifier: VerifierReward, *requests: RewardRequest) -> list[Reward]:
+    return asyncio.run(verifier.score(requests))
+
+
+def test_math_knows_equal_expressions_from_others(math_verifier: VerifierReward) -> None:
+    cases = [
+        ("so \\boxed{\\frac{14}{2}}", "7", 1.0),
+        ("The answer is 0.5", "\\frac{1}{2}", 1.0),
+        ("$x(x+1)$", "$x^2+x$", 1.0),
+        ("It is 1,234", "1234", 1.0),
+        ("8", "7", 0.0),
+        ("I do not know", "7", 0.0),
+        ("\\boxed{" * 500, "7", 0.0),
+    ]
+    rewards = judge(math_verifier, *(ask(response, label) for response, label, _ in cases))
+    assert [reward.value for reward in rewards] == [expected for *_, expected in cases]
+    assert all(reward.metrics == {"judge_timed_out": 0.0, "judge_failed": 0.0} for reward in rewards)
+
+
+def test_a_hanging_judgement_is_killed_and_the_others_go_on(math_verifier: VerifierReward) -> None:
+    start = time.monotonic()
+    hung, *fine = judge(math_verifier, ask(ENDLESS, "7"), *(ask(str(n), "7") for n in range(20)))
+    assert (hung.value, hung.metrics["judge_timed_out"]) == (0.0, 1.0)
+    assert [reward.value for reward in fine] == [float(n == 7) for n in range(20)]
+    assert time.monotonic() - start < 3 * TIMEOUT
+
+
+def test_more_hanging_judgements_than_workers_leave_a_working_pool() -> None:
+    verifier = VerifierReward(Verifier.MATH, timeout=0.3)
+    rewards = judge(verifier, *(ask(ENDLESS, "7") for _ in range(5)), ask("7", "7"))
+    verifier.close()
+    assert [reward.value for reward in rewards] == [0.0] * 5 + [1.0]
+
+
+def test_labels_that_are_no_mathematics_and_missing_ones_are_refused(math_verifier: VerifierReward) -> None:
+    with pytest.raises(RewardError, match=r"label '' holds no mathematics.*--data.label-key"):
+        judge(math_verifier, ask("7", ""))
+    with pytest.raises(RewardError, match=r"math .*--data.label-key"):
+        judge(math_verifier, ask("7", None))
+
+
+def test_a_judge_that_raises_or_dies_fails_alone() -> None:
+    async def both(pool: JudgePool) -> list[Any]:
+        return [await pool.judge(float, "x"), await pool.judge(os._exit, 3), await pool.judge(float, "2.5")]
+
+    pool = JudgePool(timeout=5.0, warm_up=warm_up)
+    raised, died, fine = asyncio.run(both(pool))
+    pool.close()
+    assert raised.failed
+    assert died.failed
+    assert (fine.value, fine.failed) == (2.5, False)
+
+
+def test_workers_import_neither_torch_nor_the_main_script() -> None:
+    async def modules(pool: JudgePool) -> list[Any]:
+        names = ("torch", "pytest", "math_verify")
+        return [
+            (await pool.judge(eval, f"__import__('sys').modules.get('{name}') is not None")).value for name in names
+        ]
+
+    pool = JudgePool(timeout=5.0, warm_up=warm_up)
+    found = asyncio.run(modules(pool))
+    pool.close()
+    assert found == [False, False, True]
+
+
+def test_a_closed_pool_says_so() -> None:
+    verifier = VerifierReward(Verifier.MATH, timeout=TIMEOUT)
+    verifier.close()
+    verifier.close()
+    with pytest.raises(RewardError, match="not running"):
+        judge(verifier, ask("7", "7"))
+
+
+def test_workers_that_cannot_start_are_an_error() -> None:
+    pool = JudgePool(timeout=5.0, warm_up=int.from_bytes)
+    with pytest.raises(RewardError, match="ended"):
+        asyncio.run(pool.judge(float, "1"))
+    pool.close()

@@ -1,0 +1,99 @@
+"""Metric sinks: what each adds to the contract."""
+
+import io
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import structlog
+from rich.console import Console
+
+from rollgrad.adapters.tracking.console import ConsoleSink
+from rollgrad.adapters.tracking.jsonl import JsonlSink
+from rollgrad.adapters.tracking.multi import MultiSink
+from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
+from rollgrad.domain.errors import MissingExtraError
+from rollgrad.domain.ports.metric_sink import MetricSink
+from tests.fakes.metric_sink import FakeMetricSink
+
+
+def test_each_line_is_on_disk_at_once_and_a_continued_run_appends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlSink(path)
+    first.log(1, {"reward/mean": 0.5, "policy/entropy": math.nan})
+    assert json.loads(path.read_text()) == {"step": 1, "reward/mean": 0.5, "policy/entropy": None}
+    first.close()
+    second = JsonlSink(path)
+    second.log(2, {"reward/mean": 1})
+    second.close()
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_missing_tensorboard_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingExtraError, match=r"pip install rollgrad\[tracking\]"):
+        TensorBoardSink(tmp_path)
+
+
+class BrokenSink(MetricSink):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.calls += 1
+        raise OSError("disk full")
+
+    def close(self) -> None:
+        self.calls += 1
+
+
+def test_a_broken_sink_is_reported_once_and_the_others_go_on() -> None:
+    broken, before, after = BrokenSink(), FakeMetricSink(), FakeMetricSink()
+    sink = MultiSink([before, broken, after])
+    with structlog.testing.capture_logs() as events:
+        sink.log(1, {"a": 1.0})
+        sink.log(2, {"a": 2.0})
+        sink.close()
+    assert [(event["event"], event["sink"]) for event in events] == [("metric_sink_disabled", "BrokenSink")]
+    assert "disk full" in events[0]["error"]
+    assert broken.calls == 1
+    assert len(before.records) == len(after.records) == 2
+    assert before.closed
+    assert after.closed
+
+
+def test_away_from_a_terminal_a_run_leaves_some_lines_and_every_evaluation() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(1000, Console(file=stream))
+    for step in range(1, 1001):
+        sink.log(step, {"reward/mean": step / 1000, "time/step_s": 1.23, "other/metric": 5.0})
+    sink.log(333, {"eval/pass@1": 0.25})
+    sink.close()
+    lines = stream.getvalue().splitlines()
+    assert 15 <= len(lines) <= 30
+    assert lines[0] == "step 1/1000  reward 0.001  s/step 1.2"
+    assert lines[-2].startswith("step 1000/1000  reward 1.000")
+    assert "eval 0.250" in lines[-1]
+
+
+def test_on_a_terminal_the_bar_shows_step_and_metrics() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(10, Console(file=stream, force_terminal=True, width=120, color_system=None))
+    sink.log(4, {"reward/mean": 0.75, "policy/approx_kl": 0.0123})
+    sink.close()
+    shown = stream.getvalue()
+    assert "4/10" in shown
+    assert "reward 0.750" in shown
+    assert "kl 0.0123" in shown
+
+
+def test_the_default_is_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(1)
+    sink.log(1, {"reward/mean": 0.5})
+    sink.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "reward 0.500" in captured.err

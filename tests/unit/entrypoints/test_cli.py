@@ -1,0 +1,169 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rollgrad.application.config import RLConfig, Verifier
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
+from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.config_io import dump_config, structure_config
+from rollgrad.entrypoints.dry_run import check_eval_files, check_files
+
+
+def printed_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> RLConfig:
+    assert main(["train", "rl", "--print-config", *arguments]) == 0
+    return structure_config(yaml.safe_load(capsys.readouterr().out))
+
+
+def test_print_config_without_flags_is_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed_config(capsys) == RLConfig()
+
+
+def test_flags_override_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    in_file = RLConfig()
+    in_file.train.max_steps = 7
+    in_file.train.seed = 5
+    in_file.reward.verifier = Verifier.MATH
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(in_file))
+    for config_flags in (["--config", str(path)], [f"--config={path}"]):
+        config = printed_config(capsys, *config_flags, "--train.seed", "9", "--reward.verifier", "None")
+        assert (config.train.max_steps, config.train.seed, config.reward.verifier) == (7, 9, None)
+
+
+def test_hyphens_and_underscores_are_one_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--train.max-steps", "--train.max_steps"):
+        assert printed_config(capsys, flag, "3").train.max_steps == 3
+
+
+def test_values_of_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    config = printed_config(
+        capsys,
+        *("--actor.eps_clip_low_high", "0.2", "0.28"),
+        *("--rollout.stop_strings", "a", "b c"),
+        *("--eval.steps", "-1"),
+        *("--actor.adam.lr", "2e-5"),
+        "--data.no_apply_chat_template",
+        "--actor.gradient_checkpointing",
+    )
+    assert config.actor.eps_clip_low_high == (0.2, 0.28)
+    assert config.rollout.stop_strings == ("a", "b c")
+    assert config.eval.steps == -1
+    assert config.actor.adam.lr == 2e-5
+    assert not config.data.apply_chat_template
+    assert config.actor.gradient_checkpointing
+
+
+def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("rollgrad ")
+    assert main([]) == 0
+    assert "rollgrad train rl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian", "rl"], "trian rl is not a command; did you mean rollgrad train rl?"),
+        (["fly"], "fly is not a command; the commands are train rl, eval, doctor."),
+        (
+            ["train", "rl", "--algo.advantage.estimatr", "rloo"],
+            "--algo.advantage.estimatr is not a flag; did you mean --algo.advantage.estimator?",
+        ),
+        (["train", "rl", "--n_samples_per_prompt", "4"], "did you mean --rollout.n_samples_per_prompt?"),
+        (["train", "rl", "--prnt-config"], "did you mean --print_config?"),
+        (["doctor", "--jsn"], "did you mean --json?"),
+        (["train", "rl", "rloo"], "'rloo' belongs to no flag"),
+        (["train", "rl", "--rollout.top_p", "much"], "--rollout.top_p: could not convert string to float: 'much'"),
+        (["train", "rl", "--train.max_steps"], "Missing value for argument '--train.max_steps'"),
+        (["train", "rl", "--algo.kl.estimator", "k9"], "invalid choice 'k9' for argument '--algo.kl.estimator'"),
+        (["train", "rl", "--config"], "--config"),
+    ],
+)
+def test_a_bad_command_line_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+def test_an_invalid_choice_lists_the_known_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "rl", "--algo.advantage.estimator", "ppo"]) == 2
+    error = capsys.readouterr().err
+    assert all(name in error for name in ("gae", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"))
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ROLLGRAD_DEBUG", "1")
+    assert main(["train", "rl"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def files_config(tmp_path: Path) -> RLConfig:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1 + 1", "label": "2"}\n')
+    (tmp_path / "reward.py").write_text("")
+    config = RLConfig()
+    config.actor.model_name_or_path = str(tmp_path / "model")
+    config.data.prompt_dataset = str(tmp_path / "prompts.jsonl")
+    config.eval.dataset = str(tmp_path / "prompts.jsonl")
+    config.reward.function_path = str(tmp_path / "reward.py")
+    config.ckpt.output_dir = str(tmp_path / "new" / "run")
+    return config
+
+
+def test_files_that_are_there_pass(tmp_path: Path) -> None:
+    config = files_config(tmp_path)
+    check_files(config)
+    check_eval_files(config)
+    assert not (tmp_path / "new").exists()
+
+
+def test_hub_names_and_generated_data_pass(tmp_path: Path) -> None:
+    config = files_config(tmp_path)
+    config.actor.model_name_or_path = "organisation/model"
+    config.data.prompt_dataset = "organisation/dataset,reasoning_gym:basic_arithmetic"
+    check_files(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("actor.model_name_or_path", "./missing", CheckpointError),
+        ("actor.model_name_or_path", "{}", CheckpointError),
+        ("actor.model_name_or_path", "{}/prompts.jsonl", CheckpointError),
+        ("critic.model_name_or_path", "./missing", CheckpointError),
+        ("ref.model_name_or_path", "./missing", CheckpointError),
+        ("data.prompt_dataset", "{}/prompts.jsonl,missing.jsonl", DataError),
+        ("eval.dataset", "./missing", DataError),
+        ("reward.function_path", "{}/missing.py", ConfigurationError),
+        ("ckpt.output_dir", "{}/reward.py/run", CheckpointError),
+    ],
+)
+def test_a_wrong_path_names_its_flag(tmp_path: Path, key: str, value: str, kind: type[Exception]) -> None:
+    config = files_config(tmp_path)
+    section, name = key.split(".")
+    setattr(getattr(config, section), name, value.format(tmp_path))
+    with pytest.raises(kind, match=f"--{key}"):
+        check_files(config)
+
+
+def test_doctor_reports_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from rollgrad.entrypoints import doctor
+
+    # Trial imports of the heavy packages take a minute; two light ones show the same.
+    monkeypatch.setattr(doctor, "REQUIRED", {"attrs": "attrs"})
+    monkeypatch.setattr(doctor, "EXTRAS", {"broken": {"cattrs": "no_such_module"}, "absent": {"no-such-package": "x"}})
+    assert main(["doctor", "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}")
+    assert facts["cores"] >= 1
+    assert facts["extras"]["absent"]["missing"] == ["no-such-package"]
+    assert facts["extras"]["absent"]["install"] == "pip install 'rollgrad[absent]'"
+    (problem,) = facts["problems"]
+    assert "no_such_module" in problem

@@ -1,0 +1,110 @@
+from enum import StrEnum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
+
+import attrs
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollgrad.application.config import Estimator, RLConfig
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.config_io import dump_config, load_config, setting_names, structure_config
+
+LEAVES: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: st.integers(-(10**9), 10**9),
+    float: st.floats(allow_nan=False),
+    str: st.text(st.characters(codec="utf-8")),
+    NoneType: st.none(),
+}
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    if isinstance(kind, UnionType):
+        return st.one_of(*map(values, get_args(kind)))
+    if get_origin(kind) is tuple:
+        parts = get_args(kind)
+        if parts[-1] is Ellipsis:
+            return st.lists(values(parts[0]), max_size=3).map(tuple)
+        return st.tuples(*map(values, parts))
+    if attrs.has(kind):
+        return st.builds(kind, **{field.name: values(field.type) for field in attrs.fields(kind)})
+    if issubclass(kind, StrEnum):
+        return st.sampled_from(list(kind))
+    return LEAVES[kind]
+
+
+@settings(max_examples=50, deadline=None)
+@given(values(RLConfig))
+def test_what_is_dumped_reads_back_equal(config: RLConfig) -> None:
+    assert structure_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_a_file_sets_what_it_names_only(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("algo:\n  advantage:\n    estimator: rloo\nactor:\n  adam:\n    lr: 2e-5\ncritic:\n")
+    expected = RLConfig()
+    expected.algo.advantage.estimator = Estimator.RLOO
+    expected.actor.adam.lr = 2e-5
+    assert load_config(path) == expected
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("# nothing\n")
+    assert load_config(path) == RLConfig()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"algo": {"advantage": {"estimatr": "rloo"}}},
+            "algo.advantage.estimatr is not a setting; did you mean algo.advantage.estimator?",
+        ),
+        ({"n_samples_per_prompt": 2}, "did you mean rollout.n_samples_per_prompt?"),
+        ({"zzz": 1}, "zzz is not a setting; see"),
+        ({5: 1}, "5 is not a setting; see"),
+        (
+            {"algo": {"advantage": {"estimator": "ppo"}}},
+            "algo.advantage.estimator is 'ppo', but it must be one of gae, reinforce, reinforce_baseline, rloo, "
+            "group_norm, dr_grpo.",
+        ),
+        ({"train": {"max_steps": "x"}}, "train.max_steps is 'x', but it must be an integer or null."),
+        ({"train": {"seed": None}}, "train.seed is None, but it must be an integer."),
+        ({"train": {"max_epochs": 1.5}}, "train.max_epochs is 1.5, but it must be an integer."),
+        ({"train": {"max_epochs": True}}, "must be an integer"),
+        ({"actor": {"eps_clip": True}}, "must be a number"),
+        ({"actor": {"model_name_or_path": 5}}, "must be text"),
+        ({"actor": {"gradient_checkpointing": "yes please"}}, "must be true or false"),
+        ({"actor": {"eps_clip_low_high": [0.2]}}, "must be a list of 2 numbers or null"),
+        ({"rollout": {"stop_strings": "ab"}}, "must be a list of texts"),
+        ({"reward": {"verifier": "maths"}}, "must be one of last_number, exact_match, math, format or null"),
+        ({"train": 3}, "train is 3, but it must be a section"),
+        (["train"], "The configuration is ['train'], but it must be a section"),
+    ],
+)
+def test_refuses_with_the_key_and_the_rule(data: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        structure_config(data)
+    assert message in str(error.value)
+
+
+def test_a_file_that_is_not_yaml_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("actor: 1\nb: [\n")
+    with pytest.raises(ConfigurationError, match=r"run\.yaml is not YAML at line"):
+        load_config(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        load_config(path)
+
+
+def test_every_setting_has_a_name() -> None:
+    names = list(setting_names())
+    assert "algo.advantage.estimator" in names
+    assert "actor.adam.betas" in names
+    assert len(names) == len(set(names))
