@@ -49,3 +49,30 @@ def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     import datasets
 
     datasets.config.HF_DATASETS_CACHE = Path(tmp_path_factory.mktemp("datasets-cache"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved Llama of two layers with grouped heads and random weights, with `tiny_tokenizer` beside it."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tiny_tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,  # distributions that differ clearly from token to token
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tiny_tokenizer.eos_token_id,
+        pad_token_id=tiny_tokenizer.pad_token_id,
+    )
+    path = tmp_path_factory.mktemp("models") / "tiny-llama"
+    LlamaForCausalLM(config).save_pretrained(path)
+    tiny_tokenizer.save_pretrained(path)
+    return path

@@ -1,0 +1,28 @@
+"""An `Environment` that follows a script."""
+
+from collections.abc import Sequence
+
+from rollgrad.domain.ports.environment import Environment, StepResult
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.sampling import Generation
+
+
+class FakeEnvironment(Environment):
+    """Answers each action with the next of `results`; keeps the actions it saw."""
+
+    def __init__(self, results: Sequence[StepResult], *, greeting: str = "") -> None:
+        self._results = list(results)
+        self._greeting = greeting
+        self.actions: list[str] = []
+        self.closed = False
+
+    async def reset(self, prompt: Prompt) -> str:
+        self.actions.clear()
+        return self._greeting
+
+    async def step(self, action_text: str, generation: Generation) -> StepResult:
+        self.actions.append(action_text)
+        return self._results[len(self.actions) - 1]
+
+    async def close(self) -> None:
+        self.closed = True

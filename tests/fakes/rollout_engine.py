@@ -1,0 +1,89 @@
+"""A `RolloutEngine` that draws tokens uniformly, one a turn of the event loop, without a model."""
+
+import asyncio
+import math
+import random
+
+from rollgrad.domain.errors import EngineError
+from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+from rollgrad.domain.sampling import Generation, GenerationRequest, StopReason
+
+VOCABULARY = 256
+"""Tokens 0..255: the bytes of `FakeChatCodec`."""
+
+
+class FakeRolloutEngine(RolloutEngine):
+    """Each token is uniform under the request's seed and prompt. `fail_with` makes the next token raise."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.fail_with: str | None = None
+        self.requests: list[GenerationRequest] = []
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._running = asyncio.Event()
+        self._running.set()
+        self._aborts = 0
+
+    def set_version(self, version: int) -> None:
+        if self._in_flight and self._running.is_set():
+            raise EngineError("Weights changed while requests were in flight: pause the engine first.")
+        self.version = version
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        if not request.prompt_token_ids:
+            raise EngineError("The request has no prompt tokens.")
+        self.requests.append(request)
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            return await self._draw(request)
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    async def _draw(self, request: GenerationRequest) -> Generation:
+        params = request.params
+        generator = random.Random(f"{params.seed} {request.prompt_token_ids}")
+        tokens: list[int] = []
+        versions: list[int] = []
+        aborts = self._aborts
+        reason = StopReason.LENGTH
+        while len(tokens) < params.max_new_tokens:
+            await asyncio.sleep(0)
+            while not self._running.is_set() and self._aborts == aborts:
+                await asyncio.sleep(0)
+            if self._aborts != aborts:
+                reason = StopReason.ABORTED
+                break
+            if self.fail_with is not None:
+                message, self.fail_with = self.fail_with, None
+                raise EngineError(f"Generation failed: {message}")
+            tokens.append(generator.randrange(VOCABULARY))
+            versions.append(self.version)
+            if tokens[-1] in params.stop_token_ids and len(tokens) > params.min_new_tokens:
+                reason = StopReason.STOP
+                break
+        logprobs = [-math.log(VOCABULARY)] * len(tokens)
+        return Generation(token_ids=tokens, logprobs=logprobs, versions=versions, stop_reason=reason)
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode is PauseMode.WAIT:
+            self._running.set()
+            await self._idle.wait()
+        self._running.clear()
+        if mode is PauseMode.ABORT:
+            self._aborts += 1
+            await self._idle.wait()
+
+    async def resume(self) -> None:
+        self._running.set()
+
+    async def sleep(self) -> None:
+        if self._in_flight:
+            raise EngineError("The engine cannot sleep while requests are in flight.")
+
+    async def wake(self) -> None:
+        pass
