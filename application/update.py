@@ -12,6 +12,9 @@ from rollgrad.domain.batching import minibatches
 from rollgrad.domain.losses.aggregation import loss_weights
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
 
+NOT_MEANS = frozenset({"loss", "policy_loss", "grad_norm", "lr"})
+"""Results of an update that do not grow with the share of tokens passed through the model."""
+
 
 class UpdateService:
     """Takes optimizer steps on a batch.
@@ -25,6 +28,9 @@ class UpdateService:
         epochs: passes over the samples.
         max_tokens: token budget of one micro-batch.
         seed: shuffles samples into minibatches.
+        skip_idle: leave samples whose advantages are all 0 out of the policy's passes. Their gradient is exactly 0
+            when the loss has no other term (KL, entropy), and the others' weights are fixed before: same gradient,
+            less work. GRPO's groups without spread are such samples.
     """
 
     def __init__(
@@ -38,6 +44,7 @@ class UpdateService:
         epochs: int,
         max_tokens: int,
         seed: int,
+        skip_idle: bool = False,
     ) -> None:
         self._policy = policy
         self._critic = critic
@@ -47,6 +54,7 @@ class UpdateService:
         self._epochs = epochs
         self._max_tokens = max_tokens
         self._generator = torch.Generator().manual_seed(seed)
+        self._skip_idle = skip_idle
 
     def run(
         self, batch: PackedBatch, objective: PolicyObjective, value_objective: ValueObjective | None = None
@@ -55,14 +63,22 @@ class UpdateService:
         totals: dict[str, float] = {}
         steps = 0
         for step_batch in self._steps(batch):
-            parts = split(step_batch, self._max_tokens)
-            metrics = {f"policy/{k}": v for k, v in self._policy.update(parts, objective).items()}
+            metrics = self._update_policy(step_batch, objective)
             if self._critic is not None and value_objective is not None:
+                parts = split(step_batch, self._max_tokens)
                 metrics |= {f"critic/{k}": v for k, v in self._critic.update(parts, value_objective).items()}
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value
             steps += 1
         return {name: value / steps for name, value in totals.items()}
+
+    def _update_policy(self, step_batch: PackedBatch, objective: PolicyObjective) -> dict[str, float]:
+        """One optimizer step; means are over the tokens that were passed through the model."""
+        trained = _with_gradient(step_batch) if self._skip_idle else step_batch
+        result = self._policy.update(split(trained, self._max_tokens), objective)
+        covered = _weight(trained) / _weight(step_batch)
+        scaled = {name: value if name in NOT_MEANS else value / covered for name, value in result.items()}
+        return {f"policy/{k}": v for k, v in scaled.items()} | {"policy/trained_share": len(trained) / len(step_batch)}
 
     def _steps(self, batch: PackedBatch) -> Iterator[PackedBatch]:
         """The samples of each optimizer step, with their loss weights."""
@@ -84,3 +100,16 @@ class UpdateService:
             group_ids_S=part.group_ids_S,
             max_length=self._max_length,
         )
+
+
+def _with_gradient(batch: PackedBatch) -> PackedBatch:
+    """The sequences with an advantage other than 0; the first one if there is none, so that a step is still taken."""
+    assert batch.advantages_N is not None
+    busy_S = torch.zeros(len(batch), dtype=torch.bool)
+    busy_S[batch.sequence_ids_N[(batch.advantages_N != 0) & batch.action_mask_N]] = True
+    return batch.select(busy_S.nonzero()[:, 0] if bool(busy_S.any()) else [0])
+
+
+def _weight(batch: PackedBatch) -> float:
+    assert batch.loss_weights_N is not None
+    return float(batch.loss_weights_N.sum())

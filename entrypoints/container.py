@@ -179,6 +179,11 @@ def _objective(config: RLConfig, kl_coef: float) -> PolicyObjective:
     )
 
 
+def _advantage_is_all(config: RLConfig) -> bool:
+    """Whether the policy's loss has no term besides the advantage's."""
+    return config.actor.entropy_coef == 0 and not config.algo.kl.use_loss
+
+
 def _sinks(config: RLConfig, rollouts: int) -> MultiSink:
     output = Path(config.ckpt.output_dir)
     sinks: list[Any] = [JsonlSink(output / METRICS_FILE)]
@@ -303,6 +308,7 @@ class Container(containers.DeclarativeContainer):
         epochs=config.provided.train.max_epochs,
         max_tokens=config.provided.train.max_tokens_per_micro_batch,
         seed=config.provided.train.seed,
+        skip_idle=providers.Callable(_advantage_is_all, config),
     )
     sink = providers.Singleton(_sinks, config, rollouts)
     sample_log = providers.Singleton(

@@ -19,6 +19,13 @@ from rollgrad.domain.errors import ConfigurationError
 ATTENTION = "rollgrad"
 """Name under which the attention is registered."""
 
+RESULT_CHANGING = ("softcap", "s_aux", "position_bias", "indices", "cache")
+"""Keywords of transformers' attention interface that change the result when set: capped scores, attention sinks,
+biases (ALiBi among them), sparse key selection, paged caches."""
+
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+"""Layers that know other tokens through attention alone, and see nothing but a window or all of the past."""
+
 PADDING_TOLERANCE = 1.3
 """Nodes share a bucket while padding inflates its score matrix by no more than this."""
 
@@ -45,7 +52,19 @@ def attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface over an `AttentionPlan`."""
+    """transformers' attention interface over an `AttentionPlan`.
+
+    Raises:
+        ConfigurationError: the model asks for something that changes the result and that no plan computes.
+    """
+    unknown = [name for name in RESULT_CHANGING if kwargs.get(name) is not None]
+    if kwargs.get("is_causal") is False:
+        unknown.append("is_causal=False")
+    if unknown:
+        raise ConfigurationError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which packed training does not "
+            "compute; choose another --actor.model-name-or-path."
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attention_plan.attend(int(module.layer_idx), query, key, value, scale, sliding_window), None  # type: ignore[arg-type]
 
@@ -54,9 +73,17 @@ def install_attention(model: Any) -> None:
     """Switches a transformers model to `ATTENTION`.
 
     Raises:
-        ConfigurationError: the model's code does not go through transformers' attention interface.
+        ConfigurationError: the model's code does not go through transformers' attention interface, or it has layers
+            through which packed sequences would see each other.
     """
     from transformers import AttentionInterface
+
+    others = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
+    if others:
+        raise ConfigurationError(
+            f"{type(model).__name__} has layers of type {', '.join(sorted(others))}, which packed training does not "
+            "compute (it knows full_attention and sliding_attention); choose another --actor.model-name-or-path."
+        )
 
     AttentionInterface.register(ATTENTION, attention_forward)
     if not model._can_set_attn_implementation():

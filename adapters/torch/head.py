@@ -67,16 +67,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
-            logits = _scaled_logits(hidden[part], weight, bias, ctx.temperature)
-            log_softmax = logits.sub_(normaliser[part, None])
-            probs = log_softmax.exp()
-            grad = torch.zeros_like(probs) if grad_logprobs is None else probs * -grad_logprobs[part, None]
-            if grad_logprobs is not None:
-                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
-            if grad_entropy is not None:
-                # dH/dz_j = -p_j (log p_j + H)
-                grad -= probs * (log_softmax + entropy[part, None]) * grad_entropy[part, None]
-            grad = grad.div_(ctx.temperature).to(weight.dtype)
+            grad = _logit_gradient(
+                _scaled_logits(hidden[part], weight, bias, ctx.temperature).sub_(normaliser[part, None]),
+                targets[part],
+                None if grad_logprobs is None else grad_logprobs[part, None],
+                None if grad_entropy is None else grad_entropy[part, None],
+                entropy[part, None],
+            )
+            if ctx.temperature != 1.0:
+                grad.div_(ctx.temperature)
+            grad = grad.to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 if weight.dtype == torch.float32:
@@ -87,3 +87,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
         cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None
+
+
+def _logit_gradient(
+    log_softmax: Tensor, targets: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor
+) -> Tensor:
+    """g_l (onehot - p) - g_H p (log p + H), at the scaled logits. Overwrites `log_softmax`; the others are columns."""
+    coefficient: Tensor | float = 0.0 if grad_logprobs is None else grad_logprobs
+    if grad_entropy is None:
+        grad = log_softmax.exp_().mul_(-coefficient)
+    else:
+        slope = (log_softmax + entropy).mul_(grad_entropy).add_(coefficient)
+        grad = log_softmax.exp_().mul_(slope).neg_()
+    if grad_logprobs is not None:
+        grad.scatter_add_(1, targets[:, None], grad_logprobs)
+    return grad

@@ -5,8 +5,15 @@ from typing import Any
 
 import torch
 
-from rollgrad.adapters.torch.attention import install_attention
-from rollgrad.domain.errors import CheckpointError
+from rollgrad.adapters.torch.attention import ForestAttention, install_attention
+from rollgrad.adapters.torch.layout import causal_layout
+from rollgrad.domain.errors import CheckpointError, ConfigurationError
+
+PROBE_TOKENS = 8
+"""Length of the sequences on which a freshly loaded model is compared with itself."""
+
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Largest difference of the comparison, as a share of the largest logit: about 25 rounding steps of the format."""
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -38,12 +45,46 @@ def load_causal_lm(name_or_path: str, *, dtype: torch.dtype, device: torch.devic
 
     Raises:
         CheckpointError: there is no such model, or it cannot be read.
+        ConfigurationError: packed training cannot compute what the model computes.
     """
     from transformers import AutoModelForCausalLM
 
     model = _from_pretrained(AutoModelForCausalLM, name_or_path, flag, dtype=dtype).to(device).eval()
-    install_attention(model)
+    with torch.no_grad():
+        _install_and_compare(model)
     return model
+
+
+def _install_and_compare(model: Any) -> None:
+    """Installs packed attention, and checks on two short sequences that the model still computes the same: scaled or
+    capped logits, recurrent states and the like live outside the attention, where no keyword betrays them."""
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    first = tuple(range(PROBE_TOKENS))
+    second = first[::-1]
+    expected_TV = model(torch.tensor([second], device=device)).logits[0].float()
+    install_attention(model)
+    layout = causal_layout([first, second])
+    try:
+        hidden_MH = model.base_model(
+            input_ids=layout.tokens_M[None].to(device),
+            position_ids=layout.positions_M[None].to(device),
+            use_cache=False,
+            attention_plan=ForestAttention(layout.nodes, device=device, dtype=dtype),
+        ).last_hidden_state[0]
+    except TypeError as error:
+        raise _not_packable(model, str(error)) from error
+    found_TV = model.get_output_embeddings()(hidden_MH[PROBE_TOKENS:]).float()
+    allowed = PROBE_TOLERANCE[dtype] * float(expected_TV.abs().max())
+    gap = float((found_TV - expected_TV).abs().max())
+    if not gap <= allowed:
+        raise _not_packable(model, f"logits differ by {gap:.2g}, more than rounding's {allowed:.2g}")
+
+
+def _not_packable(model: Any, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{type(model).__name__} gives other results when sequences are packed without padding ({reason}); choose "
+        "another --actor.model-name-or-path."
+    )
 
 
 def load_tokenizer(name_or_path: str, *, flag: str) -> Any:
