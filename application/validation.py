@@ -43,7 +43,7 @@ PROBABILITY_TOLERANCE = 1e-6
 def validate(config: RLConfig, *, has_reward: bool = False) -> None:
     """Checks the settings of a training run.
 
-    `has_reward`: the caller passes a reward object, so that no reward has to be set.
+    `has_reward`: the caller passes a reward object, which stands in for whatever reward is set.
 
     Raises:
         ConfigurationError: the first rule that is broken.
@@ -290,7 +290,6 @@ def _reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> It
     sources = [
         text
         for text, is_set in (
-            ("a reward object", has_reward),
             (f"reward.function_path {reward.function_path!r}", reward.function_path is not None),
             (f"reward.verifier {reward.verifier}", reward.verifier is not None),
         )
@@ -299,7 +298,7 @@ def _reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> It
     generated = all(_is_generated(name) for name in dataset_names(datasets))
     if len(sources) > 1:
         yield f"{' and '.join(sources)} are both set, but a run has one reward: keep one of them."
-    if not sources and not generated:
+    if not sources and not generated and not has_reward:
         yield "No reward is set: name one with --reward.function_path or --reward.verifier."
     if reward.verifier is Verifier.FORMAT and reward.format_pattern is None:
         yield "reward.verifier is format, which needs a regular expression: set --reward.format_pattern."

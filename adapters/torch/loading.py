@@ -99,6 +99,7 @@ def load_tokenizer(name_or_path: str, *, flag: str) -> Any:
 
 
 def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) -> Any:
+    from safetensors import SafetensorError
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -108,7 +109,7 @@ def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) 
         raise CheckpointError(f"{flag} is {name_or_path!r}: there is no such directory.")
     try:
         return factory.from_pretrained(str(path) if path.exists() else name_or_path, **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise CheckpointError(
             f"{flag} is {name_or_path!r}, which cannot be loaded as a Hugging Face model: {first_line}"

@@ -195,8 +195,7 @@ def test_refuses_a_number_that_is_not_finite(key: str, value: float) -> None:
 def test_a_reward_object_stands_for_the_reward_setting() -> None:
     without = configured({"reward.verifier": None})
     validate(without, has_reward=True)
-    with pytest.raises(ConfigurationError, match="one reward"):
-        validate(configured({}), has_reward=True)
+    validate(configured({}), has_reward=True)
 
 
 def test_evaluation_needs_no_prompts_to_train_on() -> None:

@@ -1,0 +1,90 @@
+"""Chunked log-probs and entropy against a plain log_softmax, values and gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgrad.adapters.torch import head
+from rollgrad.adapters.torch.head import token_logprobs
+
+VOCABULARY, HIDDEN = 37, 16
+
+
+@pytest.fixture(params=[1, 3, 1000])
+def chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Rows of a chunk: one, some that divide nothing, all at once."""
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * request.param)
+    return int(request.param)
+
+
+def leaves(rows: int, *, bias: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).mul(0.5).to(dtype).requires_grad_()
+    offset = torch.randn(VOCABULARY, generator=generator).to(dtype).requires_grad_() if bias else None
+    return hidden, weight, offset, torch.randint(0, VOCABULARY, (rows,), generator=generator)
+
+
+def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """In float64."""
+    logits = torch.nn.functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    log_softmax = (logits / temperature).log_softmax(-1)
+    return log_softmax.gather(1, targets[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 9])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
+def test_values_and_gradients_equal_log_softmax(chunk_rows: int, rows: int, bias: bool, temperature: float) -> None:
+    hidden, weight, offset, targets = leaves(rows, bias=bias)
+    inputs = [x for x in (hidden, weight, offset) if x is not None]
+    pull = torch.randn(2, rows, generator=torch.Generator().manual_seed(1))
+
+    expected = plain(hidden, weight, offset, targets, temperature)
+    expected_gradients = torch.autograd.grad((pull.double() * torch.stack(expected)).sum(), inputs)
+    found = token_logprobs(hidden, weight, offset, targets, temperature)
+    gradients = torch.autograd.grad((pull * torch.stack(found)).sum(), inputs)
+
+    for mine, theirs in zip((*found, *gradients), (*expected, *expected_gradients), strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_either_result_alone_may_be_differentiated(used: int) -> None:
+    hidden, weight, _, targets = leaves(5, bias=False)
+    expected = torch.autograd.grad(plain(hidden, weight, None, targets, 0.7)[used].sum(), [hidden, weight])
+    found = torch.autograd.grad(token_logprobs(hidden, weight, None, targets, 0.7)[used].sum(), [hidden, weight])
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_output_layer_gets_no_gradient() -> None:
+    hidden, weight, _, targets = leaves(4, bias=False)
+    weight = weight.detach()
+    token_logprobs(hidden, weight, None, targets, 1.0)[0].sum().backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+
+
+def test_bfloat16_gradients_are_within_its_rounding(chunk_rows: int) -> None:
+    hidden, weight, offset, targets = leaves(9, bias=True, dtype=torch.bfloat16)
+    assert offset is not None
+    inputs = [hidden, weight, offset]
+    expected = torch.autograd.grad(plain(hidden, weight, offset, targets, 1.0)[0].sum(), inputs)
+    logprobs, _ = token_logprobs(hidden, weight, offset, targets, 1.0)
+    assert logprobs.dtype == torch.float32
+    for mine, theirs in zip(torch.autograd.grad(logprobs.sum(), inputs), expected, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.float() - theirs.float()).norm() <= 0.01 * theirs.float().norm()  # 2.5 steps of 2^-8
+
+
+def test_large_logits_stay_finite() -> None:
+    hidden = torch.full((2, HIDDEN), 1e3, requires_grad=True)
+    weight = torch.eye(VOCABULARY, HIDDEN).mul(10).requires_grad_()
+    logprobs, entropy = token_logprobs(hidden, weight, None, torch.tensor([0, VOCABULARY - 1]), 1.0)
+    (logprobs + entropy).sum().backward()
+    for tensor in (logprobs, entropy, hidden.grad, weight.grad):
+        assert tensor is not None
+        assert tensor.isfinite().all()
+    assert float(logprobs[1].detach()) == pytest.approx(-1e4, rel=1e-3)

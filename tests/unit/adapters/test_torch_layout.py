@@ -1,0 +1,52 @@
+"""Every prompt is laid out once, and every token of the batch has its place."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollgrad.adapters.torch.layout import build_layout, causal_layout
+from rollgrad.domain.batch import pack
+from tests.fakes.agent_executor import make_trajectory
+
+tokens = st.lists(st.integers(0, 3), min_size=1, max_size=5)
+samples = st.tuples(st.integers(0, 2), tokens, tokens)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(samples, min_size=1, max_size=8))
+def test_each_token_of_the_batch_lies_where_the_layout_says(rows: list[tuple[int, list[int], list[int]]]) -> None:
+    batch = pack([make_trajectory(p, a, group_id=g, sample_id=i) for i, (g, p, a) in enumerate(rows)])
+    layout = build_layout(batch)
+    assert torch.equal(layout.tokens_M[layout.index_N], batch.tokens_N)
+    assert torch.equal(layout.positions_M[layout.index_N], batch.positions_N)
+    covered = [index for node in layout.nodes for index in range(node.start, node.start + node.length)]
+    assert covered == list(range(len(layout.tokens_M)))
+    assert set(layout.index_N.tolist()) == set(covered)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(samples, min_size=1, max_size=8))
+def test_a_tokens_path_is_its_own_sequence(rows: list[tuple[int, list[int], list[int]]]) -> None:
+    batch = pack([make_trajectory(p, a, group_id=g, sample_id=i) for i, (g, p, a) in enumerate(rows)])
+    layout = build_layout(batch)
+    node_of = {i: node for node in layout.nodes for i in range(node.start, node.start + node.length)}
+    for start, length in zip(batch.starts_S.tolist(), batch.lengths_S.tolist(), strict=True):
+        last = node_of[int(layout.index_N[start + length - 1])]
+        prefix = range(last.prefix_start, last.prefix_start + last.prefix_length)
+        path = [*prefix, *range(last.start, last.start + last.length)]
+        assert layout.tokens_M[path].tolist() == batch.tokens_N[start : start + length].tolist()
+
+
+def test_only_neighbours_of_one_group_share() -> None:
+    same = [make_trajectory([1, 2, 3], [4], group_id=0, sample_id=i) for i in range(3)]
+    other_group = make_trajectory([1, 2, 3], [4], group_id=1, sample_id=3)
+    other_prompt = make_trajectory([1, 2, 9], [4], group_id=1, sample_id=4)
+    layout = build_layout(pack([*same, other_group, other_prompt]))
+    assert len(layout.tokens_M) == (3 + 3 * 1) + (3 + 1) + (3 + 1)
+
+
+def test_independent_sequences_have_a_node_each() -> None:
+    layout = causal_layout([(5, 6, 7), (8,)])
+    assert layout.tokens_M.tolist() == [5, 6, 7, 8]
+    assert layout.positions_M.tolist() == [0, 1, 2, 0]
+    assert [(node.start, node.length, node.keys) for node in layout.nodes] == [(0, 3, 3), (3, 1, 1)]
