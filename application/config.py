@@ -201,7 +201,9 @@ class RolloutConfig:
     top_k: int = 0
     """Most likely tokens kept; 0 keeps all."""
     max_new_tokens: int = 1024
-    """Sampled tokens per episode."""
+    """Sampled tokens per reply."""
+    max_turns: int = 8
+    """Turns after which an episode in an environment counts as truncated."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a reply, besides the model's own end token."""
     max_concurrent: int = 4096

@@ -52,6 +52,7 @@ RANGES: dict[str, Range] = {
     "rollout.top_p": (lambda value: 0 < value <= 1, "greater than 0 and at most 1"),
     "rollout.top_k": NOT_NEGATIVE,
     "rollout.max_new_tokens": COUNT,
+    "rollout.max_turns": COUNT,
     "rollout.stop_strings": (all, "texts that are not empty"),
     "rollout.max_concurrent": COUNT,
     "rollout.max_failures": NOT_NEGATIVE,

@@ -22,6 +22,7 @@ from rollgrad.application.config import (
     LRScheduler,
     OldLogprobs,
     RLConfig,
+    RolloutConfig,
     TrainConfig,
     Verifier,
 )
@@ -40,10 +41,11 @@ PROBABILITY_TOLERANCE = 1e-6
 """Mixing probabilities are written in decimal, so their sum is 1 up to rounding."""
 
 
-def validate(config: RLConfig, *, has_reward: bool = False) -> None:
+def validate(config: RLConfig, *, has_reward: bool = False, has_environment: bool = False) -> None:
     """Checks the settings of a training run.
 
-    `has_reward`: the caller passes a reward object, which stands in for whatever reward is set.
+    `has_reward`: the caller passes a reward object, which stands in for whatever reward is set. `has_environment`: the
+    caller passes an environment, which rewards its own steps.
 
     Raises:
         ConfigurationError: the first rule that is broken.
@@ -57,12 +59,13 @@ def validate(config: RLConfig, *, has_reward: bool = False) -> None:
         _optimizer_problems(config),
         _rollout_problems(config),
         _data_problems(config),
-        _reward_problems(config, config.data.prompt_dataset, has_reward=has_reward),
+        _reward_problems(config, config.data.prompt_dataset, has_reward=has_reward or has_environment),
+        _turn_problems(config, has_environment=has_environment),
         _eval_problems(config),
     )
 
 
-def validate_evaluation(config: RLConfig, *, has_reward: bool = False) -> None:
+def validate_evaluation(config: RLConfig, *, has_reward: bool = False, has_environment: bool = False) -> None:
     """Checks the settings that evaluation alone reads: the model, `eval`, `reward` and the form of the prompts.
 
     Raises:
@@ -73,7 +76,8 @@ def validate_evaluation(config: RLConfig, *, has_reward: bool = False) -> None:
         _required_eval_problems(config),
         _range_problems(config),
         _prompt_form_problems(config),
-        _reward_problems(config, config.eval.dataset or "", has_reward=has_reward),
+        _reward_problems(config, config.eval.dataset or "", has_reward=has_reward or has_environment),
+        _turn_problems(config, has_environment=has_environment),
         _eval_problems(config),
     )
 
@@ -283,6 +287,14 @@ def _prompt_form_problems(config: RLConfig) -> Iterator[str]:
                 f"data.input_template is {data.input_template!r}, which has no {{}} where the prompt goes: change "
                 "--data.input_template."
             )
+
+
+def _turn_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
+    if config.rollout.max_turns != RolloutConfig().max_turns and not has_environment:
+        yield (
+            f"rollout.max_turns is {config.rollout.max_turns}, but episodes have one turn without an environment: "
+            "pass environment= to rollgrad.train, or remove --rollout.max_turns."
+        )
 
 
 def _reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Iterator[str]:

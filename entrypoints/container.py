@@ -30,6 +30,7 @@ from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
 from rollgrad.adapters.transformers.engine import EmbeddedEngine, SharedWeights
 from rollgrad.application.config import ActorConfig, CriticConfig, Estimator, RLConfig
 from rollgrad.application.evaluation import EvaluationService
+from rollgrad.application.executors.multi_turn import MultiTurnExecutor
 from rollgrad.application.executors.single_turn import SingleTurnExecutor
 from rollgrad.application.experience import ExperienceService
 from rollgrad.application.rollout import RolloutService
@@ -272,7 +273,14 @@ class Container(containers.DeclarativeContainer):
 
     engine = providers.Singleton(_engine, config, actor_model, tokenizer, codec)
     channel = providers.Singleton(SharedWeights, engine)
-    executor = providers.Singleton(SingleTurnExecutor, engine, codec, reward)
+    environment: providers.Object[Any] = providers.Object(None)
+    executor = providers.Selector(
+        providers.Callable(lambda made: "single_turn" if made is None else "multi_turn", environment),
+        single_turn=providers.Singleton(SingleTurnExecutor, engine, codec, reward),
+        multi_turn=providers.Singleton(
+            MultiTurnExecutor, engine, codec, environment, max_turns=config.provided.rollout.max_turns
+        ),
+    )
     rollout = providers.Singleton(
         RolloutService,
         executor,

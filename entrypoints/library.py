@@ -16,6 +16,7 @@ from rollgrad.application.evaluation import EvaluationService
 from rollgrad.application.sync_pipeline import SyncPipeline
 from rollgrad.application.validation import validate, validate_evaluation
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.config_io import load_config as load_config
 from rollgrad.entrypoints.container import METRICS_FILE, Container
@@ -44,13 +45,21 @@ class TrainResult:
         return self.output_dir / "model"
 
 
-def train(config: RLConfig, *, reward: RewardSource | Callable[..., Any] | None = None, **adapters: Any) -> TrainResult:
+def train(
+    config: RLConfig,
+    *,
+    reward: RewardSource | Callable[..., Any] | None = None,
+    environment: Callable[[], Environment] | None = None,
+    **adapters: Any,
+) -> TrainResult:
     """Trains a model as `config` says.
 
     Args:
         config: the run; see `rollgrad train rl --help` for every setting.
         reward: a function `reward_func(queries, prompts, labels)` returning one number a reply, or a `RewardSource`.
             Stands in for `config.reward`.
+        environment: makes a fresh `Environment` (usually its class); episodes then have several turns, up to
+            `config.rollout.max_turns`, and rewards come from the environment's steps.
         adapters: objects that stand in for what the configuration would choose, by the port they implement:
             `engine`, `executor`, `prompts`, `policy`, `reference`, `critic`, `channel`, `sink`, `checkpoints`,
             `codec`, `clock` or any other provider of the container.
@@ -61,8 +70,8 @@ def train(config: RLConfig, *, reward: RewardSource | Callable[..., Any] | None 
     Raises:
         RollgradError: a setting, file or reward is wrong; the message says which and how to fix it.
     """
-    validate(config, has_reward=reward is not None)
-    container = _container(config, reward, adapters)
+    validate(config, has_reward=reward is not None, has_environment=environment is not None)
+    container = _container(config, reward, environment, adapters)
     output_dir = Path(config.ckpt.output_dir)
     container.checkpoints()  # refuses an unwritable output before anything is loaded
     metrics_path = output_dir / METRICS_FILE
@@ -87,11 +96,15 @@ def train(config: RLConfig, *, reward: RewardSource | Callable[..., Any] | None 
 
 
 def evaluate(
-    config: RLConfig, *, reward: RewardSource | Callable[..., Any] | None = None, **adapters: Any
+    config: RLConfig,
+    *,
+    reward: RewardSource | Callable[..., Any] | None = None,
+    environment: Callable[[], Environment] | None = None,
+    **adapters: Any,
 ) -> dict[str, float]:
     """Evaluates `config.actor.model_name_or_path` on `config.eval.dataset`; arguments as for `train`."""
-    validate_evaluation(config, has_reward=reward is not None)
-    container = _container(config, reward, adapters)
+    validate_evaluation(config, has_reward=reward is not None, has_environment=environment is not None)
+    container = _container(config, reward, environment, adapters)
     container.reward_spec.override(providers.Object(config.eval.dataset))
     evaluation: EvaluationService = container.evaluation()
     try:
@@ -101,9 +114,15 @@ def evaluate(
 
 
 def _container(
-    config: RLConfig, reward: RewardSource | Callable[..., Any] | None, adapters: Mapping[str, Any]
+    config: RLConfig,
+    reward: RewardSource | Callable[..., Any] | None,
+    environment: Callable[[], Environment] | None,
+    adapters: Mapping[str, Any],
 ) -> Container:
     container = Container(config=config)
+    if environment is not None:
+        container.environment.override(providers.Object(environment))
+        container.reward.override(providers.Object(None))
     if reward is not None:
         source = reward if isinstance(reward, RewardSource) else FunctionReward(reward, timeout=config.reward.timeout)
         container.reward.override(providers.Object(source))

@@ -112,10 +112,11 @@ class EmbeddedEngine(RolloutEngine):
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""
         if mode is PauseMode.WAIT:
-            await self._idle.wait()
+            await self.resume()  # requests that an earlier pause froze finish too
+            while not self._idle.is_set():
+                await self._idle.wait()
         self._paused = True
-        if self._loop_task is not None:
-            await self._loop_task
+        await self._loop_ended()
         if mode is PauseMode.ABORT:
             rows = [*self._active, *self._waiting]
             self._active.clear()
@@ -131,8 +132,12 @@ class EmbeddedEngine(RolloutEngine):
 
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
-        if self._active or self._waiting:
+        if any(not row.future.done() for row in (*self._active, *self._waiting)):
             raise EngineError("The engine cannot sleep while requests are in flight: pause it with abort or wait.")
+        await self._loop_ended()
+        self._active.clear()  # cancelled requests that a pause left behind
+        self._waiting.clear()
+        self._idle.set()
         self._decoder.cache.release()
 
     async def wake(self) -> None:
@@ -155,6 +160,10 @@ class EmbeddedEngine(RolloutEngine):
         self._idle.clear()
         if not self._paused and (self._loop_task is None or self._loop_task.done()):
             self._loop_task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _loop_ended(self) -> None:
+        if self._loop_task is not None:
+            await asyncio.wait([self._loop_task])  # unlike awaiting the task, this never cancels it
 
     async def _run(self) -> None:
         """Steps until nothing is left or someone pauses."""

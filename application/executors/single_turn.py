@@ -26,19 +26,18 @@ class SingleTurnExecutor(AgentExecutor):
                 GenerationRequest(prompt_token_ids=prompt.token_ids, params=request.params)
             )
         except EngineError as error:
-            return _failure(FailureKind.INFRASTRUCTURE, error, request)
+            return request.failure(FailureKind.INFRASTRUCTURE, str(error))
+        if not generation.token_ids:
+            aborted = f"The engine ended the request ({generation.stop_reason}) before its first token."
+            return request.failure(FailureKind.INFRASTRUCTURE, aborted)
         judged = RewardRequest(
             prompt=prompt, response=self._codec.decode(generation.token_ids), stop_reason=generation.stop_reason
         )
         try:
             (reward,) = await self._rewards.score([judged])
         except RewardError as error:
-            return _failure(FailureKind.REWARD, error, request)
+            return request.failure(FailureKind.REWARD, str(error))
         builder = TrajectoryBuilder(prompt.token_ids, group_id=request.group_id, sample_id=request.sample_id)
         builder.add_action(generation)
         builder.set_reward(reward.value)
         return [builder.build(stop_reason=generation.stop_reason, score=reward.score, metrics=reward.metrics)]
-
-
-def _failure(kind: FailureKind, error: Exception, request: EpisodeRequest) -> RolloutFailure:
-    return RolloutFailure(kind=kind, message=str(error), group_id=request.group_id, sample_id=request.sample_id)

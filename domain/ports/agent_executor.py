@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 from attrs import frozen
 
 from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RolloutFailure
+from rollgrad.domain.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.sampling import SamplingParams
 from rollgrad.domain.trajectory import Trajectory
 
@@ -18,6 +18,10 @@ class EpisodeRequest:
     params: SamplingParams
     group_id: int
     sample_id: int
+
+    def failure(self, kind: FailureKind, message: str) -> RolloutFailure:
+        """The failure of this episode."""
+        return RolloutFailure(kind=kind, message=message, group_id=self.group_id, sample_id=self.sample_id)
 
 
 @runtime_checkable

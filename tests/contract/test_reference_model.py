@@ -1,0 +1,46 @@
+"""What every reference model promises."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollgrad.adapters.torch.loading import load_causal_lm
+from rollgrad.adapters.torch.models import TorchReference
+from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.domain.ports.models import ReferenceModel
+from tests.fakes.agent_executor import make_trajectory
+from tests.fakes.models import FakeReference
+
+
+@pytest.fixture(params=["fake", "torch"])
+def reference(request: pytest.FixtureRequest, tiny_model_dir: Path) -> ReferenceModel:
+    if request.param == "fake":
+        return FakeReference()
+    model = load_causal_lm(
+        str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="--ref.model-name-or-path"
+    )
+    return TorchReference(model)
+
+
+@pytest.fixture
+def batch() -> PackedBatch:
+    return pack([make_trajectory([5, 6, 7], [20 + i] * (i + 1), [9], [30], group_id=0) for i in range(4)])
+
+
+def test_scores_are_of_action_tokens_without_gradient(reference: ReferenceModel, batch: PackedBatch) -> None:
+    assert isinstance(reference, ReferenceModel)
+    scores = reference.score(batch)
+    for column in (scores.logprobs_N, scores.entropy_N):
+        assert column.dtype == torch.float32
+        assert column.shape == batch.tokens_N.shape
+        assert not column.requires_grad
+        assert not column[~batch.action_mask_N].any()
+    assert (scores.logprobs_N[batch.action_mask_N] < 0).all()
+
+
+def test_scores_never_change_and_do_not_depend_on_company(reference: ReferenceModel, batch: PackedBatch) -> None:
+    whole = reference.score(batch).logprobs_N
+    assert torch.equal(reference.score(batch).logprobs_N, whole)
+    alone = torch.cat([reference.score(batch.select([index])).logprobs_N for index in range(len(batch))])
+    torch.testing.assert_close(alone, whole, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,204 @@
+"""What every rollout engine promises."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollgrad.adapters.torch.loading import load_causal_lm
+from rollgrad.adapters.transformers.engine import EmbeddedEngine
+from rollgrad.domain.errors import EngineError
+from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
+from tests.fakes.rollout_engine import FakeRolloutEngine
+
+LONG = 300
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path) -> Any:
+    return load_causal_lm(
+        str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="--actor.model-name-or-path"
+    )
+
+
+@pytest.fixture(params=["fake", "embedded"])
+def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    if request.param == "fake":
+        return FakeRolloutEngine
+    model = request.getfixturevalue("model")
+    return lambda: EmbeddedEngine(model, eos_token_ids=(), max_batch_size=8)
+
+
+def ask(seed: int = 0, prompt: tuple[int, ...] = (65, 66, 67), **params: Any) -> GenerationRequest:
+    return GenerationRequest(
+        prompt_token_ids=prompt, params=SamplingParams(**{"max_new_tokens": 8, "seed": seed, **params})
+    )
+
+
+def run(work: Any) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(60):
+            return await work
+
+    return asyncio.run(bounded())
+
+
+async def started(engine: RolloutEngine, *requests: GenerationRequest) -> "list[asyncio.Task[Generation]]":
+    """Requests that have drawn a token or more."""
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await asyncio.sleep(0)
+    await engine.generate(ask(seed=99, max_new_tokens=2))
+    return tasks
+
+
+def test_each_token_has_logprob_and_version(make: Callable[[], Any]) -> None:
+    engine = make()
+    assert isinstance(engine, RolloutEngine)
+    engine.set_version(3)
+    generation = run(engine.generate(ask()))
+    assert generation.stop_reason is StopReason.LENGTH
+    assert len(generation.token_ids) == len(generation.logprobs) == len(generation.versions) == 8
+    assert set(generation.versions) == {3}
+    assert all(logprob <= 0 for logprob in generation.logprobs)
+
+
+def test_a_request_depends_on_itself_alone(make: Callable[[], Any]) -> None:
+    async def scenario() -> None:
+        requests = [ask(seed=s, prompt=(70 + s % 3,) * (1 + s % 4)) for s in range(20)]
+        alone = [await make().generate(request) for request in requests]
+        engine = make()
+        together = await asyncio.gather(*(engine.generate(request) for request in reversed(requests)))
+        assert [list(g.token_ids) for g in reversed(together)] == [list(g.token_ids) for g in alone]
+
+    run(scenario())
+
+
+def test_other_seed_other_tokens(make: Callable[[], Any]) -> None:
+    engine = make()
+    first, second = run(engine.generate(ask(seed=1))), run(make().generate(ask(seed=2)))
+    assert list(first.token_ids) != list(second.token_ids)
+
+
+def test_a_stop_token_is_part_of_the_reply(make: Callable[[], Any]) -> None:
+    full = run(make().generate(ask()))
+    stop = full.token_ids[4]
+    generation = run(make().generate(ask(stop_token_ids=(stop,))))
+    assert generation.stop_reason is StopReason.STOP
+    assert list(generation.token_ids) == list(full.token_ids)[: list(full.token_ids).index(stop) + 1]
+
+
+def test_an_empty_prompt_is_an_error(make: Callable[[], Any]) -> None:
+    with pytest.raises(EngineError):
+        run(make().generate(ask(prompt=())))
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+def test_pause_and_resume_are_idempotent(make: Callable[[], Any], mode: PauseMode) -> None:
+    async def scenario() -> None:
+        engine = make()
+        await engine.pause(mode)
+        await engine.pause(mode)
+        await engine.resume()
+        await engine.resume()
+        assert len((await engine.generate(ask())).token_ids) == 8
+
+    run(scenario())
+
+
+def test_abort_returns_valid_tokens_at_once(make: Callable[[], Any]) -> None:
+    async def scenario() -> None:
+        engine = make()
+        full = await make().generate(ask(max_new_tokens=LONG))
+        (task,) = await started(engine, ask(max_new_tokens=LONG))
+        await engine.pause(PauseMode.ABORT)
+        generation = await task
+        assert generation.stop_reason is StopReason.ABORTED
+        count = len(generation.token_ids)
+        assert 0 < count < LONG
+        assert list(generation.token_ids) == list(full.token_ids)[:count]
+
+    run(scenario())
+
+
+def test_wait_lets_requests_finish(make: Callable[[], Any]) -> None:
+    async def scenario() -> None:
+        engine = make()
+        (task,) = await started(engine, ask(max_new_tokens=LONG))
+        await engine.pause(PauseMode.WAIT)
+        assert task.done()
+        assert (await task).stop_reason is StopReason.LENGTH
+
+    run(scenario())
+
+
+def test_keep_freezes_until_resume_under_new_weights(make: Callable[[], Any]) -> None:
+    async def scenario() -> None:
+        engine = make()
+        full = await make().generate(ask(max_new_tokens=LONG))
+        (task,) = await started(engine, ask(max_new_tokens=LONG))
+        await engine.pause(PauseMode.KEEP)
+        await asyncio.sleep(0.02)
+        assert not task.done()
+        engine.set_version(1)
+        await engine.resume()
+        generation = await task
+        assert set(generation.versions) == {0, 1}
+        assert list(generation.token_ids) == list(full.token_ids)
+
+    run(scenario())
+
+
+def test_requests_made_while_paused_wait(make: Callable[[], Any]) -> None:
+    async def scenario() -> None:
+        engine = make()
+        await engine.pause(PauseMode.WAIT)
+        task = asyncio.create_task(engine.generate(ask()))
+        await asyncio.sleep(0.02)
+        assert not task.done()
+        await engine.resume()
+        assert len((await task).token_ids) == 8
+
+    run(scenario())
+
+
+def test_sleep_refuses_in_flight_and_is_idempotent(make: Callable[[], Any]) -> None:
+    async def scenario() -> None:
+        engine = make()
+        (task,) = await started(engine, ask(max_new_tokens=LONG))
+        with pytest.raises(EngineError):
+            await engine.sleep()
+        await task
+        for move in (engine.sleep, engine.sleep, engine.wake, engine.wake):
+            await move()
+        assert len((await engine.generate(ask())).token_ids) == 8
+
+    run(scenario())
+
+
+def test_a_cancelled_call_frees_its_place(make: Callable[[], Any]) -> None:
+    async def scenario() -> None:
+        engine = make()
+        tasks = await started(engine, *(ask(seed=s, max_new_tokens=LONG) for s in range(8)))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert len((await engine.generate(ask())).token_ids) == 8
+        await engine.pause(PauseMode.WAIT)
+        await engine.sleep()
+
+    run(scenario())
+
+
+def test_new_weights_while_requests_run_are_refused(make: Callable[[], Any]) -> None:
+    async def scenario() -> None:
+        engine = make()
+        (task,) = await started(engine, ask(max_new_tokens=LONG))
+        with pytest.raises(EngineError, match="pause"):
+            engine.set_version(1)
+        await task
+
+    run(scenario())

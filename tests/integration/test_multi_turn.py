@@ -1,0 +1,104 @@
+"""An episode of several turns on a real (tiny) model, and training on it."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+import rollgrad
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.transformers.engine import EmbeddedEngine
+from rollgrad.application.config import Estimator, RLConfig
+from rollgrad.application.executors.multi_turn import MultiTurnExecutor
+from rollgrad.domain.ports.agent_executor import EpisodeRequest
+from rollgrad.domain.ports.environment import StepResult
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.sampling import Generation, SamplingParams, StopReason
+from rollgrad.domain.trajectory import SegmentKind
+
+
+class CountDown:
+    """Three turns with rewards 1, 2, 3 and a remark after each."""
+
+    closed = 0
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    async def reset(self, prompt: Prompt) -> str:
+        return ""
+
+    async def step(self, action_text: str, generation: Generation) -> StepResult:
+        self.turns += 1
+        return StepResult(observation=f" turn {self.turns} ", reward=self.turns, terminated=self.turns == 3)
+
+    async def close(self) -> None:
+        CountDown.closed += 1
+
+
+class Broken(CountDown):
+    async def step(self, action_text: str, generation: Generation) -> StepResult:
+        raise ValueError("no such door")
+
+
+def play(model_dir: Path, environment: type[CountDown], max_turns: int = 8) -> object:
+    import torch
+
+    tokenizer = load_tokenizer(str(model_dir), flag="model")
+    model = load_causal_lm(str(model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")
+    # No token ends a turn here; a stop string that always matches does.
+    engine = EmbeddedEngine(model, eos_token_ids=[], decode=tokenizer.decode)
+    executor = MultiTurnExecutor(engine, TemplateCodec(tokenizer), environment, max_turns=max_turns)
+    params = SamplingParams(max_new_tokens=4, stop_token_ids=tuple(range(len(tokenizer))), seed=5)
+    prompt = Prompt(token_ids=tuple(tokenizer("go")["input_ids"]), text="go")
+    request = EpisodeRequest(prompt=prompt, params=params, group_id=0, sample_id=0)
+    return asyncio.run(executor.run(request))
+
+
+def test_turns_keep_tokens_and_rewards_apart(tiny_model_dir: Path) -> None:
+    (trajectory,) = play(tiny_model_dir, CountDown)
+    kinds = [segment.kind for segment in trajectory.segments]
+    action, observation = SegmentKind.ACTION, SegmentKind.OBSERVATION
+    assert kinds == [SegmentKind.PROMPT, action, observation, action, observation, action]
+    assert [s.reward for s in trajectory.segments if s.kind is action] == [1, 2, 3]
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT
+    assert trajectory.score == 6
+    tokenizer = load_tokenizer(str(tiny_model_dir), flag="model")
+    remarks = [trajectory.token_ids_T[s.start : s.stop].tolist() for s in trajectory.segments if s.kind is observation]
+    assert [tokenizer.decode(ids) for ids in remarks] == [" turn 1 ", " turn 2 "]
+
+
+def test_too_many_turns_are_a_truncation(tiny_model_dir: Path) -> None:
+    (trajectory,) = play(tiny_model_dir, CountDown, max_turns=2)
+    assert trajectory.stop_reason is StopReason.TURN_LIMIT
+    assert trajectory.segments[-1].kind is SegmentKind.ACTION
+
+
+def test_a_broken_environment_costs_its_own_episode_and_is_closed(tiny_model_dir: Path) -> None:
+    closed = CountDown.closed
+    failure = play(tiny_model_dir, Broken)
+    assert isinstance(failure, RolloutFailure)
+    assert failure.kind is FailureKind.ENVIRONMENT
+    assert "ValueError: no such door" in failure.message
+    assert CountDown.closed == closed + 1
+
+
+@pytest.mark.parametrize("estimator", [Estimator.GAE, Estimator.GROUP_NORM])
+def test_training_in_an_environment(tiny_model_dir: Path, tmp_path: Path, estimator: Estimator) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"input": f"go {i}"}) + "\n" for i in range(4)))
+    config = RLConfig()
+    config.actor.model_name_or_path = str(tiny_model_dir)
+    config.algo.advantage.estimator = estimator
+    config.data.prompt_dataset = str(data)
+    config.rollout.batch_size, config.rollout.n_samples_per_prompt = 2, 2
+    config.rollout.max_new_tokens = 3
+    config.train.max_steps = 1
+    config.ckpt.output_dir = str(tmp_path / "out")
+    config.logger.console = False
+    result = rollgrad.train(config, environment=CountDown)
+    assert result.steps == 1
+    assert (result.model / "model.safetensors").exists()
