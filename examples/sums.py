@@ -27,7 +27,7 @@ class Options:
 
     seed: int = 1
     """Seeds prompt order and sampling: same seed, same curve."""
-    steps: int = 24
+    steps: int = 16
     """Rollouts, each followed by one optimizer step."""
     output_dir: Path = Path("runs/sums")
     """Where model, metrics and report go."""

@@ -7,6 +7,8 @@ same gradient.
 Does not own: attention itself (`attention.py`).
 """
 
+from collections.abc import Sequence
+
 from attrs import frozen
 from torch import Tensor, arange, cat, empty, equal, int64, tensor
 
@@ -68,15 +70,31 @@ def build_layout(batch: PackedBatch) -> Layout:
     return Layout(tokens_M=cat(tokens), positions_M=cat(positions), index_N=cat(index), nodes=tuple(nodes))
 
 
-def causal_layout(token_ids: list[tuple[int, ...]]) -> Layout:
-    """Independent sequences, one node each: what a prefill needs."""
-    nodes, size = [], 0
-    for ids in token_ids:
-        nodes.append(Node(size, len(ids)))
-        size += len(ids)
-    return Layout(
-        tokens_M=tensor([token for ids in token_ids for token in ids]),
-        positions_M=cat([arange(node.length) for node in nodes]),
-        index_N=arange(size),
-        nodes=tuple(nodes),
-    )
+def prefill_layout(prompts: Sequence[tuple[int, ...]]) -> tuple[Layout, list[Node]]:
+    """Independent prompts, with what they all begin with (a system prompt, a template's opening) laid out once.
+
+    Returns:
+        The layout and, for each prompt, the node of its last tokens: its path is the whole prompt. At least one token
+        of each prompt is its own.
+    """
+    shared = _common_prefix(prompts) if len(prompts) > 1 else 0
+    nodes = [Node(0, shared)] if shared else []
+    tokens, size, leaves = list(prompts[0][:shared]), shared, []
+    for prompt in prompts:
+        leaves.append(Node(size, len(prompt) - shared, 0, shared))
+        tokens.extend(prompt[shared:])
+        size += len(prompt) - shared
+    nodes.extend(leaves)
+    positions = [arange(node.prefix_length, node.keys) for node in nodes]
+    layout = Layout(tokens_M=tensor(tokens), positions_M=cat(positions), index_N=arange(size), nodes=tuple(nodes))
+    return layout, leaves
+
+
+def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Tokens that all prompts begin with, leaving each at least one of its own."""
+    first, last = min(prompts), max(prompts)  # what the extremes share in order, all share
+    limit = min(len(prompt) for prompt in prompts) - 1
+    for position in range(limit):
+        if first[position] != last[position]:
+            return position
+    return limit

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from rollgrad.adapters.torch.attention import ForestAttention, install_attention
-from rollgrad.adapters.torch.layout import causal_layout
+from rollgrad.adapters.torch.layout import prefill_layout
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
 PROBE_TOKENS = 8
@@ -63,7 +63,7 @@ def _install_and_compare(model: Any) -> None:
     second = first[::-1]
     expected_TV = model(torch.tensor([second], device=device)).logits[0].float()
     install_attention(model)
-    layout = causal_layout([first, second])
+    layout, _ = prefill_layout([first, second])
     try:
         hidden_MH = model.base_model(
             input_ids=layout.tokens_M[None].to(device),

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollgrad.adapters.torch.attention import ForestAttention
-from rollgrad.adapters.torch.layout import causal_layout
+from rollgrad.adapters.torch.layout import prefill_layout
 from rollgrad.adapters.transformers.kv_cache import KVCache
 
 
@@ -28,26 +28,27 @@ class Decoder:
         )
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Sequence[int]]) -> Tensor:
-        """Runs each prompt once and stores its keys in each of its rows; returns next-token logits, one per prompt.
+        """Runs each prompt once and stores its keys in each of its rows; what all prompts begin with is run once.
 
         Args:
             prompts: distinct prompts.
             rows: cache rows of each prompt's sequences.
 
         Returns:
-            Float32 logits [prompts, V].
+            Float32 next-token logits [prompts, V].
         """
-        layout = causal_layout(list(prompts))
+        layout, leaves = prefill_layout(prompts)
         row, position, token = [], [], []
-        for node, members in zip(layout.nodes, rows, strict=True):
+        for leaf, members in zip(leaves, rows, strict=True):
+            path = torch.cat([torch.arange(leaf.prefix_length), torch.arange(leaf.start, leaf.start + leaf.length)])
             for member in members:
-                row.append(torch.full((node.length,), member))
-                position.append(torch.arange(node.length))
-                token.append(torch.arange(node.start, node.start + node.length))
+                row.append(torch.full((leaf.keys,), member))
+                position.append(torch.arange(leaf.keys))
+                token.append(path)
         forest = ForestAttention(layout.nodes, device=self.device, dtype=self.dtype)
         index = tuple(torch.cat(part).to(self.device) for part in (row, position, token))
         hidden_MH = self._hidden(layout.tokens_M[None], layout.positions_M[None], _Prefill(self.cache, forest, index))
-        last = torch.tensor([node.start + node.length - 1 for node in layout.nodes], device=self.device)
+        last = torch.tensor([leaf.start + leaf.length - 1 for leaf in leaves], device=self.device)
         return self._logits(hidden_MH[0].index_select(0, last))
 
     def step(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:

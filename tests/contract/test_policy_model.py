@@ -78,9 +78,7 @@ def test_any_split_is_the_same_step(make: Callable[[], PolicyModel], batch: Pack
     expected = whole.update([batch], likelihood)
     found = divided.update(parts(batch, [3], [0, 2], [1]), likelihood)
     assert found == pytest.approx(expected, rel=1e-4)
-    torch.testing.assert_close(
-        divided.score(batch).logprobs_N, whole.score(batch).logprobs_N, rtol=1e-3, atol=1e-3
-    )
+    torch.testing.assert_close(divided.score(batch).logprobs_N, whole.score(batch).logprobs_N, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

@@ -15,7 +15,7 @@ from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.fakes.rollout_engine import FakeRolloutEngine
 
-LONG = 300
+LONG = 150
 
 
 @pytest.fixture(scope="module")

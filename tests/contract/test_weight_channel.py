@@ -56,7 +56,7 @@ def test_an_engine_that_is_sampling_refuses_unless_paused(parts: tuple[WeightCha
 
     async def scenario() -> None:
         task = asyncio.create_task(engine.generate(REQUEST))
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0)
         with pytest.raises(EngineError):
             await channel.push(policy, 1)
         await engine.pause(PauseMode.KEEP)

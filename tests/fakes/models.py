@@ -32,7 +32,9 @@ class _Table:
         self._lr = lr
         self.steps = 0
 
-    def step(self, micro_batches: Sequence[PackedBatch], loss_of: Callable[[PackedBatch], LossOutput]) -> dict[str, float]:
+    def step(
+        self, micro_batches: Sequence[PackedBatch], loss_of: Callable[[PackedBatch], LossOutput]
+    ) -> dict[str, float]:
         self.table_V.grad = None
         totals = {"loss": 0.0}
         for batch in micro_batches:

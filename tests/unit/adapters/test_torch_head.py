@@ -17,7 +17,9 @@ def chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return int(request.param)
 
 
-def leaves(rows: int, *, bias: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def leaves(
+    rows: int, *, bias: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     generator = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, HIDDEN, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).mul(0.5).to(dtype).requires_grad_()
@@ -25,7 +27,9 @@ def leaves(rows: int, *, bias: bool, dtype: torch.dtype = torch.float32) -> tupl
     return hidden, weight, offset, torch.randint(0, VOCABULARY, (rows,), generator=generator)
 
 
-def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """In float64."""
     logits = torch.nn.functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
     log_softmax = (logits / temperature).log_softmax(-1)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.adapters.torch.layout import build_layout, causal_layout
+from rollgrad.adapters.torch.layout import build_layout, prefill_layout
 from rollgrad.domain.batch import pack
 from tests.fakes.agent_executor import make_trajectory
 
@@ -45,8 +45,21 @@ def test_only_neighbours_of_one_group_share() -> None:
     assert len(layout.tokens_M) == (3 + 3 * 1) + (3 + 1) + (3 + 1)
 
 
-def test_independent_sequences_have_a_node_each() -> None:
-    layout = causal_layout([(5, 6, 7), (8,)])
+def test_independent_prompts_have_a_node_each() -> None:
+    layout, leaves = prefill_layout([(5, 6, 7), (8,)])
     assert layout.tokens_M.tolist() == [5, 6, 7, 8]
     assert layout.positions_M.tolist() == [0, 1, 2, 0]
-    assert [(node.start, node.length, node.keys) for node in layout.nodes] == [(0, 3, 3), (3, 1, 1)]
+    assert [(leaf.start, leaf.length, leaf.keys) for leaf in leaves] == [(0, 3, 3), (3, 1, 1)]
+
+
+def test_what_all_prompts_begin_with_is_laid_out_once() -> None:
+    layout, leaves = prefill_layout([(1, 2, 3, 4), (1, 2, 5), (1, 2, 3)])
+    assert layout.tokens_M.tolist() == [1, 2, 3, 4, 5, 3]
+    assert layout.positions_M.tolist() == [0, 1, 2, 3, 2, 2]
+    assert [leaf.keys for leaf in leaves] == [4, 3, 3]
+
+
+def test_a_prompt_that_begins_another_keeps_a_token_of_its_own() -> None:
+    layout, leaves = prefill_layout([(1, 2), (1, 2, 3)])
+    assert layout.tokens_M.tolist() == [1, 2, 2, 3]
+    assert [leaf.length for leaf in leaves] == [1, 2]

@@ -259,9 +259,7 @@ def test_a_restored_critic_goes_on_as_if_never_stopped(
     assert torch.equal(second.values(batch), critic.values(batch))
 
 
-def test_a_saved_critic_holds_backbone_and_head(
-    model: Any, tokenizer: Any, batch: PackedBatch, tmp_path: Path
-) -> None:
+def test_a_saved_critic_holds_backbone_and_head(model: Any, tokenizer: Any, batch: PackedBatch, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModel
 

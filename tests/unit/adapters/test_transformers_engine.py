@@ -48,9 +48,7 @@ def engine(model: Any, *, eos: Sequence[int] = (), **settings: Any) -> EmbeddedE
 
 
 def request(prompt: Sequence[int] = (10, 11, 12), **params: Any) -> GenerationRequest:
-    return GenerationRequest(
-        prompt_token_ids=tuple(prompt), params=SamplingParams(**{"max_new_tokens": 12, **params})
-    )
+    return GenerationRequest(prompt_token_ids=tuple(prompt), params=SamplingParams(**{"max_new_tokens": 12, **params}))
 
 
 def run(work: Any) -> Any:
@@ -360,9 +358,7 @@ def test_a_failing_step_reaches_every_caller_and_the_engine_lives_on(tiny_model_
 
     async def scenario() -> None:
         rollout = engine(model, max_batch_size=2)
-        results = await asyncio.gather(
-            *(rollout.generate(request(seed=s)) for s in range(5)), return_exceptions=True
-        )
+        results = await asyncio.gather(*(rollout.generate(request(seed=s)) for s in range(5)), return_exceptions=True)
         assert all(isinstance(result, EngineError) for result in results)
         assert all("MemoryError: no room" in str(result) for result in results)
         assert isinstance(results[0].__cause__, MemoryError)  # type: ignore[union-attr]
@@ -398,9 +394,9 @@ def test_generation_leaves_the_model_trainable(tiny_model_dir: Path) -> None:
     rollout = engine(model)
     run(rollout.generate(request()))
     from rollgrad.adapters.torch.attention import ForestAttention
-    from rollgrad.adapters.torch.layout import causal_layout
+    from rollgrad.adapters.torch.layout import prefill_layout
 
-    layout = causal_layout([(4, 5, 6)])
+    layout, _ = prefill_layout([(4, 5, 6)])
     plan = ForestAttention(layout.nodes, device=torch.device("cpu"), dtype=torch.float32)
     hidden = model.base_model(
         input_ids=layout.tokens_M[None], position_ids=layout.positions_M[None], use_cache=False, attention_plan=plan
@@ -442,7 +438,9 @@ def test_versions_are_the_ones_in_place(model: Any) -> None:
         seen = []
         for version in range(3):
             rollout.set_version(version)
-            seen.append(set((await rollout.generate(evolve(request(), params=SamplingParams(max_new_tokens=3)))).versions))
+            seen.append(
+                set((await rollout.generate(evolve(request(), params=SamplingParams(max_new_tokens=3)))).versions)
+            )
         return seen
 
     assert run(scenario()) == [{0}, {1}, {2}]

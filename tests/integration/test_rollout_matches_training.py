@@ -1,0 +1,125 @@
+"""The trainer scores the tokens that the engine has just sampled with the log-probs that the engine gave them."""
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.torch.models import TorchPolicy
+from rollgrad.adapters.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.transformers.engine import EmbeddedEngine
+from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.domain.losses.objectives import ClippedPolicyObjective
+from rollgrad.domain.sampling import GenerationRequest, SamplingParams
+from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
+
+FLAG = "--actor.model-name-or-path"
+REPOSITORY = Path(__file__).parents[2]
+
+FLOAT32_TOLERANCE = 1e-4
+"""Largest difference of a log-prob: products are summed in another order, no more."""
+
+BFLOAT16_MEAN, BFLOAT16_MAX = 0.02, 0.25
+"""bfloat16 keeps 8 bits: hidden states differ by rounding, and a logit of 20 by 20 x 2^-8 = 0.08 a step."""
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, where the demo keeps it."""
+    spec = importlib.util.spec_from_file_location("sums", REPOSITORY / "examples" / "sums.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sums = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sums)
+    path = REPOSITORY / sums.MODEL
+    sums.unpack_smollm2(path)
+    return path
+
+
+def play(model: Any, prompts: list[tuple[int, ...]], *, samples: int, temperature: float, length: int) -> PackedBatch:
+    """Two turns each: the second continues after an observation, so that the engine prefills what it sampled."""
+    engine = EmbeddedEngine(model, eos_token_ids=(), max_batch_size=8)
+
+    async def one(group: int, sample: int) -> Trajectory:
+        builder = TrajectoryBuilder(prompts[group], group_id=group, sample_id=group * samples + sample)
+        for turn in range(2):
+            params = SamplingParams(
+                temperature=temperature, max_new_tokens=length - sample % 3, seed=100 * group + 10 * sample + turn
+            )
+            generation = await engine.generate(GenerationRequest(prompt_token_ids=builder.token_ids, params=params))
+            builder.add_action(generation)
+            if turn == 0:
+                builder.add_observation([40 + sample, 41])
+        return builder.build(stop_reason=generation.stop_reason)
+
+    async def everyone() -> list[Trajectory]:
+        return list(await asyncio.gather(*(one(g, s) for g in range(len(prompts)) for s in range(samples))))
+
+    return pack(asyncio.run(everyone()))
+
+
+def gaps(path: Path, dtype: torch.dtype, temperature: float, prompts: list[tuple[int, ...]], length: int) -> Tensor:
+    model = load_causal_lm(str(path), dtype=dtype, device=torch.device("cpu"), flag=FLAG)
+    tokenizer = load_tokenizer(str(path), flag=FLAG)
+    policy = TorchPolicy(model, tokenizer, OptimizerSettings(lr=1e-3), temperature=temperature)
+    batch = play(model, prompts, samples=4, temperature=temperature, length=length)
+    scores = policy.score(batch)
+    assert (batch.rollout_logprobs_N[batch.action_mask_N] < 0).any()
+    return (scores.logprobs_N - batch.rollout_logprobs_N)[batch.action_mask_N].abs()
+
+
+TINY_PROMPTS = [tuple(range(10, 50)), (60,), (61, 62, 63, 64, 65, 66, 67)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tiny_model_in_float32(tiny_model_dir: Path, temperature: float) -> None:
+    assert gaps(tiny_model_dir, torch.float32, temperature, TINY_PROMPTS, 20).max() < FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tiny_model_in_bfloat16(tiny_model_dir: Path, temperature: float) -> None:
+    found = gaps(tiny_model_dir, torch.bfloat16, temperature, TINY_PROMPTS, 20)
+    assert found.mean() < BFLOAT16_MEAN
+    assert found.max() < BFLOAT16_MAX
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_smollm2(smollm2: Path, dtype: torch.dtype, temperature: float) -> None:
+    tokenizer = load_tokenizer(str(smollm2), flag=FLAG)
+    texts = ["What is 3 plus 4?", "Name three rivers of Europe, with the seas that they flow into."]
+    prompts = [
+        tuple(tokenizer.apply_chat_template([{"role": "user", "content": t}], add_generation_prompt=True)["input_ids"])
+        for t in texts
+    ]
+    found = gaps(smollm2, dtype, temperature, prompts, 16)
+    if dtype == torch.float32:
+        assert found.max() < 5e-4  # 30 layers instead of two
+    else:
+        assert found.mean() < BFLOAT16_MEAN
+        assert found.max() < BFLOAT16_MAX
+
+
+def test_after_an_update_both_see_the_new_weights(tiny_model_dir: Path) -> None:
+    model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
+    policy = TorchPolicy(model, load_tokenizer(str(tiny_model_dir), flag=FLAG), OptimizerSettings(lr=1e-2))
+    for _ in range(2):
+        batch = play(model, TINY_PROMPTS, samples=3, temperature=1.0, length=8)
+        gap = (policy.score(batch).logprobs_N - batch.rollout_logprobs_N).abs().max()
+        assert gap < FLOAT32_TOLERANCE
+        mask = batch.action_mask_N
+        weighted = evolve(
+            batch,
+            advantages_N=torch.where(mask, 1.0, 0.0),
+            loss_weights_N=torch.where(mask, 1.0 / mask.sum(), 0.0),
+        )
+        metrics = policy.update([weighted], ClippedPolicyObjective(clip_low=0.2, clip_high=0.2))
+        assert metrics["ratio_mean"] == pytest.approx(1.0)
+    assert (policy.score(batch).logprobs_N - batch.rollout_logprobs_N).abs().max() > 1e-2, "the weights have moved"

@@ -1,0 +1,77 @@
+"""Evaluation summarises what the rollout service played."""
+
+import asyncio
+
+import pytest
+
+from rollgrad.application.evaluation import EvaluationService
+from rollgrad.application.rollout import RolloutService
+from rollgrad.domain.ports.agent_executor import EpisodeRequest
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.sampling import SamplingParams, StopReason
+from rollgrad.domain.trajectory import Trajectory
+from tests.fakes.agent_executor import FakeAgentExecutor, make_trajectory
+
+SCORES = {"a": [1.0, 0.0], "b": [1.0, 1.0], "c": [0.5, 0.0]}
+"""Scores of the two samples of each prompt."""
+
+
+def play(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+    score = SCORES[request.prompt.text][request.sample_id % 2]
+    reason = StopReason.LENGTH if score == 0 else StopReason.STOP
+    actions = [7] * (1 + request.group_id)
+    return [
+        make_trajectory(
+            request.prompt.token_ids, actions, group_id=request.group_id, rewards=[score], stop_reason=reason
+        )
+    ]
+
+
+def evaluate(sources: dict[str, str], executor: FakeAgentExecutor, **settings: float) -> dict[str, float]:
+    prompts = [Prompt(token_ids=(1,), text=text, datasource=source) for text, source in sources.items()]
+    service = EvaluationService(
+        RolloutService(executor, max_concurrent=3, max_failures=int(settings.get("max_failures", 0))),
+        prompts,
+        SamplingParams(temperature=0.0),
+        samples=2,
+        threshold=settings.get("threshold", 1.0),
+    )
+    return asyncio.run(service.run())
+
+
+def test_passes_means_lengths_and_truncation() -> None:
+    metrics = evaluate({"a": "x", "b": "x", "c": "x"}, FakeAgentExecutor(play))
+    assert metrics == pytest.approx(
+        {
+            "eval/pass@1": (0.5 + 1 + 0) / 3,
+            "eval/pass@2": (1 + 1 + 0) / 3,
+            "eval/mean@2": (0.5 + 1 + 0.25) / 3,
+            "eval/response_length_mean": 2.0,
+            "eval/truncated_share": 2 / 6,
+        }
+    )
+
+
+def test_the_threshold_decides_what_passes() -> None:
+    metrics = evaluate({"c": "x"}, FakeAgentExecutor(play), threshold=0.5)
+    assert metrics["eval/pass@1"] == 0.5
+    assert metrics["eval/pass@2"] == 1.0
+
+
+def test_several_sources_are_also_reported_one_by_one() -> None:
+    metrics = evaluate({"a": "gsm", "b": "math", "c": "math"}, FakeAgentExecutor(play))
+    assert metrics["eval/gsm/pass@1"] == 0.5
+    assert metrics["eval/math/pass@1"] == 0.5
+    assert metrics["eval/pass@1"] == pytest.approx(0.5)
+    assert metrics["eval/math/mean@2"] == 0.625
+
+
+def test_a_prompt_whose_samples_all_failed_is_left_out() -> None:
+    def failing(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+        if request.prompt.text != "a":
+            return play(request)
+        return RolloutFailure(kind=FailureKind.REWARD, message="no", group_id=request.group_id, sample_id=0)
+
+    metrics = evaluate({"a": "x", "b": "x"}, FakeAgentExecutor(failing), max_failures=2)
+    assert metrics["eval/pass@1"] == 1.0

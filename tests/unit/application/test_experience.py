@@ -1,0 +1,162 @@
+"""From trajectories to advantages: what is scored, by whom and only when needed."""
+
+import pytest
+import torch
+from attrs import evolve
+
+from rollgrad.application.config import AdvantageConfig, AlgoConfig, Estimator, KLConfig, KLEstimator, OldLogprobs
+from rollgrad.application.experience import Experience, ExperienceService
+from rollgrad.domain.losses.kl import kl_estimate
+from tests.fakes.agent_executor import make_trajectory
+from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
+
+TRAJECTORIES = [
+    make_trajectory([1, 2], [3 + i, 4], *([[8, 8], [5]] if i == 2 else []), group_id=i // 2, sample_id=i, rewards=[i])
+    for i in range(4)
+]
+TILT = torch.linspace(-1, 1, VOCABULARY)
+
+
+def algo(estimator: Estimator = Estimator.RLOO, **settings: object) -> AlgoConfig:
+    kl = settings.pop("kl", KLConfig())
+    return AlgoConfig(advantage=AdvantageConfig(estimator=estimator, **settings), kl=kl)  # type: ignore[arg-type]
+
+
+def make(
+    config: AlgoConfig,
+    *,
+    policy: FakePolicy | None = None,
+    reference: FakeReference | None = None,
+    critic: FakeValue | None = None,
+    clip: tuple[float, float] | None = None,
+    steps: int = 1,
+    max_tokens: int = 1000,
+    coef: float = 0.0,
+) -> Experience:
+    service = ExperienceService(
+        policy or FakePolicy(TILT),
+        reference=reference,
+        critic=critic,
+        algo=config,
+        reward_clip=clip,
+        max_tokens=max_tokens,
+        steps_per_rollout=steps,
+    )
+    return service.make(TRAJECTORIES, coef)
+
+
+def test_leave_one_out_advantages_of_a_group() -> None:
+    batch = make(algo()).batch
+    per_sequence = [part[mask] for part, mask in zip(*by_sequence(batch), strict=True)]
+    for values, expected in zip(per_sequence, [-1.0, 1.0, -1.0, 1.0], strict=True):
+        torch.testing.assert_close(values, torch.full_like(values, expected))
+
+
+def by_sequence(batch: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    lengths = batch.lengths_S.tolist()  # type: ignore[attr-defined]
+    return (
+        list(batch.advantages_N.split(lengths)),  # type: ignore[attr-defined]
+        list(batch.action_mask_N.split(lengths)),  # type: ignore[attr-defined]
+    )
+
+
+def test_one_step_without_kl_scores_nothing() -> None:
+    policy = FakePolicy(TILT)
+    experience = make(algo(), policy=policy)
+    assert not policy.scored
+    assert experience.batch.old_logprobs_N is None
+    assert experience.batch.ref_logprobs_N is None
+
+
+def test_several_steps_need_the_policys_own_logprobs_and_report_the_gap() -> None:
+    policy = FakePolicy(TILT)
+    experience = make(algo(), policy=policy, steps=2)
+    old_N = experience.batch.old_logprobs_N
+    assert old_N is not None
+    expected = policy.score(experience.batch).logprobs_N
+    assert torch.equal(old_N, expected)
+    mask = experience.batch.action_mask_N
+    gap = (expected - experience.batch.rollout_logprobs_N)[mask]
+    assert experience.metrics["mismatch/abs_diff_mean"] == pytest.approx(float(gap.abs().mean()))
+    # k3 of KL(rollout || trainer) on tokens the rollout drew: exp(gap) - 1 - gap
+    assert experience.metrics["mismatch/kl"] == pytest.approx(float((gap.exp() - 1 - gap).mean()), rel=1e-4)
+
+
+def test_the_rollouts_logprobs_stand_in_when_told() -> None:
+    policy = FakePolicy(TILT)
+    config = algo()
+    config.old_logprobs = OldLogprobs.ROLLOUT
+    experience = make(config, policy=policy, steps=3)
+    assert not policy.scored
+    assert torch.equal(experience.batch.old_logprobs_N, experience.batch.rollout_logprobs_N)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", list(KLEstimator))
+def test_kl_in_the_reward_lowers_it_token_by_token(kind: KLEstimator) -> None:
+    policy, reference = FakePolicy(TILT), FakeReference(-TILT)
+    config = algo(Estimator.REINFORCE, no_std_norm=True, kl=KLConfig(init_coef=0.5, estimator=kind))
+    experience = make(config, policy=policy, reference=reference, coef=0.5)
+    batch = experience.batch
+    assert batch.old_logprobs_N is not None
+    assert batch.ref_logprobs_N is not None
+    mask = batch.action_mask_N
+    kl_N = kl_estimate(batch.old_logprobs_N, batch.ref_logprobs_N, kind)
+    assert experience.metrics["policy/ref_kl"] == pytest.approx(float(kl_N[mask].mean()))
+    # gamma 1: the return of a token is all that comes after it; whitening by the mean only shifts every advantage.
+    rewards = torch.where(mask, batch.rewards_N - 0.5 * kl_N, 0.0)
+    expected = torch.cat([part.flip(0).cumsum(0).flip(0) for part in rewards.split(batch.lengths_S.tolist())])[mask]
+    assert batch.advantages_N is not None
+    torch.testing.assert_close(batch.advantages_N[mask], expected - expected.mean(), rtol=1e-4, atol=1e-5)
+
+
+def test_kl_as_a_loss_leaves_the_reward_alone() -> None:
+    kl = KLConfig(init_coef=0.5, estimator=KLEstimator.K3, use_loss=True)
+    policy = FakePolicy(TILT)
+    with_kl = make(algo(kl=kl), policy=policy, reference=FakeReference(-TILT), coef=0.5)
+    without = make(algo())
+    assert torch.equal(with_kl.batch.advantages_N, without.batch.advantages_N)  # type: ignore[arg-type]
+    assert with_kl.batch.ref_logprobs_N is not None
+    assert not policy.scored
+    assert "policy/ref_kl" not in with_kl.metrics
+
+
+def test_rewards_are_clipped_before_the_baseline() -> None:
+    clipped = make(algo(), clip=(0.0, 1.0)).batch
+    values = [part[mask][0] for part, mask in zip(*by_sequence(clipped), strict=True)]
+    assert [float(v) for v in values] == pytest.approx([-1.0, 1.0, 0.0, 0.0])
+    assert clipped.scores_S.tolist() == [0.0, 1.0, 2.0, 3.0], "scores stay what they were"
+
+
+def test_gae_uses_the_critic_and_reports_what_it_explains() -> None:
+    critic = FakeValue()
+    experience = make(algo(Estimator.GAE, lambd=0.9, no_std_norm=True), critic=critic)
+    assert experience.batch.values_N is not None
+    assert experience.batch.returns_N is not None
+    assert experience.metrics["critic/explained_variance"] == pytest.approx(0.0)
+
+
+def test_the_token_budget_changes_nothing() -> None:
+    kl = KLConfig(init_coef=0.1)
+    whole = make(algo(Estimator.GAE, kl=kl), reference=FakeReference(), critic=FakeValue(), coef=0.1)
+    policy = FakePolicy(TILT)
+    parts = make(
+        algo(Estimator.GAE, kl=kl),
+        policy=policy,
+        reference=FakeReference(),
+        critic=FakeValue(),
+        coef=0.1,
+        max_tokens=4,
+    )
+    assert len(policy.scored) == 4
+    torch.testing.assert_close(parts.batch.advantages_N, whole.batch.advantages_N)
+    assert parts.metrics == pytest.approx(whole.metrics)
+
+
+@pytest.mark.parametrize("estimator", list(Estimator))
+def test_what_is_no_action_has_no_advantage(estimator: Estimator) -> None:
+    batch = make(algo(estimator), critic=FakeValue() if estimator is Estimator.GAE else None).batch
+    assert batch.advantages_N is not None
+    assert not batch.advantages_N[~batch.action_mask_N].any()
+    assert batch.advantages_N[batch.action_mask_N].any()
+    # Garbage on other tokens reaches nothing.
+    assert torch.equal(evolve(batch, rewards_N=batch.rewards_N).action_mask_N, batch.action_mask_N)

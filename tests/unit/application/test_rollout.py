@@ -1,0 +1,168 @@
+"""Groups stream as they finish, within the limit of episodes in flight, whatever the timing."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollgrad.application.rollout import RolloutGroup, RolloutService, sample_seed
+from rollgrad.domain.errors import ConfigurationError, EngineError, RewardError
+from rollgrad.domain.ports.agent_executor import EpisodeRequest
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.sampling import SamplingParams
+from rollgrad.domain.trajectory import Trajectory
+from tests.fakes.agent_executor import FakeAgentExecutor, reply_with_sample_id
+
+PARAMS = SamplingParams(max_new_tokens=4)
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(token_ids=(index + 1,), text=str(index)) for index in range(count)]
+
+
+def failing(*sample_ids: int, kind: FailureKind = FailureKind.REWARD) -> FakeAgentExecutor:
+    def play(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+        if request.sample_id not in sample_ids:
+            return reply_with_sample_id(request)
+        message = f"sample {request.sample_id} broke"
+        return RolloutFailure(kind=kind, message=message, group_id=request.group_id, sample_id=request.sample_id)
+
+    return FakeAgentExecutor(play)
+
+
+def collect(service: RolloutService, count: int, samples: int, first: int = 0) -> list[RolloutGroup]:
+    return asyncio.run(service.collect(prompts(count), PARAMS, samples=samples, first_group_id=first))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 30), st.randoms(use_true_random=False))
+def test_groups_come_in_order_of_prompts_whatever_finishes_first(
+    count: int, samples: int, limit: int, chance: "object"
+) -> None:
+    executor = FakeAgentExecutor(delay=lambda request: chance.randint(0, 9))  # type: ignore[attr-defined]
+    groups = collect(RolloutService(executor, max_concurrent=limit), count, samples, first=10)
+    assert [g.group_id for g in groups] == list(range(10, 10 + count))
+    assert [g.prompt.text for g in groups] == [str(index) for index in range(count)]
+    for group in groups:
+        ids = [t.sample_id for t in group.trajectories]
+        assert ids == [group.group_id * samples + index for index in range(samples)]
+        assert {t.group_id for t in group.trajectories} == {group.group_id}
+    assert executor.peak <= limit
+    assert executor.in_flight == 0
+
+
+def test_the_limit_is_used_in_full() -> None:
+    executor = FakeAgentExecutor(delay=lambda request: 5)
+    collect(RolloutService(executor, max_concurrent=6), 5, 4)
+    assert executor.peak == 6
+
+
+def test_groups_stream_as_they_finish() -> None:
+    executor = FakeAgentExecutor(delay=lambda request: 50 - 10 * request.group_id)
+    service = RolloutService(executor, max_concurrent=100)
+
+    async def scenario() -> list[tuple[int, int]]:
+        return [(group.group_id, executor.in_flight) async for group in service.stream(prompts(4), PARAMS, samples=2)]
+
+    assert asyncio.run(scenario()) == [(3, 6), (2, 4), (1, 2), (0, 0)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 5), st.integers(1, 8), st.randoms(use_true_random=False))
+def test_seeds_depend_on_the_place_in_the_run_alone(run_seed: int, limit: int, chance: "object") -> None:
+    executor = FakeAgentExecutor(delay=lambda request: chance.randint(0, 5))  # type: ignore[attr-defined]
+    collect(RolloutService(executor, max_concurrent=limit, seed=run_seed), 3, 4, first=7)
+    seeds = {request.sample_id: request.params.seed for request in executor.requests}
+    assert seeds == {sample: sample_seed(run_seed, sample) for sample in range(28, 40)}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), st.sets(st.integers(0, 2**31), min_size=2, max_size=200))
+def test_no_two_samples_share_a_seed(run_seed: int, samples: set[int]) -> None:
+    seeds = {sample_seed(run_seed, sample) for sample in samples}
+    assert len(seeds) == len(samples)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    # torch's CPU generator reads the low 32 bits only, so they must differ by themselves.
+    assert len({seed % 2**32 for seed in seeds}) == len(samples)
+
+
+def test_runs_with_other_seeds_draw_other_samples() -> None:
+    assert not {sample_seed(1, n) for n in range(5000)} & {sample_seed(2, n) for n in range(5000)}
+
+
+def test_settings_other_than_the_seed_reach_the_executor() -> None:
+    executor = FakeAgentExecutor()
+    collect(RolloutService(executor, max_concurrent=2), 1, 2)
+    assert all(request.params.max_new_tokens == 4 for request in executor.requests)
+
+
+def test_failures_within_the_budget_are_counted_with_their_group() -> None:
+    groups = collect(RolloutService(failing(1, 4), max_concurrent=4, max_failures=2), 3, 2)
+    assert [len(g.trajectories) for g in groups] == [1, 2, 1]
+    assert Counter(f.sample_id for g in groups for f in g.failures) == {1: 1, 4: 1}
+    submitted = sum(len(g.trajectories) + len(g.failures) for g in groups)
+    assert submitted == 6
+
+
+def test_the_first_failure_ends_a_run_without_budget() -> None:
+    with pytest.raises(RewardError, match=r"^sample 1 broke$"):
+        collect(RolloutService(failing(1), max_concurrent=4), 3, 2)
+
+
+def test_one_failure_too_many_says_how_many_of_which_kind() -> None:
+    service = RolloutService(failing(0, 2, 4, kind=FailureKind.INFRASTRUCTURE), max_concurrent=1, max_failures=2)
+    with pytest.raises(
+        EngineError, match=r"3 episodes failed \(3 infrastructure\).*--rollout\.max-failures 2.*sample 4"
+    ):
+        collect(service, 3, 2)
+
+
+def test_each_stream_has_its_own_budget() -> None:
+    service = RolloutService(failing(0), max_concurrent=4, max_failures=1)
+    for _ in range(3):
+        assert len(collect(service, 2, 2)) == 2
+
+
+def test_a_misconfiguration_ends_the_run_and_leaves_nothing_behind() -> None:
+    def play(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+        if request.sample_id == 3:
+            raise ConfigurationError("too long")
+        return reply_with_sample_id(request)
+
+    executor = FakeAgentExecutor(play, delay=lambda request: 1 if request.sample_id == 3 else 1000)
+    with pytest.raises(ConfigurationError, match="too long"):
+        collect(RolloutService(executor, max_concurrent=100, max_failures=5), 4, 2)
+    assert executor.in_flight == 0
+
+
+def test_cancelling_cancels_every_episode() -> None:
+    executor = FakeAgentExecutor(delay=lambda request: 10_000)
+    service = RolloutService(executor, max_concurrent=3)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(service.collect(prompts(4), PARAMS, samples=2))
+        while executor.in_flight < 3:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert executor.in_flight == 0
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scenario())
+    assert len(executor.requests) == 3
+
+
+def test_leaving_a_stream_early_cancels_the_rest() -> None:
+    executor = FakeAgentExecutor(delay=lambda request: 1 if request.group_id == 0 else 10_000)
+
+    async def scenario() -> None:
+        stream = RolloutService(executor, max_concurrent=100).stream(prompts(3), PARAMS, samples=2)
+        assert (await anext(stream)).group_id == 0
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert executor.in_flight == 0
+
+    asyncio.run(scenario())

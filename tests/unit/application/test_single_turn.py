@@ -1,0 +1,97 @@
+"""Prompt in, one action, one reward."""
+
+import asyncio
+
+import pytest
+
+from rollgrad.application.executors.single_turn import SingleTurnExecutor
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.ports.agent_executor import EpisodeRequest
+from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import FailureKind, RewardRequest, RolloutFailure
+from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.trajectory import Trajectory
+from tests.fakes.chat_codec import FakeChatCodec
+from tests.fakes.reward_source import FakeRewardSource
+from tests.fakes.rollout_engine import FakeRolloutEngine
+
+REQUEST = EpisodeRequest(
+    prompt=Prompt(token_ids=(72, 105), text="Hi", label="there"),
+    params=SamplingParams(max_new_tokens=6, seed=4),
+    group_id=2,
+    sample_id=9,
+)
+
+
+def play(engine: FakeRolloutEngine, rewards: FakeRewardSource) -> list[Trajectory] | RolloutFailure:
+    return asyncio.run(SingleTurnExecutor(engine, FakeChatCodec(), rewards).run(REQUEST))
+
+
+def test_tokens_are_those_the_engine_sampled_and_the_reward_sees_their_text() -> None:
+    engine, rewards = FakeRolloutEngine(), FakeRewardSource(lambda request: 0.25)
+    engine.version = 3
+    sampled = asyncio.run(engine.generate(GenerationRequest(prompt_token_ids=(72, 105), params=REQUEST.params)))
+    result = play(engine, rewards)
+    assert isinstance(result, list)
+    (trajectory,) = result
+    assert trajectory.token_ids_T.tolist() == [72, 105, *sampled.token_ids]
+    assert trajectory.versions_T.tolist() == [-1, -1, *[3] * 6]
+    assert trajectory.logprobs_T[2:].tolist() == pytest.approx(list(sampled.logprobs))
+    assert trajectory.reward == trajectory.score == 0.25
+    assert trajectory.stop_reason is StopReason.LENGTH
+    (judged,) = rewards.requests
+    assert judged.response == FakeChatCodec().decode(sampled.token_ids)
+    assert judged.label == "there"
+    assert judged.query == "Hi" + judged.response
+    assert engine.requests[-1].params == REQUEST.params
+
+
+def test_a_reward_that_breaks_is_a_failure_of_the_episode() -> None:
+    result = play(FakeRolloutEngine(), FakeRewardSource(lambda request: float("nan")))
+    assert isinstance(result, RolloutFailure)
+    assert result.kind is FailureKind.REWARD
+
+
+def test_an_engine_that_breaks_is_a_failure_of_the_episode() -> None:
+    engine = FakeRolloutEngine()
+    engine.fail_with = "out of memory"
+    result = play(engine, FakeRewardSource())
+    assert isinstance(result, RolloutFailure)
+    assert result.kind is FailureKind.INFRASTRUCTURE
+    assert "out of memory" in result.message
+
+
+def test_a_request_aborted_before_its_first_token_is_a_failure_of_the_episode() -> None:
+    engine, rewards = FakeRolloutEngine(), FakeRewardSource()
+
+    async def scenario() -> list[Trajectory] | RolloutFailure:
+        await engine.pause(PauseMode.KEEP)
+        task = asyncio.create_task(SingleTurnExecutor(engine, FakeChatCodec(), rewards).run(REQUEST))
+        await asyncio.sleep(0)
+        await engine.pause(PauseMode.ABORT)
+        return await task
+
+    result = asyncio.run(scenario())
+    assert isinstance(result, RolloutFailure)
+    assert result.kind is FailureKind.INFRASTRUCTURE
+    assert "before its first token" in result.message
+    assert not rewards.requests
+
+
+def test_a_misconfiguration_is_raised() -> None:
+    class Refuses(FakeRolloutEngine):
+        async def generate(self, request: GenerationRequest) -> Generation:
+            raise ConfigurationError("too many tokens")
+
+    with pytest.raises(ConfigurationError, match="too many tokens"):
+        play(Refuses(), FakeRewardSource())
+
+
+def test_a_wrong_number_of_rewards_does_not_pass_unseen() -> None:
+    class TwoForOne(FakeRewardSource):
+        async def score(self, requests: list[RewardRequest]) -> list:  # type: ignore[override, type-arg]
+            return [*await super().score(requests), *await super().score(requests)]
+
+    with pytest.raises(ValueError, match="too many values"):
+        play(FakeRolloutEngine(), TwoForOne())

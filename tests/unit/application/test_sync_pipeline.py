@@ -1,0 +1,292 @@
+"""The synchronous pipeline over fakes: order, counts, versions, schedule, interruption."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import define, field
+
+from rollgrad.application.config import AdvantageConfig, Aggregation, AlgoConfig, Estimator, KLConfig
+from rollgrad.application.evaluation import EvaluationService
+from rollgrad.application.executors.single_turn import SingleTurnExecutor
+from rollgrad.application.experience import ExperienceService
+from rollgrad.application.rollout import RolloutGroup, RolloutService
+from rollgrad.application.sync_pipeline import RunOutcome, Schedule, SyncPipeline
+from rollgrad.application.update import UpdateService
+from rollgrad.domain.errors import NonFiniteUpdateError, RewardError
+from rollgrad.domain.kl_control import KLController
+from rollgrad.domain.losses.objectives import ClippedPolicyObjective
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import RewardRequest
+from rollgrad.domain.sampling import SamplingParams
+from tests.fakes.chat_codec import FakeChatCodec
+from tests.fakes.checkpoint_store import FakeCheckpointStore
+from tests.fakes.clock import FakeClock
+from tests.fakes.metric_sink import FakeMetricSink
+from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference
+from tests.fakes.prompt_source import FakePromptSource
+from tests.fakes.reward_source import FakeRewardSource
+from tests.fakes.rollout_engine import FakeRolloutEngine
+from tests.fakes.weight_channel import FakeWeightChannel
+
+PARAMS = SamplingParams(max_new_tokens=3)
+PROMPTS = [Prompt(token_ids=(index + 1,), text=str(index), label=index) for index in range(5)]
+
+
+def bytes_above_half(request: RewardRequest) -> float:
+    return sum(character >= "@" for character in request.response) / 3
+
+
+@define
+class Run:
+    """A pipeline and everything it was built from."""
+
+    pipeline: SyncPipeline
+    engine: FakeRolloutEngine
+    policy: FakePolicy
+    channel: FakeWeightChannel
+    sink: FakeMetricSink
+    checkpoints: FakeCheckpointStore
+    prompts: FakePromptSource
+    rewards: FakeRewardSource
+    clock: FakeClock
+    sampled: list[tuple[int, list[RolloutGroup]]] = field(factory=list)
+
+    def train(self) -> RunOutcome:
+        return asyncio.run(self.pipeline.run())
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        return [metrics for _, metrics in self.sink.records if "rollout/samples" in metrics]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[..., Run]:
+    def make(
+        *,
+        steps: int = 3,
+        eval_steps: int = -1,
+        save_steps: int = -1,
+        evaluation: bool = False,
+        kl: KLController | None = None,
+        max_failures: int = 0,
+        value: Callable[[RewardRequest], float] = bytes_above_half,
+        policy: FakePolicy | None = None,
+    ) -> Run:
+        controller = kl or KLController(coef=0.0)
+        engine, rewards = FakeRolloutEngine(), FakeRewardSource(value)
+        policy = policy or FakePolicy(torch.linspace(-0.5, 0.5, VOCABULARY))
+        executor = SingleTurnExecutor(engine, FakeChatCodec(), rewards)
+        rollout = RolloutService(executor, max_concurrent=4, max_failures=max_failures, seed=1)
+        run = Run(
+            pipeline=None,  # type: ignore[arg-type]
+            engine=engine,
+            policy=policy,
+            channel=FakeWeightChannel(engine),
+            sink=FakeMetricSink(),
+            checkpoints=FakeCheckpointStore(tmp_path),
+            prompts=FakePromptSource(PROMPTS),
+            rewards=rewards,
+            clock=FakeClock(),
+        )
+        run.pipeline = SyncPipeline(
+            schedule=Schedule(
+                steps=steps, prompts_per_step=2, samples_per_prompt=3, eval_steps=eval_steps, save_steps=save_steps
+            ),
+            params=PARAMS,
+            prompts=run.prompts,
+            rollout=rollout,
+            experience=ExperienceService(
+                policy,
+                reference=FakeReference() if controller.coef else None,
+                critic=None,
+                algo=AlgoConfig(
+                    advantage=AdvantageConfig(estimator=Estimator.RLOO), kl=KLConfig(init_coef=controller.coef)
+                ),
+                reward_clip=None,
+                max_tokens=8,
+                steps_per_rollout=1,
+            ),
+            update=UpdateService(
+                policy,
+                None,
+                aggregation=Aggregation.TOKEN_MEAN,
+                max_length=3,
+                batch_size=None,
+                epochs=1,
+                max_tokens=8,
+                seed=0,
+            ),
+            policy=policy,
+            channel=run.channel,
+            objective=lambda coef: ClippedPolicyObjective(clip_low=0.2, clip_high=0.2),
+            value_objective=None,
+            kl=controller,
+            evaluation=EvaluationService(rollout, PROMPTS[:2], PARAMS, samples=1, threshold=0.5)
+            if evaluation
+            else None,
+            sink=run.sink,
+            checkpoints=run.checkpoints,
+            clock=run.clock,
+            sample_log=lambda step, groups: run.sampled.append((step, list(groups))),
+        )
+        return run
+
+    return make
+
+
+def test_prompts_submitted_are_prompts_trained(build: Callable[..., Run]) -> None:
+    run = build(steps=4)
+    outcome = run.train()
+    assert outcome == RunOutcome(steps=4)
+    taken = [group.prompt.text for _, groups in run.sampled for group in groups]
+    assert taken == ["0", "1", "2", "3", "4", "0", "1", "2"], "the stream wraps, nothing is skipped or repeated"
+    trained = [int(i) for step in run.policy.updates for part in step for i in part.sample_ids_S]
+    assert trained == list(range(4 * 2 * 3))
+    assert [metrics["rollout/samples"] for metrics in run.steps] == [6.0] * 4
+    assert len(run.rewards.requests) == 24
+
+
+def test_every_rollout_comes_from_the_weights_before_it(build: Callable[..., Run]) -> None:
+    run = build(steps=3)
+    run.train()
+    assert run.channel.versions == [1, 2, 3]
+    for index, step in enumerate(run.policy.updates):
+        for part in step:
+            assert set(part.versions_N[part.action_mask_N].tolist()) == {index}
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"), [(-1, [0, 5]), (1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4, 5]), (5, [0, 5]), (7, [0, 5])]
+)
+def test_evaluations_come_at_the_ends_and_every_so_many_steps(
+    build: Callable[..., Run], every: int, expected: list[int]
+) -> None:
+    run = build(steps=5, eval_steps=every, evaluation=True)
+    outcome = run.train()
+    assert [step for step, metrics in run.sink.records if "eval/pass@1" in metrics] == expected
+    assert outcome.before.keys() == outcome.after.keys() != set()
+
+
+@pytest.mark.parametrize(("every", "expected"), [(-1, ["model"]), (2, ["step_2", "step_4", "model"]), (5, ["model"])])
+def test_checkpoints_are_named_by_step_and_come_with_state(
+    build: Callable[..., Run], every: int, expected: list[str]
+) -> None:
+    run = build(steps=5, save_steps=every)
+    run.train()
+    assert run.checkpoints.models == list(run.checkpoints.states) == expected
+    assert run.checkpoints.states["model"]["step"] == 5
+    assert run.checkpoints.states["model"]["prompts"] == run.prompts.state_dict()
+    if "step_2" in expected:
+        assert run.checkpoints.states["step_2"]["step"] == 2
+
+
+def test_the_kl_weight_adapts_and_is_logged_and_saved(build: Callable[..., Run]) -> None:
+    run = build(steps=3, kl=KLController(coef=0.1, target=1e-6, horizon=100.0))
+    run.train()
+    coefs = [metrics["policy/kl_coef"] for metrics in run.steps]
+    controller = KLController(coef=0.1, target=1e-6, horizon=100.0)
+    for metrics, coef in zip(run.steps, coefs, strict=True):
+        assert coef == pytest.approx(controller.coef)
+        controller = controller.update(metrics["policy/ref_kl"], 6)
+    assert coefs[0] == 0.1
+    assert len(set(coefs)) == 3
+    assert run.checkpoints.states["model"]["kl"] == {"coef": pytest.approx(controller.coef)}
+
+
+def test_training_raises_the_reward(build: Callable[..., Run]) -> None:
+    run = build(steps=2)
+    before = run.policy.state_dict()["table"]
+    run.train()
+    assert not torch.equal(before, run.policy.state_dict()["table"])
+    assert run.policy.state_dict()["steps"] == 2
+
+
+def test_failures_are_counted_by_kind_and_the_rest_is_trained(build: Callable[..., Run]) -> None:
+    calls: list[int] = []
+
+    def third_fails(request: RewardRequest) -> float:
+        calls.append(1)
+        return float("nan") if len(calls) == 3 else 1.0
+
+    run = build(steps=2, max_failures=1, value=third_fails)
+    run.train()
+    first, second = run.steps
+    assert (first["rollout/samples"], first["rollout/failed_reward"]) == (5.0, 1.0)
+    assert second["rollout/samples"] == 6.0
+    assert "rollout/failed_reward" not in second
+
+
+def test_a_rollout_without_a_single_success_ends_the_run(build: Callable[..., Run]) -> None:
+    run = build(max_failures=100, value=lambda request: float("nan"))
+    with pytest.raises(RewardError, match="nothing to train on"):
+        run.train()
+
+
+def test_a_failed_update_ends_the_run(build: Callable[..., Run]) -> None:
+    run = build(policy=FakePolicy(torch.full((VOCABULARY,), float("nan"))))
+    with pytest.raises(NonFiniteUpdateError):
+        run.train()
+    assert run.channel.versions == []
+
+
+def test_an_interruption_saves_the_last_finished_step(build: Callable[..., Run]) -> None:
+    run = build(steps=1000)
+
+    async def scenario() -> RunOutcome:
+        task = asyncio.create_task(run.pipeline.run())
+        while len(run.steps) < 3:
+            await asyncio.sleep(0)
+        task.cancel()
+        return await task
+
+    outcome = asyncio.run(scenario())
+    assert outcome.interrupted
+    assert 3 <= outcome.steps < 1000
+    assert run.checkpoints.models == ["model"]
+    assert run.checkpoints.states["model"]["step"] == outcome.steps == run.channel.versions[-1]
+
+
+def test_an_interruption_before_the_first_step_still_saves(build: Callable[..., Run]) -> None:
+    run = build(evaluation=True)
+
+    async def scenario() -> RunOutcome:
+        task = asyncio.create_task(run.pipeline.run())
+        await asyncio.sleep(0)
+        task.cancel()
+        return await task
+
+    outcome = asyncio.run(scenario())
+    assert (outcome.interrupted, outcome.steps, outcome.before) == (True, 0, {})
+    assert run.checkpoints.models == ["model"]
+
+
+def test_times_are_those_of_the_clock(build: Callable[..., Run]) -> None:
+    clocks: list[FakeClock] = []
+
+    def a_second_each(request: RewardRequest) -> float:
+        clocks[0].advance(1.0)
+        return 1.0
+
+    run = build(steps=1, value=a_second_each)
+    clocks.append(run.clock)
+    run.train()
+    (metrics,) = run.steps
+    assert metrics["time/generate_s"] == pytest.approx(6.0)
+    assert metrics["time/step_s"] == pytest.approx(6.0)
+    assert metrics["time/update_s"] == metrics["time/sync_s"] == metrics["time/experience_s"] == 0.0
+
+
+def test_step_metrics_describe_the_rollout(build: Callable[..., Run]) -> None:
+    run = build(steps=1)
+    run.train()
+    (metrics,) = run.steps
+    (_, groups) = run.sampled[0]
+    rewards = [t.reward for g in groups for t in g.trajectories]
+    assert metrics["reward/mean"] == metrics["reward/score_mean"] == pytest.approx(sum(rewards) / 6)
+    assert metrics["rollout/response_length_mean"] == metrics["rollout/response_length_max"] == 3.0
+    assert metrics["rollout/truncated_share"] == 1.0
+    flat = sum(len({t.score for t in g.trajectories}) == 1 for g in groups) / 2
+    assert metrics["rollout/zero_spread_share"] == flat

@@ -1,0 +1,143 @@
+"""Epochs, minibatches and micro-batches hold the same samples and the same weights."""
+
+import math
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollgrad.application.config import Aggregation
+from rollgrad.application.update import UpdateService
+from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.domain.losses.aggregation import loss_weights
+from rollgrad.domain.losses.objectives import ClippedPolicyObjective, ClippedValueObjective
+from tests.fakes.agent_executor import make_trajectory
+from tests.fakes.models import FakePolicy, FakeValue
+
+OBJECTIVE = ClippedPolicyObjective(clip_low=0.2, clip_high=0.2)
+
+
+def batch(lengths: list[int]) -> PackedBatch:
+    packed = pack(
+        [
+            make_trajectory([300, 301], [10 + index] * length, group_id=index // 2, sample_id=index)
+            for index, length in enumerate(lengths)
+        ]
+    )
+    mask = packed.action_mask_N
+    sequence_N = packed.sequence_ids_N.float()
+    return evolve(
+        packed,
+        advantages_N=torch.where(mask, sequence_N - 1.0, 0.0),
+        returns_N=torch.where(mask, sequence_N, 0.0),
+        values_N=torch.zeros(packed.token_count),
+    )
+
+
+def service(policy: FakePolicy, critic: FakeValue | None = None, **settings: object) -> UpdateService:
+    defaults: dict[str, object] = {
+        "aggregation": Aggregation.TOKEN_MEAN,
+        "max_length": 16,
+        "batch_size": None,
+        "epochs": 1,
+        "max_tokens": 10_000,
+        "seed": 0,
+    }
+    return UpdateService(policy, critic, **(defaults | settings))  # type: ignore[arg-type]
+
+
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.integers(1, 12), st.integers(1, 3), st.integers(3, 40))
+def test_every_epoch_trains_each_sample_once(sizes: list[int], size: int, epochs: int, budget: int) -> None:
+    policy = FakePolicy(lr=0.01)
+    packed = batch(sizes)
+    service(policy, batch_size=size, epochs=epochs, max_tokens=budget).run(packed, OBJECTIVE)
+    per_epoch = math.ceil(len(sizes) / min(size, len(sizes)))
+    assert len(policy.updates) == epochs * per_epoch
+    for epoch in range(epochs):
+        steps = policy.updates[epoch * per_epoch : (epoch + 1) * per_epoch]
+        trained = [int(i) for step in steps for part in step for i in part.sample_ids_S]
+        assert sorted(trained) == list(range(len(sizes)))
+        counts = [sum(len(part) for part in step) for step in steps]
+        assert max(counts) - min(counts) <= 1
+    for step in policy.updates:
+        assert all(part.token_count <= budget or len(part) == 1 for part in step)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths, st.sampled_from(list(Aggregation)), st.integers(3, 60))
+def test_micro_batches_do_not_change_the_step(sizes: list[int], aggregation: Aggregation, budget: int) -> None:
+    whole, divided = FakePolicy(), FakePolicy()
+    packed = batch(sizes)
+    expected = service(whole, aggregation=aggregation).run(packed, OBJECTIVE)
+    found = service(divided, aggregation=aggregation, max_tokens=budget).run(packed, OBJECTIVE)
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    (_, weights), (_, same) = next(whole.weights()), next(divided.weights())
+    torch.testing.assert_close(same, weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+def test_weights_are_those_of_the_whole_step(aggregation: Aggregation) -> None:
+    policy = FakePolicy()
+    packed = batch([4, 1, 7, 2])
+    service(policy, aggregation=aggregation, max_tokens=9).run(packed, OBJECTIVE)
+    (step,) = policy.updates
+    assert len(step) > 1
+    weights = torch.cat([part.loss_weights_N for part in step if part.loss_weights_N is not None])
+    expected = loss_weights(
+        aggregation,
+        action_mask_N=packed.action_mask_N,
+        lengths_S=packed.lengths_S,
+        group_ids_S=packed.group_ids_S,
+        max_length=16,
+    )
+    assert torch.equal(weights, expected)
+
+
+def test_the_critic_learns_beside_the_policy_with_token_means() -> None:
+    policy, critic = FakePolicy(), FakeValue()
+    packed = batch([4, 1, 7, 2])
+    metrics = service(policy, critic, aggregation=Aggregation.SEQUENCE_MEAN, batch_size=2).run(
+        packed, OBJECTIVE, ClippedValueObjective(clip=0.5)
+    )
+    assert {"policy/loss", "policy/grad_norm", "policy/lr", "critic/loss", "critic/value_loss"} <= metrics.keys()
+    assert len(policy.updates) == len(critic.updates) == 2
+    for (part,), (same,) in zip(policy.updates, critic.updates, strict=True):
+        assert torch.equal(part.sample_ids_S, same.sample_ids_S)
+        assert part.value_weights_N is not None
+        assert float(part.value_weights_N.sum()) == pytest.approx(1.0)
+
+
+def test_metrics_are_means_over_steps() -> None:
+    policy = FakePolicy(lr=0.5)
+    metrics = service(policy, batch_size=2, epochs=2).run(batch([1, 1, 1, 1]), OBJECTIVE)
+    assert len(policy.updates) == 4
+    assert metrics["policy/lr"] == 0.5
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0)
+
+
+def test_shuffling_follows_the_seed_and_moves_on() -> None:
+    def orders(seed: int) -> list[list[int]]:
+        policy = FakePolicy(lr=0.0)
+        updater = service(policy, batch_size=2, seed=seed)
+        for _ in range(2):
+            updater.run(batch([1] * 12), OBJECTIVE)
+        return [part.sample_ids_S.tolist() for (part,) in policy.updates]
+
+    assert orders(1) == orders(1)
+    assert orders(1) != orders(2)
+    first, second = orders(1)[:6], orders(1)[6:]
+    assert first != second, "each pass has an order of its own"
+
+
+def test_samples_of_a_prompt_stay_neighbours() -> None:
+    policy = FakePolicy()
+    service(policy, batch_size=6, max_tokens=1000).run(batch([2] * 12), OBJECTIVE)
+    for (part,) in policy.updates:
+        groups = part.group_ids_S.tolist()
+        assert groups == sorted(groups)
