@@ -19,7 +19,7 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.config_io import load_config as load_config
-from rollgrad.entrypoints.container import METRICS_FILE, Container
+from rollgrad.entrypoints.container import METRICS_FILE, SAMPLES_FILE, Container
 
 Result = TypeVar("Result")
 
@@ -75,12 +75,13 @@ def train(
     output_dir = Path(config.ckpt.output_dir)
     container.checkpoints()  # refuses an unwritable output before anything is loaded
     metrics_path = output_dir / METRICS_FILE
-    metrics_path.unlink(missing_ok=True)
+    for log in (metrics_path, output_dir / SAMPLES_FILE):
+        log.unlink(missing_ok=True)
     pipeline: SyncPipeline = container.pipeline()
     try:
         outcome = _run(pipeline.run())
     finally:
-        _close(container)
+        _close(container.reward, container.sink)
     report = None
     if metrics_path.exists():
         title = f"{Path(config.actor.model_name_or_path).name} on {config.data.prompt_dataset}"
@@ -110,7 +111,7 @@ def evaluate(
     try:
         return _run(evaluation.run())
     finally:
-        _close(container)
+        _close(container.reward)
 
 
 def _container(
@@ -134,9 +135,9 @@ def _container(
     return container
 
 
-def _close(container: Container) -> None:
+def _close(*providers_used: providers.Provider[Any]) -> None:
     """Releases what holds threads, processes or files."""
-    for provider in (container.reward, container.sink):
+    for provider in providers_used:
         close = getattr(provider(), "close", None)
         if close is not None:
             close()
@@ -150,16 +151,28 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(work)
     box: list[Result] = []
     errors: list[BaseException] = []
+    cancel: list[Callable[[], object]] = []
+
+    async def cancellable() -> Result:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        cancel.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await work
 
     def target() -> None:
         try:
-            box.append(asyncio.run(work))
+            box.append(asyncio.run(cancellable()))
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=target)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except KeyboardInterrupt:  # it reaches the main thread only: the work has to be told
+        for stop in cancel:
+            stop()
+        thread.join()
     if errors:
         raise errors[0]
     return box[0]

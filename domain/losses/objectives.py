@@ -31,9 +31,10 @@ class ClippedPolicyObjective:
         """
         weights_N = _column(batch, "loss_weights_N")
         mask_N = batch.action_mask_N
-        old_N = scores.logprobs_N.detach() if batch.old_logprobs_N is None else batch.old_logprobs_N
+        logprobs_N = _masked(scores.logprobs_N, mask_N)
+        old_N = logprobs_N.detach() if batch.old_logprobs_N is None else _column(batch, "old_logprobs_N")
         policy = ppo_clip(
-            scores.logprobs_N,
+            logprobs_N,
             old_N,
             _column(batch, "advantages_N"),
             clip_low=self.clip_low,
@@ -41,18 +42,18 @@ class ClippedPolicyObjective:
             dual_clip=self.dual_clip,
         )
         policy_loss = weighted_sum(policy.loss_N, weights_N, mask_N)
-        entropy = weighted_sum(scores.entropy_N, weights_N, mask_N)
+        entropy = weighted_sum(_masked(scores.entropy_N, mask_N), weights_N, mask_N)
         loss = policy_loss - self.entropy_coef * entropy if self.entropy_coef else policy_loss
         metrics = {
             "policy_loss": policy_loss,
             "entropy": entropy,
-            "approx_kl": weighted_sum(kl_estimate(old_N, scores.logprobs_N, "k3"), weights_N, mask_N),
+            "approx_kl": weighted_sum(kl_estimate(old_N, logprobs_N, "k3"), weights_N, mask_N),
             "ratio_mean": weighted_sum(policy.ratio_N, weights_N, mask_N),
             "clip_low_share": weighted_sum(policy.clipped_low_N.float(), weights_N, mask_N),
             "clip_high_share": weighted_sum(policy.clipped_high_N.float(), weights_N, mask_N),
         }
         if self.kl_coef:
-            kl_N = kl_estimate(scores.logprobs_N, _column(batch, "ref_logprobs_N"), self.kl_estimator)
+            kl_N = kl_estimate(logprobs_N, _column(batch, "ref_logprobs_N"), self.kl_estimator)
             metrics["ref_kl"] = weighted_sum(kl_N, weights_N, mask_N)
             loss = loss + self.kl_coef * metrics["ref_kl"]
         return LossOutput(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
@@ -71,6 +72,7 @@ class ClippedValueObjective:
             ValueError: the batch lacks weights, old values or returns.
         """
         weights_N, old_N = _column(batch, "value_weights_N"), _column(batch, "values_N")
+        values_N = _masked(values_N, batch.action_mask_N)
         loss_N = value_loss(values_N, old_N, _column(batch, "returns_N"), clip=self.clip)
         loss = weighted_sum(loss_N, weights_N, batch.action_mask_N)
         metrics = {"value_loss": loss.detach()}
@@ -80,8 +82,14 @@ class ClippedValueObjective:
         return LossOutput(loss=loss, metrics=metrics)
 
 
-def _column(batch: PackedBatch, name: str) -> torch.Tensor:
+def _column(batch: PackedBatch, name: str) -> Tensor:
+    """The named column, 0 where not an action."""
     column: Tensor | None = getattr(batch, name)
     if column is None:
         raise ValueError(f"The batch has no {name}: fill it in before computing the loss.")
-    return column
+    return _masked(column, batch.action_mask_N)
+
+
+def _masked(values_N: Tensor, mask_N: Tensor) -> Tensor:
+    """0 where not an action, before anything is computed: a NaN behind a later mask would still reach gradients."""
+    return torch.where(mask_N, values_N, 0.0)

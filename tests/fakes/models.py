@@ -42,7 +42,7 @@ class _Table:
             if not torch.isfinite(output.loss):
                 raise NonFiniteUpdateError(f"The loss is {float(output.loss)}; the optimizer step was not applied.")
             output.loss.backward()
-            totals["loss"] += float(output.loss)
+            totals["loss"] += float(output.loss.detach())
             for name, value in output.metrics.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
         gradient = torch.zeros_like(self.table_V) if self.table_V.grad is None else self.table_V.grad

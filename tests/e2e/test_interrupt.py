@@ -1,0 +1,115 @@
+"""Ctrl-C ends a run between two steps, says so, and leaves a model that loads."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+STARTUP_SECONDS = 120.0
+STOP_SECONDS = 60.0
+
+
+@pytest.fixture
+def workspace(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"input": f"Say {n}."}) for n in range(8)))
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return [len(q) % 5 for q in queries]\n"
+    )
+    settings = {
+        "actor": {"model_name_or_path": str(tiny_model_dir), "dtype": "float32"},
+        "algo": {"advantage": {"estimator": "rloo"}},
+        "data": {"prompt_dataset": "prompts.jsonl"},
+        "reward": {"function_path": "reward.py"},
+        "rollout": {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 32},
+        "train": {"max_steps": 100_000},
+        "ckpt": {"output_dir": "out"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path
+
+
+def lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def wait_for_lines(process: "subprocess.Popen[str]", path: Path, count: int) -> None:
+    deadline = time.monotonic() + STARTUP_SECONDS
+    while lines(path) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{path} has {lines(path)} lines after {STARTUP_SECONDS} s"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        # Its scorer runs in worker processes, which a terminal's Ctrl-C reaches as well.
+        ("--data.prompt_dataset", "reasoning_gym:basic_arithmetic", "--reward.function_path", "None"),
+    ],
+    ids=["reward_function", "worker_processes"],
+)
+def test_ctrl_c_saves_and_says_where(workspace: Path, flags: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl", "--config", "run.yaml", *flags]
+    process = subprocess.Popen(
+        command, cwd=workspace, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        wait_for_lines(process, workspace / "out" / "metrics.jsonl", 2)
+        os.killpg(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=STOP_SECONDS)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert "what was trained is in out" in stderr
+    assert stdout.strip().endswith("out/report.html")
+
+    steps = lines(workspace / "out" / "metrics.jsonl")
+    state = json.loads((workspace / "out" / "model.state.json").read_text())
+    assert state["step"] == steps >= 2
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(workspace / "out" / "model", dtype=torch.float32)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    AutoTokenizer.from_pretrained(workspace / "out" / "model")
+
+
+def test_ctrl_c_in_a_notebook_ends_the_run_too(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a running event loop the run has a thread of its own, which the signal does not reach by itself."""
+    import rollgrad
+
+    monkeypatch.chdir(workspace)
+    config = rollgrad.load_config("run.yaml")
+    config.logger.console = False
+    metrics = workspace / "out" / "metrics.jsonl"
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + STARTUP_SECONDS
+        while lines(metrics) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    async def notebook() -> "rollgrad.TrainResult":
+        threading.Thread(target=interrupt, daemon=True).start()
+        return rollgrad.train(config)
+
+    loop = asyncio.new_event_loop()  # unlike asyncio.run, it leaves SIGINT to Python: KeyboardInterrupt
+    try:
+        result = loop.run_until_complete(notebook())
+    finally:
+        loop.close()
+    assert result.interrupted
+    assert result.steps >= 2
+    assert (result.model / "model.safetensors").exists()

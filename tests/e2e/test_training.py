@@ -1,0 +1,309 @@
+"""Whole runs of the command line and the library on the tiny model."""
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+import yaml
+
+import rollgrad
+from rollgrad.application.config import Estimator
+from rollgrad.domain.rewards import Reward, RewardRequest
+from rollgrad.entrypoints.cli import main
+from tests.fakes.clock import FakeClock
+from tests.fakes.metric_sink import FakeMetricSink
+from tests.fakes.reward_source import FakeRewardSource
+
+REWARD = '''
+def reward_func(queries, prompts, labels):
+    replies = [q[len(p):] for q, p in zip(queries, prompts, strict=True)]
+    return {"rewards": [sum(c.isalpha() for c in r) / (1 + len(r)) for r in replies],
+            "extra_logs": {"length": [len(r) for r in replies]}}
+'''
+STEP_KEYS = {
+    "step",
+    "reward/mean",
+    "reward/score_mean",
+    "rollout/samples",
+    "rollout/response_length_mean",
+    "rollout/response_length_max",
+    "rollout/truncated_share",
+    "rollout/zero_spread_share",
+    "advantage/mean",
+    "advantage/abs_mean",
+    "policy/loss",
+    "policy/entropy",
+    "policy/grad_norm",
+    "policy/lr",
+    "policy/approx_kl",
+    "policy/clip_low_share",
+    "policy/clip_high_share",
+    "policy/ratio_mean",
+    "time/generate_s",
+    "time/experience_s",
+    "time/update_s",
+    "time/sync_s",
+    "time/step_s",
+}
+"""What each step reports, whatever the settings."""
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """The command line points structlog at the stderr of its own call."""
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def workspace(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a dataset, a reward function and a configuration of two steps."""
+    rows = [{"input": f"What is {a} plus {b}?", "label": str(a + b)} for a in range(1, 4) for b in range(1, 4)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "reward.py").write_text(REWARD)
+    settings = {
+        "actor": {"model_name_or_path": str(tiny_model_dir), "dtype": "float32", "adam": {"lr": 1e-3}},
+        "algo": {"advantage": {"estimator": "group_norm"}},
+        "data": {"prompt_dataset": "prompts.jsonl", "label_key": "label"},
+        "reward": {"function_path": "reward.py"},
+        "rollout": {"batch_size": 4, "n_samples_per_prompt": 3, "max_new_tokens": 8},
+        "train": {"max_steps": 2, "seed": 5},
+        "logger": {"console": False},
+        "ckpt": {"output_dir": "out"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(*flags: str) -> int:
+    return main(["train", "rl", "--config", "run.yaml", *flags])
+
+
+def metrics(output: str = "out") -> list[dict[str, float]]:
+    return [json.loads(line) for line in Path(output, "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def moved(before: Path, after: Path) -> float:
+    old, new = weights(before), weights(after)
+    assert old.keys() == new.keys()
+    return max(float((old[name] - new[name]).abs().max()) for name in old)
+
+
+@pytest.mark.parametrize("estimator", list(Estimator))
+def test_every_estimator_trains(
+    workspace: Path, tiny_model_dir: Path, estimator: Estimator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--algo.advantage.estimator", estimator) == 0
+    rows = metrics()
+    assert [row["step"] for row in rows] == [1, 2]
+    expected = STEP_KEYS | {"reward/length"}
+    if estimator is Estimator.GAE:
+        expected |= {f"critic/{key}" for key in ("loss", "value_loss", "value_clip_share", "grad_norm", "lr")}
+        expected |= {"critic/explained_variance"}
+    for row in rows:
+        assert expected <= row.keys()
+        assert all(value is not None and math.isfinite(value) for value in row.values())
+        assert row["rollout/samples"] == 12
+        assert row["policy/ratio_mean"] == pytest.approx(1.0)
+    assert moved(tiny_model_dir, workspace / "out" / "model") > 1e-4
+    state = json.loads((workspace / "out" / "model.state.json").read_text())
+    assert state["step"] == 2
+    assert capsys.readouterr().out.strip().endswith("report.html")
+
+
+def test_the_same_seed_gives_the_same_run(workspace: Path) -> None:
+    for output in ("a", "b"):
+        assert train("--ckpt.output_dir", output) == 0
+    assert train("--ckpt.output_dir", "c", "--train.seed", "6") == 0
+    assert timeless(metrics("a")) == timeless(metrics("b"))
+    assert timeless(metrics("a")) != timeless(metrics("c"))
+    first, second = weights(workspace / "a" / "model"), weights(workspace / "b" / "model")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert Path("a/samples.jsonl").read_text() == Path("b/samples.jsonl").read_text()
+
+
+def test_the_size_of_a_micro_batch_changes_nothing(workspace: Path) -> None:
+    assert train("--ckpt.output_dir", "whole") == 0
+    assert train("--ckpt.output_dir", "parts", "--train.max_tokens_per_micro_batch", "40") == 0
+    for whole, parts in zip(timeless(metrics("whole")), timeless(metrics("parts")), strict=True):
+        assert parts == pytest.approx(whole, rel=1e-3, abs=1e-5)
+
+
+def test_a_second_run_in_the_same_place_replaces_the_first(workspace: Path) -> None:
+    assert train() == 0
+    first = timeless(metrics()), Path("out/samples.jsonl").read_text()
+    assert train() == 0
+    assert (timeless(metrics()), Path("out/samples.jsonl").read_text()) == first
+
+
+def test_kl_in_the_reward_with_an_adaptive_weight(workspace: Path) -> None:
+    assert train("--algo.kl.init_coef", "0.1", "--algo.kl.target", "0.001", "--algo.kl.horizon", "100") == 0
+    first, second = metrics()
+    assert first["policy/ref_kl"] == pytest.approx(0.0, abs=1e-5), "the policy starts as its reference"
+    assert second["policy/ref_kl"] != 0.0
+    assert first["policy/kl_coef"] == 0.1
+    assert second["policy/kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * 12 / 100))
+    assert second["mismatch/abs_diff_mean"] < 1e-4
+
+
+def test_kl_as_a_loss(workspace: Path) -> None:
+    flags = ("--algo.kl.init_coef", "0.5", "--algo.kl.use_loss", "--algo.kl.estimator", "k3")
+    assert train(*flags, "--train.batch_size", "6") == 0
+    assert train("--train.batch_size", "6", "--ckpt.output_dir", "without") == 0
+    with_kl, without = metrics(), metrics("without")
+    assert all(row["policy/ref_kl"] >= 0 for row in with_kl)
+    assert with_kl[1]["policy/ref_kl"] > 0
+    assert timeless(without) != timeless([{k: v for k, v in row.items() if "kl" not in k} for row in with_kl])
+    assert "policy/ref_kl" not in without[0]
+
+
+@pytest.mark.parametrize("old", ["recompute", "rollout"])
+def test_several_epochs_and_minibatches(workspace: Path, old: str) -> None:
+    flags = ("--train.max_epochs", "2", "--train.batch_size", "5", "--algo.old_logprobs", old, "--actor.adam.lr", "0.01")
+    assert train(*flags, "--actor.lr_scheduler", "linear", "--actor.min_lr_ratio", "0.0") == 0
+    rows = metrics()
+    assert all(row["policy/ratio_mean"] != 1.0 for row in rows)
+    assert any(row["policy/clip_low_share"] + row["policy/clip_high_share"] > 0 for row in rows)
+    assert ("mismatch/kl" in rows[0]) == (old == "recompute")
+    # 12 optimizer steps in all: the mean rates of steps 0-5 and 6-11 on a line from 0.01 to 0.
+    assert [row["policy/lr"] for row in rows] == pytest.approx([0.01 * (1 - 2.5 / 12), 0.01 * (1 - 8.5 / 12)])
+
+
+def test_bfloat16_and_gradient_checkpointing(workspace: Path, tiny_model_dir: Path) -> None:
+    flags = ("--actor.dtype", "bfloat16", "--actor.gradient_checkpointing", "--rollout.temperature", "0.8")
+    assert train(*flags) == 0
+    assert len(metrics()) == 2
+    from safetensors.torch import load_file
+
+    saved = load_file(workspace / "out" / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+
+
+def test_evaluation_and_checkpoints_on_schedule(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--eval.dataset", "prompts.jsonl", "--eval.steps", "1", "--eval.max_samples", "4", "--ckpt.save_steps", "1")
+    assert train(*flags, "--train.max_steps", "3", "--logger.console", "--logger.log_samples", "2") == 0
+    rows = metrics()
+    assert [row["step"] for row in rows if "eval/pass@1" in row] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2, 3]
+    assert {path.name for path in Path("out").iterdir() if path.is_dir()} == {"step_1", "step_2", "model"}
+    assert len(Path("out/samples.jsonl").read_text().splitlines()) == 6
+    assert "eval/pass@1" in capsys.readouterr().out
+
+
+def test_one_pass_over_the_prompts_by_default(workspace: Path) -> None:
+    assert train("--train.max_steps", "None") == 0
+    assert len(metrics()) == 3  # 9 prompts, 4 a rollout
+
+
+def test_reasoning_gym_tasks_bring_prompts_and_reward(workspace: Path) -> None:
+    flags = ("--reward.function_path", "None", "--data.label_key", "None", "--data.size", "6")
+    assert train(*flags, "--data.prompt_dataset", "reasoning_gym:basic_arithmetic") == 0
+    assert [row["rollout/samples"] for row in metrics()] == [12, 12]
+
+
+@pytest.mark.slow
+def test_the_command_line_as_a_process(workspace: Path, tiny_model_dir: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "rollgrad.entrypoints.cli", *arguments]
+        return subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=120)
+
+    trained = run("train", "rl", "--config", "run.yaml")
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stdout == "out/report.html\n"
+    assert "Traceback" not in trained.stderr
+    assert "arning" not in trained.stderr
+    evaluated = run(
+        "eval", "--config", "run.yaml", "--actor.model_name_or_path", "out/model", "--eval.dataset", "prompts.jsonl", "--json"
+    )
+    assert evaluated.returncode == 0, evaluated.stderr
+    found = json.loads(evaluated.stdout)
+    assert {"eval/pass@1", "eval/mean@1", "eval/response_length_mean", "eval/truncated_share"} == found.keys()
+    assert 0 < found["eval/mean@1"] < 1
+
+
+def test_evaluation_with_several_samples(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--eval.dataset", "prompts.jsonl", "--eval.n_samples_per_prompt", "4", "--eval.temperature", "1.0")
+    assert main(["eval", "--config", "run.yaml", *flags, "--eval.pass_threshold", "0.5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 <= found["eval/pass@1"] <= found["eval/pass@2"] <= found["eval/pass@4"] <= 1
+    assert main(["eval", "--config", "run.yaml", *flags]) == 0
+    assert "eval/pass@4" in capsys.readouterr().out
+    assert not Path("out").exists(), "evaluation writes nothing"
+
+
+def library_config() -> rollgrad.RLConfig:
+    config = rollgrad.load_config("run.yaml")
+    config.reward.function_path = None
+    return config
+
+
+def vowels(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
+    return [sum(c in "aeiou" for c in q[len(p) :]) / 8 for q, p in zip(queries, prompts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "reward", [vowels, FakeRewardSource(lambda request: len(request.response) / 10)], ids=["function", "source"]
+)
+def test_the_library_takes_rewards_and_adapters(
+    workspace: Path, tiny_model_dir: Path, reward: "Callable[..., Any] | FakeRewardSource"
+) -> None:
+    sink = FakeMetricSink()
+    result = rollgrad.train(library_config(), reward=reward, sink=sink, clock=FakeClock())
+    assert result.steps == 2
+    assert not result.interrupted
+    assert [step for step, _ in sink.records] == [1, 2]
+    assert sink.closed
+    assert sink.records[0][1]["time/step_s"] == 0.0
+    assert moved(tiny_model_dir, result.model) > 1e-4
+    assert result.report is None, "without metrics.jsonl there is nothing to report"
+
+
+def test_the_library_inside_a_running_loop(workspace: Path) -> None:
+    async def notebook() -> "rollgrad.TrainResult":
+        return rollgrad.train(library_config(), reward=vowels)
+
+    result = asyncio.run(notebook())
+    assert result.steps == 2
+    assert result.report is not None
+    assert result.report.exists()
+
+
+def test_an_unknown_adapter_is_refused_with_the_known_ones(workspace: Path) -> None:
+    with pytest.raises(ValueError, match=r"'motor'.*engine"):
+        rollgrad.train(library_config(), reward=vowels, motor=object())
+
+
+def test_evaluate_returns_the_metrics(workspace: Path) -> None:
+    config = library_config()
+    config.eval.dataset = "prompts.jsonl"
+    config.eval.max_samples = 3
+    seen: list[RewardRequest] = []
+
+    def all_right(request: RewardRequest) -> float:
+        seen.append(request)
+        return 1.0
+
+    found = rollgrad.evaluate(config, reward=FakeRewardSource(all_right))
+    assert found["eval/pass@1"] == 1.0
+    assert [request.label for request in seen] == ["2", "3", "4"]
+    assert Reward(value=1.0).score is None

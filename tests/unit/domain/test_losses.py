@@ -1,0 +1,265 @@
+"""Losses against formulas, and the promise that a step may be split in any way."""
+
+import math
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollgrad.domain.batch import PackedBatch
+from rollgrad.domain.losses.aggregation import loss_weights
+from rollgrad.domain.losses.kl import kl_estimate
+from rollgrad.domain.losses.objectives import ClippedPolicyObjective, ClippedValueObjective
+from rollgrad.domain.losses.policy import ppo_clip
+from rollgrad.domain.losses.value import value_loss
+from rollgrad.domain.ports.models import TokenScores
+from tests.unit.domain.references import random_batch
+
+MODES = ["token_mean", "sequence_mean", "prompt_mean", "constant_length"]
+EXAMPLES = settings(max_examples=30, deadline=None)
+SEEDS = st.integers(0, 10**6)
+
+
+def batch_of(seed: int, mode: str) -> PackedBatch:
+    """A random batch with every column filled in."""
+    sequences = random_batch(seed)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([len(s.actions) for s in sequences])
+    mask = torch.tensor([a for s in sequences for a in s.actions])
+    total = len(mask)
+
+    def noise(scale: float = 1.0) -> Tensor:
+        return torch.where(mask, scale * torch.randn(total, generator=generator, dtype=torch.float64), 0.0)
+
+    groups = torch.tensor([s.group for s in sequences])
+    weights = loss_weights(mode, action_mask_N=mask, lengths_S=lengths, group_ids_S=groups, max_length=20)
+    return PackedBatch(
+        tokens_N=torch.zeros(total, dtype=torch.int64),
+        positions_N=torch.zeros(total, dtype=torch.int64),
+        action_mask_N=mask,
+        rewards_N=noise(),
+        rollout_logprobs_N=noise(),
+        versions_N=torch.zeros(total, dtype=torch.int32),
+        lengths_S=lengths,
+        prompt_lengths_S=torch.ones_like(lengths),
+        group_ids_S=groups,
+        sample_ids_S=torch.arange(len(lengths)),
+        scores_S=torch.zeros(len(lengths)),
+        truncated_S=torch.zeros(len(lengths), dtype=torch.bool),
+        old_logprobs_N=noise(0.3),
+        ref_logprobs_N=noise(0.3),
+        values_N=noise(),
+        advantages_N=noise(),
+        returns_N=noise(),
+        loss_weights_N=weights.double(),
+        value_weights_N=weights.double(),
+    )
+
+
+OBJECTIVE = ClippedPolicyObjective(
+    clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01
+)
+
+
+def policy_gradient(batch: PackedBatch, theta_N: Tensor, objective: ClippedPolicyObjective = OBJECTIVE) -> Tensor:
+    """Gradient at the log-probs, with the entropy a function of them."""
+    leaf = theta_N.clone().requires_grad_()
+    loss = objective(TokenScores(logprobs_N=leaf, entropy_N=leaf.square()), batch).loss
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return gradient
+
+
+@pytest.mark.parametrize("mode", MODES)
+@EXAMPLES
+@given(seed=SEEDS, parts=st.integers(1, 5))
+def test_any_split_in_any_order_gives_the_same_gradient(mode: str, seed: int, parts: int) -> None:
+    batch = batch_of(seed, mode)
+    generator = torch.Generator().manual_seed(seed)
+    theta_N = torch.randn(batch.token_count, generator=generator, dtype=torch.float64) * 0.3
+    whole = policy_gradient(batch, theta_N)
+    carried = evolve(batch, rewards_N=theta_N)  # a column that select() carries along
+    index = evolve(batch, rewards_N=torch.arange(batch.token_count))
+    order = torch.randperm(len(batch), generator=generator)
+    summed = torch.zeros_like(whole)
+    for part in order.tensor_split(min(parts, len(batch))):
+        piece = carried.select(part)
+        summed[index.select(part).rewards_N] += policy_gradient(piece, piece.rewards_N)
+    torch.testing.assert_close(summed, whole, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@EXAMPLES
+@given(seed=SEEDS)
+def test_weights_are_the_formula(mode: str, seed: int) -> None:
+    batch = batch_of(seed, mode)
+    ids, mask = batch.sequence_ids_N.tolist(), batch.action_mask_N.tolist()
+    groups = batch.group_ids_S.tolist()
+    count: dict[int, int] = {}
+    for sequence, action in zip(ids, mask, strict=True):
+        count[sequence] = count.get(sequence, 0) + action
+    nonempty = [s for s, c in count.items() if c]
+    per_group: dict[int, int] = {}
+    for s, c in count.items():
+        per_group[groups[s]] = per_group.get(groups[s], 0) + c
+    live_groups = sum(c > 0 for c in per_group.values())
+
+    def weight(sequence: int) -> float:
+        return {
+            "token_mean": 1 / sum(count.values()),
+            "sequence_mean": 1 / (len(nonempty) * max(1, count[sequence])),
+            "prompt_mean": 1 / (live_groups * max(1, per_group[groups[sequence]])),
+            "constant_length": 1 / (len(nonempty) * 20),
+        }[mode]
+
+    wanted = [weight(s) if action else 0.0 for s, action in zip(ids, mask, strict=True)]
+    assert batch.loss_weights_N is not None
+    torch.testing.assert_close(batch.loss_weights_N, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_without_actions_are_zero(mode: str) -> None:
+    weights = loss_weights(
+        mode,
+        action_mask_N=torch.zeros(3, dtype=torch.bool),
+        lengths_S=torch.tensor([3]),
+        group_ids_S=torch.tensor([0]),
+        max_length=4,
+    )
+    assert torch.equal(weights, torch.zeros(3))
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@EXAMPLES
+@given(seed=SEEDS)
+def test_what_is_masked_changes_neither_loss_nor_gradient(poison: float, seed: int) -> None:
+    batch = batch_of(seed, "token_mean")
+    mask = batch.action_mask_N
+    theta_N = torch.where(mask, batch.rollout_logprobs_N * 0.3, 0.0)
+
+    def spoil(column: Tensor | None) -> Tensor:
+        assert column is not None
+        return torch.where(mask, column, poison)
+
+    poisoned = evolve(
+        batch,
+        **{
+            name: spoil(getattr(batch, name))
+            for name in ("old_logprobs_N", "ref_logprobs_N", "advantages_N", "values_N", "returns_N")
+        },
+    )
+    clean_gradient = policy_gradient(batch, theta_N)
+    spoiled_gradient = policy_gradient(poisoned, spoil(theta_N))
+    assert torch.equal(clean_gradient, spoiled_gradient)
+    values = ClippedValueObjective(clip=0.5)
+    leaf, spoiled = theta_N.clone().requires_grad_(), spoil(theta_N).requires_grad_()
+    first, second = values(leaf, batch), values(spoiled, poisoned)
+    assert torch.equal(first.loss, second.loss)
+    assert torch.equal(*(torch.autograd.grad(o.loss, x)[0] for o, x in ((first, leaf), (second, spoiled))))
+    assert all(math.isfinite(float(v)) for v in second.metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual", "wanted"),
+    [
+        (3.0, -1.0, None, 3.0),
+        (3.0, -1.0, 2.0, 2.0),
+        (3.0, 1.0, None, -1.2),
+        (0.5, -1.0, None, 0.8),
+        (0.5, 1.0, None, -0.5),
+        (1.0, 2.0, None, -2.0),
+    ],
+)
+def test_ppo_clip_by_hand(ratio: float, advantage: float, dual: float | None, wanted: float) -> None:
+    found = ppo_clip(
+        torch.tensor([math.log(ratio)]),
+        torch.zeros(1),
+        torch.tensor([advantage]),
+        clip_low=0.2,
+        clip_high=0.2,
+        dual_clip=dual,
+    )
+    assert float(found.loss_N) == pytest.approx(wanted, rel=1e-6)
+
+
+@EXAMPLES
+@given(seed=SEEDS, dual=st.sampled_from([None, 1.5, 3.0]))
+def test_ppo_clip_equals_the_paper(seed: int, dual: float | None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    new, old, advantages = torch.randn(3, 50, generator=generator, dtype=torch.float64).unbind()
+    found = ppo_clip(new, old, advantages, clip_low=0.2, clip_high=0.28, dual_clip=dual)
+    for i in range(50):
+        rho, a = math.exp(float(new[i] - old[i])), float(advantages[i])
+        surrogate = min(rho * a, min(max(rho, 0.8), 1.28) * a)
+        if dual is not None and a < 0:
+            surrogate = max(surrogate, dual * a)
+        assert float(found.loss_N[i]) == pytest.approx(-surrogate, rel=1e-12)
+        assert bool(found.clipped_high_N[i]) == (rho > 1.28 and a > 0)
+        assert bool(found.clipped_low_N[i]) == (rho < 0.8 and a < 0)
+
+
+def test_extreme_ratios_stay_finite() -> None:
+    new = torch.tensor([1000.0, -1000.0, 0.0, 500.0], requires_grad=True)
+    loss = ppo_clip(new, torch.zeros(4), torch.tensor([1.0, -1.0, 1.0, -1.0]), clip_low=0.2, clip_high=0.2)
+    total = loss.loss_N.sum() + kl_estimate(new, torch.zeros(4), "k3").sum()
+    (gradient,) = torch.autograd.grad(total, new)
+    assert torch.isfinite(total)
+    assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(
+    ("x", "kind", "wanted"),
+    [(0.5, "k1", 0.5), (0.5, "k2", 0.125), (0.5, "k3", 0.106531), (-0.5, "k3", 0.148721), (0.0, "k3", 0.0)],
+)
+def test_kl_by_hand(x: float, kind: str, wanted: float) -> None:
+    assert float(kl_estimate(torch.tensor([x]), torch.zeros(1), kind)) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_kl_estimators_agree_in_expectation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(20, generator=generator, dtype=torch.float64).log_softmax(0)
+    q = (p + 0.1 * torch.randn(20, generator=generator, dtype=torch.float64)).log_softmax(0)
+    exact = float((p.exp() * (p - q)).sum())
+    for kind in ("k1", "k3"):
+        assert float((p.exp() * kl_estimate(p, q, kind)).sum()) == pytest.approx(exact, rel=1e-9)
+
+
+def test_value_loss_by_hand() -> None:
+    value, old, target = torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([1.0])
+    assert float(value_loss(value, old, target, clip=0.5)) == pytest.approx(0.5)
+    assert float(value_loss(torch.tensor([0.9]), old, target, clip=0.5)) == pytest.approx(0.125)
+    assert float(value_loss(value, old, target, clip=None)) == pytest.approx(0.5)
+
+
+@EXAMPLES
+@given(seed=SEEDS)
+def test_gradients_are_those_of_the_formula(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    new, old, advantages = torch.randn(3, 6, generator=generator, dtype=torch.float64).mul(0.1).unbind()
+
+    def loss(x: Tensor) -> Tensor:
+        return ppo_clip(x, old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0).loss_N.sum()
+
+    assert torch.autograd.gradcheck(loss, new.clone().requires_grad_())
+    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, old, "k3").sum(), new.clone().requires_grad_())
+
+
+def test_without_old_logprobs_the_ratio_is_one() -> None:
+    batch = evolve(batch_of(3, "token_mean"), old_logprobs_N=None, ref_logprobs_N=None)
+    objective = ClippedPolicyObjective(clip_low=0.2, clip_high=0.2)
+    scores = TokenScores(
+        logprobs_N=torch.randn(batch.token_count, dtype=torch.float64), entropy_N=torch.zeros(batch.token_count)
+    )
+    metrics = objective(scores, batch).metrics
+    assert float(metrics["ratio_mean"]) == pytest.approx(1.0)
+    assert float(metrics["approx_kl"]) == 0.0
+    assert float(metrics["clip_low_share"] + metrics["clip_high_share"]) == 0.0
+
+
+def test_missing_columns_are_named() -> None:
+    batch = evolve(batch_of(3, "token_mean"), advantages_N=None)
+    scores = TokenScores(logprobs_N=torch.zeros(batch.token_count), entropy_N=torch.zeros(batch.token_count))
+    with pytest.raises(ValueError, match="advantages_N"):
+        OBJECTIVE(scores, batch)

@@ -1,0 +1,211 @@
+"""Trajectories, batches, prompts, schedules and the small state machines."""
+
+import inspect
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollgrad.domain import errors
+from rollgrad.domain.batch import pack
+from rollgrad.domain.batching import micro_batches, minibatches
+from rollgrad.domain.errors import TrajectoryError
+from rollgrad.domain.evaluation import pass_at_k, summarise
+from rollgrad.domain.kl_control import KLController
+from rollgrad.domain.prompts import PromptCursor
+from rollgrad.domain.sampling import Generation, StopReason
+from rollgrad.domain.schedule import lr_factor
+from rollgrad.domain.shaping import clip_rewards
+from rollgrad.domain.trajectory import NO_VERSION, Trajectory, TrajectoryBuilder
+
+
+def said(*tokens: int, logprob: float = -0.5, version: int = 3) -> Generation:
+    count = len(tokens)
+    return Generation(
+        token_ids=tokens, logprobs=[logprob] * count, versions=[version] * count, stop_reason=StopReason.STOP
+    )
+
+
+def episode(prompt: int = 2, turns: int = 2, group_id: int = 0, sample_id: int = 0) -> Trajectory:
+    builder = TrajectoryBuilder(list(range(prompt)), group_id=group_id, sample_id=sample_id)
+    for turn in range(turns):
+        builder.add_action(said(10 + turn, 11 + turn))
+        builder.set_reward(turn + 1.0)
+        if turn + 1 < turns:
+            builder.add_observation([90, 91, 92])
+    return builder.build(stop_reason=StopReason.ENVIRONMENT)
+
+
+def test_each_turn_keeps_its_reward() -> None:
+    trajectory = episode(turns=3)
+    assert [s.reward for s in trajectory.segments if s.kind == "action"] == [1.0, 2.0, 3.0]
+    assert trajectory.reward == trajectory.score == 6.0
+    assert trajectory.action_length == 6
+    batch = pack([trajectory])
+    assert batch.rewards_N.nonzero()[:, 0].tolist() == [3, 8, 13]
+    assert batch.rewards_N[[3, 8, 13]].tolist() == [1.0, 2.0, 3.0]
+    assert torch.equal(batch.versions_N == NO_VERSION, ~batch.action_mask_N)
+
+
+@pytest.mark.parametrize(
+    ("generation", "reason"),
+    [
+        (said(), "no tokens"),
+        (said(1, logprob=float("nan")), "finite"),
+        (said(1, logprob=float("-inf")), "finite"),
+        (said(1, logprob=0.5), "<= 0"),
+        (
+            Generation(token_ids=[1, 2], logprobs=[-1.0], versions=[0, 0], stop_reason=StopReason.STOP),
+            "2 tokens, 1 log",
+        ),
+    ],
+)
+def test_impossible_actions_are_refused(generation: Generation, reason: str) -> None:
+    builder = TrajectoryBuilder([1], group_id=0, sample_id=0)
+    with pytest.raises(TrajectoryError, match=reason):
+        builder.add_action(generation)
+
+
+def test_impossible_episodes_are_refused() -> None:
+    with pytest.raises(TrajectoryError, match="at least one"):
+        TrajectoryBuilder([], group_id=0, sample_id=0)
+    builder = TrajectoryBuilder([1, 2], group_id=0, sample_id=0)
+    with pytest.raises(TrajectoryError, match="before any action"):
+        builder.set_reward(1.0)
+    with pytest.raises(TrajectoryError, match="nothing to learn"):
+        builder.build(stop_reason=StopReason.STOP)
+    builder.add_action(said(3))
+    with pytest.raises(TrajectoryError, match="finite"):
+        builder.set_reward(float("nan"))
+    builder.expect_prefix([1, 2, 3, 4])
+    with pytest.raises(TrajectoryError, match="rewritten"):
+        builder.expect_prefix([1, 9, 3, 4])
+    with pytest.raises(TrajectoryError, match="rewritten"):
+        builder.expect_prefix([1, 2])
+    with pytest.raises(TrajectoryError, match="score"):
+        builder.build(stop_reason=StopReason.STOP, score=float("inf"))
+
+
+@given(order=st.permutations(list(range(5))))
+def test_select_never_changes_a_sample(order: list[int]) -> None:
+    trajectories = [episode(prompt=i + 1, turns=1 + i % 3, group_id=i // 2, sample_id=i) for i in range(5)]
+    picked = pack(trajectories).select(order)
+    repacked = pack([trajectories[i] for i in order])
+    for name in ("tokens_N", "positions_N", "action_mask_N", "rewards_N", "lengths_S", "group_ids_S", "sample_ids_S"):
+        assert torch.equal(getattr(picked, name), getattr(repacked, name)), name
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        pack([])
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 30), steps=st.lists(st.integers(1, 40), min_size=1, max_size=6), cut=st.integers(0, 5))
+def test_a_resumed_stream_continues(size: int, steps: list[int], cut: int) -> None:
+    whole, cursor = [], PromptCursor(seed=4)
+    for index, count in enumerate(steps):
+        if index == cut:
+            cursor = PromptCursor.from_state_dict(cursor.state_dict())
+        taken, cursor = cursor.take(count, size)
+        whole += taken
+    at_once, _ = PromptCursor(seed=4).take(len(whole), size)
+    assert whole == at_once
+    for epoch in range(len(whole) // size):
+        assert sorted(whole[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+def test_epochs_differ_and_seeds_differ() -> None:
+    first, second = PromptCursor(1).order(50), PromptCursor(1, epoch=1).order(50)
+    assert first.tolist() != second.tolist() != PromptCursor(2).order(50).tolist()
+    assert PromptCursor(1).order(5, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="at least one"):
+        PromptCursor(1).take(1, 0)
+
+
+@given(count=st.integers(1, 50), size=st.one_of(st.none(), st.integers(1, 60)))
+def test_minibatches_cover_every_sample_once(count: int, size: int | None) -> None:
+    parts = minibatches(count, size, torch.Generator().manual_seed(0))
+    assert sorted(itertools.chain(*parts)) == list(range(count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert len(parts) == (1 if size is None else math.ceil(count / size))
+
+
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=9), budget=st.integers(1, 40))
+def test_micro_batches_are_few_consecutive_and_within_budget(lengths: list[int], budget: int) -> None:
+    runs = micro_batches(lengths, budget)
+    assert list(itertools.chain(*runs)) == list(range(len(lengths)))
+    for run in runs:
+        assert len(run) == 1 or sum(lengths[i] for i in run) <= budget
+    cuts = range(len(lengths))
+    fewest = next(
+        count + 1
+        for count in cuts
+        for chosen in itertools.combinations(range(1, len(lengths)), count)
+        if all(b - a == 1 or sum(lengths[a:b]) <= budget for a, b in itertools.pairwise([0, *chosen, len(lengths)]))
+    )
+    assert len(runs) == fewest
+
+
+def test_micro_batches_are_balanced() -> None:
+    assert micro_batches([10] * 6, 40) == [[0, 1, 2], [3, 4, 5]]
+
+
+@given(n=st.integers(1, 8), data=st.data())
+def test_pass_at_k_counts_subsets(n: int, data: st.DataObject) -> None:
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    subsets = list(itertools.combinations([i < c for i in range(n)], k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_pass_at_k_refuses_more_than_there_is() -> None:
+    with pytest.raises(ValueError, match="k must be"):
+        pass_at_k(2, 1, 3)
+
+
+def test_summary_over_prompts() -> None:
+    found = summarise([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], []], threshold=1.0)
+    assert found == {"pass@1": 0.625, "pass@2": 0.75, "pass@4": 1.0, "mean@4": 0.625}
+    with pytest.raises(ValueError, match="no scores"):
+        summarise([[]], threshold=1.0)
+
+
+def test_adaptive_kl_by_hand() -> None:
+    controller = KLController(coef=0.1, target=0.1, horizon=10000)
+    assert controller.update(0.12, 1024).coef == pytest.approx(0.102048)
+    assert controller.update(5.0, 1024).coef == pytest.approx(0.102048)
+    assert controller.update(0.0, 1024).coef == pytest.approx(0.1 * (1 - 0.2 * 0.1024))
+    assert controller.update(float("nan"), 1024) == controller
+    assert KLController(coef=0.1).update(9.0, 1024).coef == 0.1
+    assert controller.load_state_dict(controller.update(0.12, 10).state_dict()) == controller.update(0.12, 10)
+
+
+def test_schedules() -> None:
+    def at(kind: str, step: int) -> float:
+        return lr_factor(kind, step, total_steps=100, warmup_ratio=0.1, min_ratio=0.1)
+
+    assert [at("constant", s) for s in (0, 9, 10, 99)] == pytest.approx([1 / 11, 10 / 11, 1, 1])
+    assert at("linear", 55) == pytest.approx(0.55)
+    assert at("cosine_with_min_lr", 55) == pytest.approx(0.55)
+    assert at("cosine_with_min_lr", 100) == pytest.approx(0.1)
+    assert at("linear", 1000) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="Unknown schedule"):
+        at("exponential", 50)
+
+
+def test_rewards_are_clipped() -> None:
+    assert clip_rewards(torch.tensor([-5.0, 0.5, 5.0]), (-1, 1)).tolist() == [-1, 0.5, 1]
+
+
+@pytest.mark.parametrize(
+    "kind", [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, errors.RollgradError)]
+)
+def test_errors_cross_processes(kind: type[errors.RollgradError]) -> None:
+    error = pickle.loads(pickle.dumps(kind("what was set, and how to fix it")))
+    assert type(error) is kind
+    assert str(error) == "what was set, and how to fix it"
+    assert kind is errors.RollgradError or len(kind.__mro__) > len(errors.RollgradError.__mro__) + 1
