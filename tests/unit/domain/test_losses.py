@@ -65,9 +65,9 @@ OBJECTIVE = ClippedPolicyObjective(
 
 
 def policy_gradient(batch: PackedBatch, theta_N: Tensor, objective: ClippedPolicyObjective = OBJECTIVE) -> Tensor:
-    """Gradient at the log-probs, with the entropy a function of them."""
+    """Gradient at the log-probs, with the entropy a (linear) function of them."""
     leaf = theta_N.clone().requires_grad_()
-    loss = objective(TokenScores(logprobs_N=leaf, entropy_N=leaf.square()), batch).loss
+    loss = objective(TokenScores(logprobs_N=leaf, entropy_N=-2 * leaf), batch).loss
     (gradient,) = torch.autograd.grad(loss, leaf)
     return gradient
 
