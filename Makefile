@@ -27,7 +27,7 @@ lint: $(VENV)/.test-stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 ci: lint test
 

@@ -50,7 +50,8 @@ def structure_config(data: Mapping[str, Any] | None) -> RLConfig:
 
 def dump_config(config: RLConfig) -> str:
     """Every setting as YAML."""
-    text: str = yaml.safe_dump(_converter.unstructure(config), sort_keys=False, allow_unicode=True)
+    # Escaped beyond ASCII: unescaped, U+0085 would read back as a space.
+    text: str = yaml.safe_dump(_converter.unstructure(config), sort_keys=False)
     return text
 
 

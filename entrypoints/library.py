@@ -164,15 +164,17 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
             box.append(asyncio.run(cancellable()))
         except BaseException as error:
             errors.append(error)
+        finally:
+            done.set()
 
-    thread = threading.Thread(target=target)
-    thread.start()
+    done = threading.Event()  # an interrupted Thread.join cannot be repeated: Python 3.11 then takes it for ended
+    threading.Thread(target=target).start()
     try:
-        thread.join()
+        done.wait()
     except KeyboardInterrupt:  # it reaches the main thread only: the work has to be told
         for stop in cancel:
             stop()
-        thread.join()
+        done.wait()
     if errors:
         raise errors[0]
     return box[0]

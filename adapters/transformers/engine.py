@@ -17,7 +17,9 @@ from attrs import define, field
 from rollgrad.adapters.transformers.decoding import Decoder
 from rollgrad.adapters.transformers.sampler import sample
 from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+from rollgrad.domain.ports.weight_channel import WeightChannel
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 
 PREFILL_TOKENS = 8192
@@ -289,13 +291,13 @@ class EmbeddedEngine(RolloutEngine):
         self._decoder.cache.move(sources, targets)
 
 
-class SharedWeights:
+class SharedWeights(WeightChannel):
     """A `WeightChannel` for an engine that reads the trainer's own module: nothing is copied."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
 
-    async def push(self, policy: Any, version: int) -> dict[str, float]:
+    async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
         """See `WeightChannel.push`."""
         self._engine.set_version(version)
         return {"seconds": 0.0, "bytes": 0.0}

@@ -100,6 +100,7 @@ def test_a_bad_reward_function_ends_the_run_in_one_sentence(
     assert "reward_func" in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "message"),
     [

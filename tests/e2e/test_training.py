@@ -22,12 +22,12 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.metric_sink import FakeMetricSink
 from tests.fakes.reward_source import FakeRewardSource
 
-REWARD = '''
+REWARD = """
 def reward_func(queries, prompts, labels):
     replies = [q[len(p):] for q, p in zip(queries, prompts, strict=True)]
     return {"rewards": [sum(c.isalpha() for c in r) / (1 + len(r)) for r in replies],
             "extra_logs": {"length": [len(r) for r in replies]}}
-'''
+"""
 STEP_KEYS = {
     "step",
     "reward/mean",
@@ -109,7 +109,12 @@ def moved(before: Path, after: Path) -> float:
     return max(float((old[name] - new[name]).abs().max()) for name in old)
 
 
-@pytest.mark.parametrize("estimator", list(Estimator))
+QUICK = (Estimator.GAE, Estimator.GROUP_NORM)
+
+
+@pytest.mark.parametrize(
+    "estimator", [pytest.param(e, marks=[] if e in QUICK else [pytest.mark.slow]) for e in Estimator]
+)
 def test_every_estimator_trains(
     workspace: Path, tiny_model_dir: Path, estimator: Estimator, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +147,7 @@ def test_the_same_seed_gives_the_same_run(workspace: Path) -> None:
     assert Path("a/samples.jsonl").read_text() == Path("b/samples.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_the_size_of_a_micro_batch_changes_nothing(workspace: Path) -> None:
     assert train("--ckpt.output_dir", "whole") == 0
     assert train("--ckpt.output_dir", "parts", "--train.max_tokens_per_micro_batch", "40") == 0
@@ -149,6 +155,7 @@ def test_the_size_of_a_micro_batch_changes_nothing(workspace: Path) -> None:
         assert parts == pytest.approx(whole, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_place_replaces_the_first(workspace: Path) -> None:
     assert train() == 0
     first = timeless(metrics()), Path("out/samples.jsonl").read_text()
@@ -166,6 +173,7 @@ def test_kl_in_the_reward_with_an_adaptive_weight(workspace: Path) -> None:
     assert second["mismatch/abs_diff_mean"] < 1e-4
 
 
+@pytest.mark.slow
 def test_kl_as_a_loss(workspace: Path) -> None:
     flags = ("--algo.kl.init_coef", "0.5", "--algo.kl.use_loss", "--algo.kl.estimator", "k3")
     assert train(*flags, "--train.batch_size", "6") == 0
@@ -177,10 +185,10 @@ def test_kl_as_a_loss(workspace: Path) -> None:
     assert "policy/ref_kl" not in without[0]
 
 
-@pytest.mark.parametrize("old", ["recompute", "rollout"])
+@pytest.mark.parametrize("old", ["recompute", pytest.param("rollout", marks=pytest.mark.slow)])
 def test_several_epochs_and_minibatches(workspace: Path, old: str) -> None:
-    flags = ("--train.max_epochs", "2", "--train.batch_size", "5", "--algo.old_logprobs", old, "--actor.adam.lr", "0.01")
-    assert train(*flags, "--actor.lr_scheduler", "linear", "--actor.min_lr_ratio", "0.0") == 0
+    flags = f"--train.max_epochs 2 --train.batch_size 5 --algo.old_logprobs {old} --actor.adam.lr 0.01"
+    assert train(*flags.split(), "--actor.lr_scheduler", "linear", "--actor.min_lr_ratio", "0.0") == 0
     rows = metrics()
     assert all(row["policy/ratio_mean"] != 1.0 for row in rows)
     assert any(row["policy/clip_low_share"] + row["policy/clip_high_share"] > 0 for row in rows)
@@ -189,6 +197,7 @@ def test_several_epochs_and_minibatches(workspace: Path, old: str) -> None:
     assert [row["policy/lr"] for row in rows] == pytest.approx([0.01 * (1 - 2.5 / 12), 0.01 * (1 - 8.5 / 12)])
 
 
+@pytest.mark.slow
 def test_bfloat16_and_gradient_checkpointing(workspace: Path, tiny_model_dir: Path) -> None:
     flags = ("--actor.dtype", "bfloat16", "--actor.gradient_checkpointing", "--rollout.temperature", "0.8")
     assert train(*flags) == 0
@@ -200,8 +209,8 @@ def test_bfloat16_and_gradient_checkpointing(workspace: Path, tiny_model_dir: Pa
 
 
 def test_evaluation_and_checkpoints_on_schedule(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--eval.dataset", "prompts.jsonl", "--eval.steps", "1", "--eval.max_samples", "4", "--ckpt.save_steps", "1")
-    assert train(*flags, "--train.max_steps", "3", "--logger.console", "--logger.log_samples", "2") == 0
+    flags = "--eval.dataset prompts.jsonl --eval.steps 1 --eval.max_samples 4 --ckpt.save_steps 1"
+    assert train(*flags.split(), "--train.max_steps", "3", "--logger.console", "--logger.log_samples", "2") == 0
     rows = metrics()
     assert [row["step"] for row in rows if "eval/pass@1" in row] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2, 3]
@@ -210,11 +219,13 @@ def test_evaluation_and_checkpoints_on_schedule(workspace: Path, capsys: pytest.
     assert "eval/pass@1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_one_pass_over_the_prompts_by_default(workspace: Path) -> None:
     assert train("--train.max_steps", "None") == 0
     assert len(metrics()) == 3  # 9 prompts, 4 a rollout
 
 
+@pytest.mark.slow
 def test_reasoning_gym_tasks_bring_prompts_and_reward(workspace: Path) -> None:
     flags = ("--reward.function_path", "None", "--data.label_key", "None", "--data.size", "6")
     assert train(*flags, "--data.prompt_dataset", "reasoning_gym:basic_arithmetic") == 0
@@ -232,15 +243,15 @@ def test_the_command_line_as_a_process(workspace: Path, tiny_model_dir: Path) ->
     assert trained.stdout == "out/report.html\n"
     assert "Traceback" not in trained.stderr
     assert "arning" not in trained.stderr
-    evaluated = run(
-        "eval", "--config", "run.yaml", "--actor.model_name_or_path", "out/model", "--eval.dataset", "prompts.jsonl", "--json"
-    )
+    flags = "--actor.model_name_or_path out/model --eval.dataset prompts.jsonl --json"
+    evaluated = run("eval", "--config", "run.yaml", *flags.split())
     assert evaluated.returncode == 0, evaluated.stderr
     found = json.loads(evaluated.stdout)
     assert {"eval/pass@1", "eval/mean@1", "eval/response_length_mean", "eval/truncated_share"} == found.keys()
     assert 0 < found["eval/mean@1"] < 1
 
 
+@pytest.mark.slow
 def test_evaluation_with_several_samples(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--eval.dataset", "prompts.jsonl", "--eval.n_samples_per_prompt", "4", "--eval.temperature", "1.0")
     assert main(["eval", "--config", "run.yaml", *flags, "--eval.pass_threshold", "0.5", "--json"]) == 0

@@ -103,8 +103,7 @@ def test_smollm2(smollm2: Path, dtype: torch.dtype, temperature: float) -> None:
     if dtype == torch.float32:
         assert found.max() < 5e-4  # 30 layers instead of two
     else:
-        print(found.mean(), found.max())
-        assert found.mean() < 3 * BFLOAT16_MEAN
+        assert found.mean() < 3 * BFLOAT16_MEAN  # 30 layers, and contexts that the model finds unlikely
         assert found.max() < 3 * BFLOAT16_MAX
 
 
