@@ -173,7 +173,10 @@ class SyncPipeline:
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """What a rollout looked like: rewards, lengths, group spread, failures by kind, and the reward's own metrics."""
+    """What a rollout looked like: rewards, lengths, group spread, failures by kind, and the reward's own metrics.
+
+    `rollout/entropy` is the mean of -log-prob over all sampled tokens, in nats.
+    """
     trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories]
     count = len(trajectories)
     lengths = [t.action_length for t in trajectories]
@@ -182,6 +185,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "reward/mean": sum(t.reward for t in trajectories) / count,
         "reward/score_mean": sum(t.score for t in trajectories) / count,
         "rollout/samples": float(count),
+        "rollout/entropy": -sum(float(t.logprobs_T.sum()) for t in trajectories) / sum(lengths),
         "rollout/response_length_mean": sum(lengths) / count,
         "rollout/response_length_max": float(max(lengths)),
         "rollout/truncated_share": sum(t.stop_reason.truncated for t in trajectories) / count,

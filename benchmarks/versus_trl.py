@@ -33,6 +33,8 @@ class Work:
     """Prompts per step."""
     samples: int = 8
     """Samples of each prompt."""
+    shots: int = 8
+    """Worked examples before each question: 0 makes prompts of about 40 tokens, 8 of about 140."""
     new_tokens: int = 32
     """Sampled tokens per reply, at most."""
     steps: int = 3
@@ -43,8 +45,19 @@ class Work:
     """Run one alone; used by this script itself."""
 
 
-def questions(count: int) -> list[str]:
-    return [f"What is {1 + i % 20} + {1 + 7 * i % 20}?" for i in range(count)]
+def questions(count: int, shots: int) -> list[str]:
+    def pair(i: int) -> tuple[int, int]:
+        return 1 + i % 20, 1 + 7 * i % 20
+
+    def example(i: int) -> str:
+        a, b = pair(i)
+        return f"What is {a} + {b}? The answer is {a + b}.\n"
+
+    def question(i: int) -> str:
+        a, b = pair(i)
+        return "".join(example(31 * i + shot) for shot in range(shots)) + f"What is {a} + {b}?"
+
+    return [question(i) for i in range(count)]
 
 
 def rollgrad_steps(work: Work) -> dict[str, Any]:
@@ -54,7 +67,7 @@ def rollgrad_steps(work: Work) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "prompts.jsonl"
         total = work.prompts * (work.steps + 1)
-        data.write_text("".join(json.dumps({"input": text}) + "\n" for text in questions(total)))
+        data.write_text("".join(json.dumps({"input": text}) + "\n" for text in questions(total, work.shots)))
         config = RLConfig()
         config.actor.model_name_or_path = str(work.model)
         config.actor.dtype = DType(work.dtype)
@@ -86,7 +99,10 @@ def trl_steps(work: Work) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     dtype = compute_dtype(work)
-    rows = [{"prompt": [{"role": "user", "content": text}]} for text in questions(work.prompts * (work.steps + 1))]
+    rows = [
+        {"prompt": [{"role": "user", "content": text}]}
+        for text in questions(work.prompts * (work.steps + 1), work.shots)
+    ]
     seconds: list[float] = []
     started = 0.0
 
@@ -162,7 +178,7 @@ def show_floor(work: Work, length: float) -> None:
     dtype = compute_dtype(work)
     tokenizer = AutoTokenizer.from_pretrained(work.model)
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": questions(1)[0]}], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": questions(1, work.shots)[0]}], tokenize=False, add_generation_prompt=True
     )
     prompt = len(tokenizer(text)["input_ids"])
     machine, rows = measure(dtype), work.prompts * work.samples

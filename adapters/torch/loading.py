@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from rollgrad.adapters.torch.allocator import keep_freed_memory
 from rollgrad.adapters.torch.attention import ForestAttention, install_attention
 from rollgrad.adapters.torch.layout import prefill_layout
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
@@ -49,6 +50,8 @@ def load_causal_lm(name_or_path: str, *, dtype: torch.dtype, device: torch.devic
     """
     from transformers import AutoModelForCausalLM
 
+    if device.type == "cpu":
+        keep_freed_memory()
     model = _from_pretrained(AutoModelForCausalLM, name_or_path, flag, dtype=dtype).to(device).eval()
     with torch.no_grad():
         _install_and_compare(model)

@@ -12,7 +12,7 @@ _SHOWN = {
     "reward/mean": ("reward", ".3f"),
     "eval/pass@1": ("eval", ".3f"),
     "policy/approx_kl": ("kl", ".4f"),
-    "policy/entropy": ("entropy", ".3f"),
+    "rollout/entropy": ("entropy", ".3f"),
     "rollout/response_length_mean": ("length", ".0f"),
     "time/step_s": ("s/step", ".1f"),
 }

@@ -37,7 +37,7 @@ class Panel:
 PANELS = (
     Panel("Reward", "mean of the rollout", {"reward/mean": "reward"}),
     Panel("Evaluation", "pass@1 on held-out prompts", {"eval/pass@1": "pass@1"}, sparse=True),
-    Panel("Entropy", "nats per token", {"policy/entropy": "entropy"}),
+    Panel("Entropy", "nats per token", {"rollout/entropy": "entropy"}),
     Panel("KL divergence", "nats per token", {"policy/ref_kl": "to reference", "policy/approx_kl": "to old policy"}),
     Panel("Response length", "mean tokens", {"rollout/response_length_mean": "length"}),
     Panel("Truncated replies", "share of the rollout", {"rollout/truncated_share": "truncated"}),

@@ -1,15 +1,20 @@
 """The two forward passes of generation, over one `KVCache`: prefill of prompts and one decoding step."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from rollgrad.adapters.torch.attention import ForestAttention
 from rollgrad.adapters.torch.layout import prefill_layout
 from rollgrad.adapters.transformers.kv_cache import KVCache
+
+FEW_ROWS = 48
+"""Rows up to which `_WeightsFirst` pays: measured on AVX-512, 2.2 times faster at 32 rows, no difference at 64."""
 
 
 class Decoder:
@@ -60,8 +65,10 @@ class Decoder:
         """
         lengths_A = torch.tensor(lengths, device=self.device)
         plan = _Decode(self.cache, lengths_A, max(lengths) + 1, self.dtype)
-        hidden_A1H = self._hidden(torch.tensor(tokens)[:, None], lengths_A[:, None], plan)
-        return self._logits(hidden_A1H[:, 0])
+        few_on_cpu = self.device.type == "cpu" and self.dtype == torch.float32 and len(tokens) <= FEW_ROWS
+        with _WeightsFirst() if few_on_cpu else nullcontext():
+            hidden_A1H = self._hidden(torch.tensor(tokens)[:, None], lengths_A[:, None], plan)
+            return self._logits(hidden_A1H[:, 0])
 
     def _hidden(self, tokens: Tensor, positions: Tensor, plan: Any) -> Tensor:
         hidden: Tensor = self._model.base_model(
@@ -75,6 +82,18 @@ class Decoder:
     def _logits(self, hidden_AH: Tensor) -> Tensor:
         logits: Tensor = self._model.get_output_embeddings()(hidden_AH).float()
         return logits
+
+
+class _WeightsFirst(TorchFunctionMode):
+    """Computes x W^T as (W x^T)^T: with few rows MKL's float32 product is about twice as fast in this order."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.linear:
+            return func(*args, **(kwargs or {}))
+        x, weight, *rest = args
+        bias = rest[0] if rest else (kwargs or {}).get("bias")
+        out = torch.mm(weight, x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], weight.shape[0])
+        return out if bias is None else out + bias
 
 
 class _Prefill:

@@ -29,7 +29,7 @@ def test_only_metrics_that_were_logged_are_drawn(tmp_path: Path) -> None:
 
 
 def test_everything_there_is_fits_in_one_page_that_asks_for_nothing(tmp_path: Path) -> None:
-    keys = ["reward/mean", "eval/pass@1", "policy/entropy", "policy/approx_kl", "policy/ref_kl", "policy/grad_norm"]
+    keys = ["reward/mean", "eval/pass@1", "rollout/entropy", "policy/approx_kl", "policy/ref_kl", "policy/grad_norm"]
     keys += ["rollout/response_length_mean", "rollout/truncated_share", "time/generate_s", "time/update_s"]
     rows = [{"step": n, "time/step_s": 9.0, **dict.fromkeys(keys, 1.0 + n)} for n in range(3)]
     out = write_report(metrics_file(tmp_path, rows), tmp_path, title="a <b> & c", before={"x": 1}, after={"x": 3})
