@@ -1,4 +1,4 @@
-"""The demo's model, unpacked once."""
+"""The demo's model, unpacked once, and the machine's peaks in the format that the model computes in."""
 
 import importlib.util
 from pathlib import Path
@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.machine import Machine, measure
+from rollgrad.adapters.torch.loading import load_causal_lm, resolve_dtype
+
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
@@ -24,20 +28,21 @@ def model_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def model(model_dir: Path) -> Any:
-    """The model with packed attention, in the machine's fastest format."""
-    from rollgrad.adapters.torch.loading import default_device, load_causal_lm, resolve_dtype
-
-    device = default_device()
-    return load_causal_lm(str(model_dir), dtype=resolve_dtype("auto", device), device=device, flag="model")
+def dtype() -> torch.dtype:
+    """Format that the model computes in."""
+    return resolve_dtype("auto", CPU)
 
 
 @pytest.fixture(scope="session")
-def machine(model: Any) -> Any:
-    """The machine's measured peaks in the model's format."""
-    from benchmarks.machine import measure
+def model(model_dir: Path, dtype: torch.dtype) -> Any:
+    """The model with packed attention."""
+    return load_causal_lm(str(model_dir), dtype=dtype, device=CPU, flag="model")
 
-    return measure(next(model.parameters()).dtype)
+
+@pytest.fixture(scope="session")
+def machine(dtype: torch.dtype) -> Machine:
+    """Peaks in that format, measured once a run."""
+    return measure(dtype)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,10 @@
-"""What this machine can do at most: measured in the same run as whatever is held against it."""
+"""What this machine can do at most, measured in the same run as whatever is held against it, and what a model costs."""
 
+import os
 import time
+from collections.abc import Callable
 
+import psutil
 import torch
 from attrs import frozen
 
@@ -17,16 +20,6 @@ class Machine:
     bandwidth: float
 
 
-def best_of(work: object, repeats: int = 5) -> float:
-    """Shortest time of `work()`, in seconds."""
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()  # type: ignore[operator]
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
 def measure(dtype: torch.dtype) -> Machine:
     """Measures the matrix product in `dtype` and a sum over memory that no cache holds."""
     a, b = (torch.randn(MATRIX, MATRIX).to(dtype) for _ in range(2))
@@ -37,27 +30,67 @@ def measure(dtype: torch.dtype) -> Machine:
     )
 
 
+def best_of(work: Callable[[], object], repeats: int = 5) -> float:
+    """Shortest time of `work()`, in seconds."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+class OtherProcesses:
+    """What runs beside this process and its children: figures stand only where that is little, for threads that wait
+    for each other lose a whole time slice whenever one of them has to share its core."""
+
+    def __init__(self) -> None:
+        self._before = self._seconds()
+
+    def share(self) -> float:
+        """Share of the machine that others took since this object was made."""
+        elapsed, busy = (now - before for now, before in zip(self._seconds(), self._before, strict=True))
+        return max(0.0, busy / (elapsed * (os.cpu_count() or 1)))
+
+    @staticmethod
+    def _seconds() -> tuple[float, float]:
+        """The clock, and processor seconds that others have used."""
+        machine = psutil.cpu_times()
+        busy = sum(machine) - machine.idle - getattr(machine, "iowait", 0.0)
+        this = psutil.Process()
+        own = sum(p.cpu_times().user + p.cpu_times().system for p in (this, *this.children(recursive=True)))
+        return time.perf_counter(), busy - own
+
+
 @frozen
 class ModelCost:
-    """FLOPs of a decoder: 2 x weights per token forward (6 with backward), and the vocabulary apart, because it is
-    evaluated at few positions: 2 x V x H per position forward, 8 with backward when logits are recomputed."""
+    """Weights of a decoder: `body` without the input embedding, which is looked up, and `head`, V x H, apart, because
+    it is evaluated at few positions. A token's forward pass takes 2 FLOPs a weight, its backward pass 4. Attention
+    scores are left out: at the lengths measured here they are under 2% of the rest."""
 
     body: int
     head: int
-    weight_bytes: int
+    bytes_per_weight: int
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> "ModelCost":
-        """Counts a transformers causal language model; attention scores are left out (small at these lengths)."""
+        """Counts a transformers causal language model."""
         embedding = model.get_input_embeddings().weight  # type: ignore[operator]
         head = model.get_output_embeddings().weight  # type: ignore[operator]
         body = sum(p.numel() for p in model.base_model.parameters()) - embedding.numel()  # type: ignore[union-attr]
-        return cls(body, head.numel(), sum(p.numel() * p.element_size() for p in model.parameters()))
+        return cls(body, head.numel(), head.element_size())
 
-    def update(self, distinct_tokens: int, action_tokens: int) -> int:
-        """FLOPs of forward and backward."""
-        return 6 * self.body * distinct_tokens + 8 * self.head * action_tokens
+    def update(self, tokens: int, action_tokens: int, *, head_flops: int = 6) -> int:
+        """FLOPs of forward and backward; `head_flops` a weight is 8 where the backward pass recomputes logits."""
+        return 6 * self.body * tokens + head_flops * self.head * action_tokens
 
-    def decode_floor(self, machine: Machine, rows: int) -> float:
-        """Least seconds of one decoding step: all weights read once, or all products done."""
-        return max(self.weight_bytes / machine.bandwidth, 2 * (self.body + self.head) * rows / machine.flops)
+    def decoding_step(self, machine: Machine, rows: int) -> float:
+        """Least seconds of one token for each row: all weights read once, or all products done."""
+        weights = self.body + self.head
+        return max(weights * self.bytes_per_weight / machine.bandwidth, 2 * weights * rows / machine.flops)
+
+    def generation(self, machine: Machine, *, prompts: int, prompt_tokens: int, rows: int, new_tokens: int) -> float:
+        """Least seconds of `new_tokens` for each of `rows` sequences: `prompts` distinct prompts, `prompt_tokens` in
+        all, go through the model once and give the first token; the rest are decoding steps."""
+        prefill = 2 * (self.body * prompt_tokens + self.head * prompts) / machine.flops
+        return prefill + (new_tokens - 1) * self.decoding_step(machine, rows)

@@ -9,16 +9,23 @@ from torch import Tensor
 from rollgrad.domain.estimators import ESTIMATORS, EstimatorInput, EstimatorParams
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
 
-SEQUENCES, LONGEST, SAMPLES = 1024, 4096, 8
+SEQUENCES, LONGEST, SAMPLES, DISCOUNT = 1024, 4096, 8, 0.95
 
 
-def lengths() -> Tensor:
+@pytest.fixture
+def lengths_S() -> Tensor:
     return torch.randint(1, LONGEST + 1, (SEQUENCES,))
 
 
+def measure(benchmark: Any, work: Any, tokens: int) -> None:
+    benchmark.pedantic(work, rounds=3, warmup_rounds=1)
+    benchmark.extra_info["tokens"] = tokens
+    benchmark.extra_info["tokens_per_s"] = round(tokens / benchmark.stats.stats.min)
+
+
+@pytest.mark.benchmark(group="estimators")
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_estimator(benchmark: Any, name: str) -> None:
-    lengths_S = lengths()
+def test_estimator(benchmark: Any, lengths_S: Tensor, name: str) -> None:
     total = int(lengths_S.sum())
     inputs = EstimatorInput(
         rewards_N=torch.randn(total),
@@ -29,28 +36,28 @@ def test_estimator(benchmark: Any, name: str) -> None:
         group_ids_S=torch.arange(SEQUENCES) // SAMPLES,
         sample_ids_S=torch.arange(SEQUENCES),
     )
-    params = EstimatorParams(gamma=0.99, lambd=0.95)
-    benchmark.extra_info["tokens"] = total
-    benchmark.pedantic(lambda: ESTIMATORS[name](inputs, params), rounds=3, warmup_rounds=1)
+    params = EstimatorParams(gamma=0.99, lambd=DISCOUNT)
+    measure(benchmark, lambda: ESTIMATORS[name](inputs, params), total)
 
 
 @pytest.mark.benchmark(group="discounted sum")
-def test_scan(benchmark: Any) -> None:
-    lengths_S = lengths()
+def test_scan(benchmark: Any, lengths_S: Tensor) -> None:
     x_N = torch.randn(int(lengths_S.sum()))
-    benchmark.pedantic(lambda: reverse_discounted_sum(x_N, lengths_S, 0.95), rounds=3, warmup_rounds=1)
+    measure(benchmark, lambda: reverse_discounted_sum(x_N, lengths_S, DISCOUNT), len(x_N))
 
 
 @pytest.mark.benchmark(group="discounted sum")
-def test_loop_over_time(benchmark: Any) -> None:
+def test_loop_over_time(benchmark: Any, lengths_S: Tensor) -> None:
+    """The same sequences padded to [S, T], one step of the recursion after another."""
     padded_ST = torch.randn(SEQUENCES, LONGEST)
+    padded_ST[torch.arange(LONGEST) >= lengths_S[:, None]] = 0.0
 
     def loop() -> Tensor:
         running_S = torch.zeros(SEQUENCES)
         columns = []
         for t in reversed(range(LONGEST)):
-            running_S = padded_ST[:, t] + 0.95 * running_S
+            running_S = padded_ST[:, t] + DISCOUNT * running_S
             columns.append(running_S)
         return torch.stack(columns[::-1], dim=1)
 
-    benchmark.pedantic(loop, rounds=3, warmup_rounds=1)
+    measure(benchmark, loop, int(lengths_S.sum()))

@@ -1,26 +1,34 @@
 """The same GRPO work in TRL's GRPOTrainer and here, in one run.
 
-Model, prompts, samples, token limits, number format, reward (length of the text) and one AdamW step per rollout are
-the same. Each contender runs in a process of its own; rollgrad before and after TRL. The first step of each process
-is not counted. Last line: `ratio R`, TRL's median seconds a step over ours.
+Model, prompts, samples, reward (length of the reply), AdamW step and number format are the same; neither may end a
+reply early, so both sample and train on the same number of tokens. Each contender lives in a process of its own and
+waits while the other takes its step; the first step of each is not counted. Last line: `ratio R`, TRL's median seconds
+a step over rollgrad's.
 
     python benchmarks/versus_trl.py --steps 3
 """
 
+import asyncio
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import tyro
-from attrs import asdict, define
+from attrs import define, frozen
+
+from rollgrad.adapters.torch.loading import resolve_dtype
 
 LEARNING_RATE = 1e-6
+SMALLEST, NUMBERS = 10, 40
+"""Summands are from 10 to 49: two digits each and in their sum, so that all prompts have one length."""
 
 
 @define(kw_only=True)
@@ -28,46 +36,108 @@ class Work:
     """What both do."""
 
     model: Path = Path(".models/SmolLM2-135M-Instruct")
-    """Model directory; `python examples/sums.py` unpacks this one."""
+    """Model directory; `make demo` unpacks this one."""
     prompts: int = 8
     """Prompts per step."""
     samples: int = 8
     """Samples of each prompt."""
     shots: int = 8
-    """Worked examples before each question: 0 makes prompts of about 40 tokens, 8 of about 140."""
+    """Worked examples before each question: 0 makes prompts of 40 tokens, 8 of about 180."""
     new_tokens: int = 32
-    """Sampled tokens per reply, at most."""
+    """Sampled tokens per reply."""
     steps: int = 3
-    """Counted steps of each process."""
+    """Counted steps of each contender."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute format; auto is what the hardware multiplies fastest."""
-    contender: Literal["both", "rollgrad", "trl"] = "both"
-    """Run one alone; used by this script itself."""
+    """Compute format; auto is what the processor multiplies natively."""
+
+    @property
+    def rows(self) -> int:
+        """Replies per step."""
+        return self.prompts * self.samples
+
+    @property
+    def rollouts(self) -> int:
+        """One to warm up, the counted ones, and one that nobody starts, so that every counted step ends alike."""
+        return self.steps + 2
+
+    def torch_dtype(self) -> torch.dtype:
+        """The format as both take it."""
+        return resolve_dtype(self.dtype, torch.device("cpu"))
+
+    def questions(self) -> list[str]:
+        """Distinct sums for the whole run."""
+        return [
+            "".join(f"{_sum(31 * i + shot)} The answer is {_answer(31 * i + shot)}.\n" for shot in range(self.shots))
+            + _sum(i)
+            for i in range(self.prompts * self.rollouts)
+        ]
 
 
-def questions(count: int, shots: int) -> list[str]:
-    def pair(i: int) -> tuple[int, int]:
-        return 1 + i % 20, 1 + 7 * i % 20
-
-    def example(i: int) -> str:
-        a, b = pair(i)
-        return f"What is {a} + {b}? The answer is {a + b}.\n"
-
-    def question(i: int) -> str:
-        a, b = pair(i)
-        return "".join(example(31 * i + shot) for shot in range(shots)) + f"What is {a} + {b}?"
-
-    return [question(i) for i in range(count)]
+def _summands(i: int) -> tuple[int, int]:
+    return SMALLEST + i % NUMBERS, SMALLEST + (i // NUMBERS + 7 * i) % NUMBERS
 
 
-def rollgrad_steps(work: Work) -> dict[str, Any]:
-    import rollgrad
+def _sum(i: int) -> str:
+    a, b = _summands(i)
+    return f"What is {a} + {b}?"
+
+
+def _answer(i: int) -> int:
+    return sum(_summands(i))
+
+
+def worth(reply: str) -> float:
+    """The reward: it differs within every group, so that no sample is without a gradient."""
+    return float(len(reply))
+
+
+@frozen
+class Done:
+    """Work that a step did."""
+
+    generated_tokens: int
+    trained_samples: int
+
+
+class Turns:
+    """A contender's side of the alternation."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def wait(self, done: Done | None) -> None:
+        """Hands in the finished step and returns when the next may start."""
+        self._pipe.send(done)
+        self._pipe.recv()
+
+
+def rollgrad_contender(work: Work, pipe: Connection) -> None:
+    """Trains, one step a turn."""
+    from dependency_injector import providers
+
+    from rollgrad.adapters.rewards.function import FunctionReward
     from rollgrad.application.config import DType, Estimator, RLConfig
+    from rollgrad.domain.sampling import SamplingParams
+    from rollgrad.entrypoints.container import Container
+
+    turns = Turns(pipe)
+
+    class Sink:
+        """Receives the metrics of each step when it is over."""
+
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            tokens = metrics["rollout/response_length_mean"] * metrics["rollout/samples"]
+            turns.wait(Done(round(tokens), round(metrics["policy/trained_share"] * metrics["rollout/samples"])))
+
+        def close(self) -> None:
+            pass
+
+    def reward(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
+        return [worth(query[len(prompt) :]) for query, prompt in zip(queries, prompts, strict=True)]
 
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "prompts.jsonl"
-        total = work.prompts * (work.steps + 1)
-        data.write_text("".join(json.dumps({"input": text}) + "\n" for text in questions(total, work.shots)))
+        data.write_text("".join(json.dumps({"input": text}) + "\n" for text in work.questions()))
         config = RLConfig()
         config.actor.model_name_or_path = str(work.model)
         config.actor.dtype = DType(work.dtype)
@@ -76,136 +146,161 @@ def rollgrad_steps(work: Work) -> dict[str, Any]:
         config.data.prompt_dataset = str(data)
         config.rollout.batch_size = work.prompts
         config.rollout.n_samples_per_prompt = work.samples
-        config.rollout.max_new_tokens = work.new_tokens
-        config.train.max_steps = work.steps + 1
-        config.ckpt.output_dir = str(Path(folder) / "run")
-        config.logger.console = False
-
-        def length(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
-            return [len(q) - len(p) for q, p in zip(queries, prompts, strict=True)]
-
-        result = rollgrad.train(config, reward=length)
-        lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "seconds": [line["time/step_s"] for line in lines][1:],
-        "length": statistics.mean(line["rollout/response_length_mean"] for line in lines),
-    }
+        config.train.max_steps = work.rollouts
+        config.ckpt.output_dir = folder
+        container = Container(config=config)
+        container.reward.override(providers.Object(FunctionReward(reward, timeout=config.reward.timeout)))
+        container.sink.override(providers.Object(Sink()))
+        params = SamplingParams(max_new_tokens=work.new_tokens, min_new_tokens=work.new_tokens)
+        pipeline = container.pipeline(params=params)
+        turns.wait(None)
+        asyncio.run(pipeline.run())
 
 
-def trl_steps(work: Work) -> dict[str, Any]:
-    import torch
+def trl_contender(work: Work, pipe: Connection) -> None:
+    """Trains, one step a turn."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    dtype = compute_dtype(work)
-    rows = [
-        {"prompt": [{"role": "user", "content": text}]}
-        for text in questions(work.prompts * (work.steps + 1), work.shots)
-    ]
-    seconds: list[float] = []
-    started = 0.0
+    turns, done = Turns(pipe), []
 
-    class Timer(TrainerCallback):  # type: ignore[misc]
+    class Gate(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            nonlocal started
-            started = time.monotonic()
+            turns.wait(done.pop() if done else None)
 
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            seconds.append(time.monotonic() - started)
+    def reward(completions: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        done.append(Done(sum(len(ids) for ids in completion_ids), len(completion_ids)))
+        return [worth(completion[0]["content"]) for completion in completions]
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(work.model, dtype=dtype),
+            model=AutoModelForCausalLM.from_pretrained(work.model, dtype=work.torch_dtype()),
             processing_class=AutoTokenizer.from_pretrained(work.model),
-            reward_funcs=lambda completions, **_: [float(len(c[0]["content"])) for c in completions],
-            train_dataset=Dataset.from_list(rows),
-            callbacks=[Timer()],
+            reward_funcs=reward,
+            train_dataset=Dataset.from_list(
+                [{"prompt": [{"role": "user", "content": text}]} for text in work.questions()]
+            ),
+            callbacks=[Gate()],
             args=GRPOConfig(
                 output_dir=folder,
-                per_device_train_batch_size=work.prompts * work.samples,
+                per_device_train_batch_size=work.rows,
+                gradient_accumulation_steps=1,
                 num_generations=work.samples,
                 max_completion_length=work.new_tokens,
-                max_steps=work.steps + 1,
+                generation_kwargs={"min_new_tokens": work.new_tokens},
+                max_steps=work.rollouts,
                 learning_rate=LEARNING_RATE,
                 lr_scheduler_type="constant",
                 beta=0.0,
                 temperature=1.0,
-                bf16=dtype == torch.bfloat16,
+                bf16=work.torch_dtype() == torch.bfloat16,
                 gradient_checkpointing=False,
-                use_cpu=not torch.cuda.is_available(),
-                logging_steps=1,
+                shuffle_dataset=False,
+                use_cpu=True,
+                logging_strategy="no",
                 save_strategy="no",
-                report_to=[],
+                report_to="none",
                 disable_tqdm=True,
             ),
         )
         trainer.train()
-    history = trainer.state.log_history
-    lengths = [entry["completions/mean_length"] for entry in history if "completions/mean_length" in entry]
-    return {"seconds": seconds[1:], "length": statistics.mean(lengths)}
 
 
-def compute_dtype(work: Work) -> Any:
-    from rollgrad.adapters.torch.loading import default_device, resolve_dtype
+class Contender:
+    """A process that takes a step when it is told to."""
 
-    return resolve_dtype(work.dtype, default_device())
+    def __init__(self, name: str, target: Callable[[Work, Connection], None], work: Work) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=target, args=(work, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._pipe.recv()
+        self.name = name
+        self.seconds: list[float] = []
+        self.done: list[Done] = []
+
+    def step(self) -> None:
+        """Takes one step and times it."""
+        started = time.perf_counter()
+        self._pipe.send(None)
+        self.done.append(self._pipe.recv())
+        self.seconds.append(time.perf_counter() - started)
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.join()
+
+    @property
+    def median(self) -> float:
+        """Median seconds of the counted steps."""
+        return statistics.median(self.seconds[1:])
+
+    def report(self) -> str:
+        """What was done, and how long each step took."""
+        each = {(done.generated_tokens, done.trained_samples) for done in self.done}
+        work = " or ".join(f"{tokens} tokens generated, {samples} samples trained on" for tokens, samples in each)
+        steps = " ".join(f"{seconds:.1f}" for seconds in self.seconds[1:])
+        return f"{self.name:9} {work} a step; seconds a step: {steps} (first, not counted: {self.seconds[0]:.1f})"
 
 
-def run_alone(work: Work, contender: str) -> dict[str, Any]:
-    """One contender in a fresh process."""
-    flags = [f"--{k.replace('_', '-')}={v}" for k, v in asdict(work).items() if k != "contender"]
-    command = [sys.executable, __file__, *flags, f"--contender={contender}"]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-    )
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(
-        f"{contender:9} {answer['length']:5.1f} tokens a reply, seconds a step:",
-        *(f"{s:.1f}" for s in answer["seconds"]),
-    )
-    return answer
+def alternate(work: Work) -> tuple[Contender, Contender]:
+    """Both contenders after their steps, taken in turns; both processes have ended."""
+    from machine import OtherProcesses
+
+    ours = Contender("rollgrad", rollgrad_contender, work)
+    theirs = Contender("TRL", trl_contender, work)
+    others = OtherProcesses()
+    for _ in range(work.steps + 1):
+        ours.step()
+        theirs.step()
+    print(f"other processes took {others.share():.0%} of the machine meanwhile")
+    ours.stop()
+    theirs.stop()
+    return ours, theirs
 
 
-def show_floor(work: Work, length: float) -> None:
-    """The least time the work could take here, by bytes and FLOPs."""
-    import torch
+def print_floor(work: Work, contenders: tuple[Contender, ...]) -> None:
+    """The least time a step could take here, by bytes and FLOPs."""
+    from machine import ModelCost, measure
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from benchmarks.machine import ModelCost, measure
-
-    dtype = compute_dtype(work)
+    dtype = work.torch_dtype()
+    chat = [{"role": "user", "content": work.questions()[0]}]
     tokenizer = AutoTokenizer.from_pretrained(work.model)
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": questions(1, work.shots)[0]}], tokenize=False, add_generation_prompt=True
-    )
-    prompt = len(tokenizer(text)["input_ids"])
-    machine, rows = measure(dtype), work.prompts * work.samples
+    prompt = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
+    machine = measure(dtype)
     cost = ModelCost.of(AutoModelForCausalLM.from_pretrained(work.model, dtype=dtype))
-    replies = int(rows * length)
-    padded, shared = rows * prompt + replies, work.prompts * prompt + replies
-    generate = 2 * cost.body * work.prompts * prompt / machine.flops + length * cost.decode_floor(machine, rows)
-    print(f"\n{dtype}, {torch.get_num_threads()} threads, measured now:", end=" ")
-    print(f"{machine.flops / 1e9:.0f} GFLOP/s, {machine.bandwidth / 1e9:.1f} GB/s")
-    for title, seconds in (
-        ("generation", generate),
-        (f"update, each prompt once ({shared} tokens)", cost.update(shared, replies) / machine.flops),
-        (f"update, each sample whole ({padded} tokens)", cost.update(padded, replies) / machine.flops),
-    ):
-        print(f"floor of {title:42} {seconds:6.2f} s")
+    replies, prompts = work.rows * work.new_tokens, work.prompts * prompt
+    generation = cost.generation(
+        machine, prompts=work.prompts, prompt_tokens=prompts, rows=work.rows, new_tokens=work.new_tokens
+    )
+    once = cost.update(prompts + replies, replies) / machine.flops
+    whole = cost.update(work.rows * prompt + replies, replies) / machine.flops
+    print(
+        f"\nmeasured now in {str(dtype).removeprefix('torch.')} with {torch.get_num_threads()} threads: "
+        f"{machine.flops / 1e9:.0f} GFLOP/s, {machine.bandwidth / 1e9:.1f} GB/s; prompts of {prompt} tokens"
+    )
+    print(f"floor of generation                            {generation:6.2f} s")
+    print(f"floor of the update, each prompt once          {once:6.2f} s")
+    print(f"floor of the update, each sample with its own  {whole:6.2f} s")
+    for contender in contenders:
+        print(
+            f"{contender.name:9} median {contender.median:.2f} s a step, "
+            f"{contender.median / (generation + once):.1f} x the floor"
+        )
 
 
 def main(work: Work) -> None:
-    if work.contender != "both":
-        steps = {"rollgrad": rollgrad_steps, "trl": trl_steps}[work.contender]
-        print(json.dumps(steps(work)))
-        return
-    ours, theirs, again = (run_alone(work, name) for name in ("rollgrad", "trl", "rollgrad"))
-    show_floor(work, statistics.mean([ours["length"], again["length"]]))
-    mine, trl = statistics.median(ours["seconds"] + again["seconds"]), statistics.median(theirs["seconds"])
-    print(f"\nmedian seconds a step: rollgrad {mine:.2f}, TRL {trl:.2f}")
-    print(f"ratio {trl / mine:.2f}")
+    """Runs both and prints what came of it."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    ours, theirs = alternate(work)
+    print(ours.report())
+    print(theirs.report())
+    print_floor(work, (ours, theirs))
+    print(f"ratio {theirs.median / ours.median:.2f}")
 
 
 if __name__ == "__main__":
