@@ -49,6 +49,11 @@ def wait_for_lines(process: "subprocess.Popen[str]", path: Path, count: int) -> 
         time.sleep(0.02)
 
 
+def heed_interrupts() -> None:
+    """A suite that a shell started in the background ignores SIGINT, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
@@ -62,7 +67,13 @@ def wait_for_lines(process: "subprocess.Popen[str]", path: Path, count: int) -> 
 def test_ctrl_c_saves_and_says_where(workspace: Path, flags: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl", "--config", "run.yaml", *flags]
     process = subprocess.Popen(
-        command, cwd=workspace, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=workspace,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heed_interrupts,
     )
     try:
         wait_for_lines(process, workspace / "out" / "metrics.jsonl", 2)
@@ -91,6 +102,7 @@ def test_ctrl_c_in_a_notebook_ends_the_run_too(workspace: Path, monkeypatch: pyt
     import rollgrad
 
     monkeypatch.chdir(workspace)
+    heed_interrupts()
     config = rollgrad.load_config("run.yaml")
     config.logger.console = False
     metrics = workspace / "out" / "metrics.jsonl"
