@@ -149,7 +149,7 @@ def test_failures_within_the_budget_do_not_end_the_run(workspace: Path) -> None:
 def test_a_real_process_says_the_same(workspace: Path) -> None:
     Path("reward.py").write_text("def reward_func(queries, prompts, labels):\n    raise KeyError('answer')\n")
     command = [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl", "--config", "run.yaml"]
-    result = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=400)
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr == "error: reward_func raised KeyError: 'answer'\n"

@@ -14,8 +14,8 @@ import pytest
 import torch
 import yaml
 
-STARTUP_SECONDS = 120.0
-STOP_SECONDS = 60.0
+STARTUP_SECONDS = 300.0
+STOP_SECONDS = 200.0
 
 
 @pytest.fixture

@@ -236,7 +236,7 @@ def test_reasoning_gym_tasks_bring_prompts_and_reward(workspace: Path) -> None:
 def test_the_command_line_as_a_process(workspace: Path, tiny_model_dir: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "rollgrad.entrypoints.cli", *arguments]
-        return subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=400)
 
     trained = run("train", "rl", "--config", "run.yaml")
     assert trained.returncode == 0, trained.stderr
