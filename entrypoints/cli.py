@@ -87,6 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
+def _results_only_on_stdout() -> contextlib.AbstractContextManager[object]:
+    """Sends to stderr what libraries (DeepSpeed, on import) and reward functions print."""
+    return contextlib.redirect_stdout(sys.stderr)
+
+
 def configure_logging() -> None:
     """Sends structlog's events to stderr: coloured on a terminal, else one key=value line each."""
     import structlog
@@ -123,10 +128,11 @@ def train_rl(arguments: Sequence[str]) -> int:
     if parsed.dry_run:
         show_plan(config)
         return 0
-    from rollgrad.entrypoints.library import train
+    with _results_only_on_stdout():
+        from rollgrad.entrypoints.library import train
 
-    configure_logging()
-    result = train(config)
+        configure_logging()
+        result = train(config)
     _show_result(config, result)
     return EXIT_INTERRUPTED if result.interrupted else 0
 
@@ -142,10 +148,11 @@ def evaluate(arguments: Sequence[str]) -> int:
 
     validate_evaluation(config)
     check_eval_files(config)
-    from rollgrad.entrypoints.library import evaluate as evaluate_model
+    with _results_only_on_stdout():
+        from rollgrad.entrypoints.library import evaluate as evaluate_model
 
-    configure_logging()
-    metrics = evaluate_model(config)
+        configure_logging()
+        metrics = evaluate_model(config)
     if parsed.json:
         sys.stdout.write(json.dumps(metrics, indent=2) + "\n")
     else:
