@@ -47,6 +47,8 @@ class Work:
     """Sampled tokens per reply."""
     steps: int = 3
     """Counted steps of each contender."""
+    trl_parts: int = 4
+    """Forward and backward passes that TRL divides a step into: 64 samples of 212 tokens at once need over 16 GB."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute format; auto is what the processor multiplies natively."""
 
@@ -184,8 +186,8 @@ def trl_contender(work: Work, pipe: Connection) -> None:
             callbacks=[Gate()],
             args=GRPOConfig(
                 output_dir=folder,
-                per_device_train_batch_size=work.rows,
-                gradient_accumulation_steps=1,
+                per_device_train_batch_size=work.rows // work.trl_parts,
+                gradient_accumulation_steps=work.trl_parts,
                 num_generations=work.samples,
                 max_completion_length=work.new_tokens,
                 generation_kwargs={"min_new_tokens": work.new_tokens},
