@@ -9,23 +9,62 @@ from enum import StrEnum
 from attrs import Factory, define
 
 
-class Estimator(StrEnum):
-    """How a reward becomes an advantage; the keys of `domain.estimators.ESTIMATORS`."""
-
-    GAE = "gae"
-    REINFORCE = "reinforce"
-    REINFORCE_BASELINE = "reinforce_baseline"
-    RLOO = "rloo"
-    GROUP_NORM = "group_norm"
-    DR_GRPO = "dr_grpo"
-
-
 class KLEstimator(StrEnum):
-    """Schulman's approximations of the KL divergence."""
+    """Schulman's approximations of the KL divergence, and k3 weighed by the importance ratio."""
 
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
+    K3_UNBIASED = "k3_unbiased"
+
+
+class KLAgainst(StrEnum):
+    """What the policy is kept near."""
+
+    REFERENCE = "reference"
+    ROLLOUT = "rollout"
+
+
+class Whiten(StrEnum):
+    """Over what advantages are centred and scaled."""
+
+    NONE = "none"
+    BATCH = "batch"
+    GROUP = "group"
+
+
+class CorrectionLevel(StrEnum):
+    """Where the importance ratio of an off-policy correction is taken."""
+
+    OFF = "off"
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+    GEOMETRIC = "geometric"
+
+
+class CorrectionMode(StrEnum):
+    """What becomes of a ratio outside the bounds."""
+
+    TRUNCATE = "truncate"
+    CLIP = "clip"
+    MASK = "mask"
+
+
+class CorrectionGate(StrEnum):
+    """What else leaves a token or a sequence out."""
+
+    RATIO = "ratio"
+    BINARY_KL = "binary_kl"
+    TV = "tv"
+    OPSM = "opsm"
+
+
+class Normalise(StrEnum):
+    """What rewards are centred and scaled by before any baseline."""
+
+    NONE = "none"
+    RUNNING = "running"
+    DATASET = "dataset"
 
 
 class Aggregation(StrEnum):
@@ -42,6 +81,7 @@ class OldLogprobs(StrEnum):
 
     RECOMPUTE = "recompute"
     ROLLOUT = "rollout"
+    INTERPOLATE = "interpolate"
 
 
 class DType(StrEnum):
@@ -93,16 +133,34 @@ class ActorConfig:
     """Compute format; auto is bfloat16 where the hardware multiplies it natively, else float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
-    eps_clip: float = 0.2
-    """PPO clip range of the ratio, both sides."""
+    policy_loss_type: str = "ppo"
+    """ppo, gspo, gspo_token, sequence_ppo, gmpo, cispo, sapo, clip_cov, kl_cov, dppo_tv, dppo_kl, policy_gradient, or a
+    name that algo.extension_path defines."""
+    eps_clip: float | None = None
+    """Clip range, both sides, in the loss's own measure; default: the loss's own (ppo 0.2, gspo 3e-4 and 4e-4, ...)."""
     eps_clip_low_high: tuple[float, float] | None = None
     """Separate lower and upper clip range (DAPO's clip-higher); replaces eps_clip."""
     dual_clip: float | None = None
     """Bound on the loss of negative advantages (dual-clip PPO); must exceed 1."""
+    sapo_tau: tuple[float, float] = (1.0, 1.05)
+    """Temperatures of SAPO's gate for positive and negative advantages."""
+    cov_share: float = 2e-4
+    """Share of tokens that clip_cov and kl_cov treat apart."""
+    cov_range: tuple[float, float] = (1.0, 5.0)
+    """Covariance of log-prob and advantage from which and up to which clip_cov may choose a token."""
+    cov_kl_coef: float = 1.0
+    """Weight of kl_cov's penalty at the chosen tokens."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-    loss_aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    """How token losses become one number; constant_length is Dr. GRPO's form."""
+    """Weight of the entropy bonus; with entropy_target its starting value."""
+    entropy_target: float | None = None
+    """Entropy per token, in nats, below which an adaptive bonus acts; none keeps the weight fixed."""
+    entropy_coef_step: float = 5e-3
+    """How much the adaptive weight moves each rollout."""
+    positive_nll_coef: float = 0.0
+    """Weight of the likelihood of replies that passed, as an additional loss (VAPO)."""
+    loss_aggregation: Aggregation | None = None
+    """How token losses become one number; default: the loss's own (ppo token_mean, gspo sequence_mean, ...);
+    constant_length is Dr. GRPO's form."""
     adam: AdamConfig = Factory(AdamConfig)
     """Optimizer."""
     lr_scheduler: LRScheduler = LRScheduler.CONSTANT
@@ -117,10 +175,13 @@ class ActorConfig:
 
 @define(kw_only=True)
 class CriticConfig:
-    """The value model of PPO; used by the gae estimator only."""
+    """The value model of PPO; used by the gae and turn_gae estimators only."""
 
     model_name_or_path: str | None = None
-    """Model the critic starts from; default: the actor's."""
+    """Model the critic starts from; default: the actor's. A reward model (sequence classification with one label) also
+    gives its head."""
+    freezing_steps: int = 0
+    """First rollouts that train the critic alone, with the actor frozen (value warm-up)."""
     adam: AdamConfig = Factory(lambda: AdamConfig(lr=9e-6))
     """Optimizer."""
     lr_scheduler: LRScheduler = LRScheduler.CONSTANT
@@ -147,14 +208,23 @@ class RefConfig:
 class AdvantageConfig:
     """From rewards to advantages."""
 
-    estimator: Estimator = Estimator.GAE
-    """gae (PPO), reinforce (REINFORCE++), reinforce_baseline, rloo, group_norm (GRPO) or dr_grpo."""
+    estimator: str = "gae"
+    """gae (PPO), turn_gae, reinforce (REINFORCE++), reinforce_baseline, rloo, rloo_sequence, group_norm (GRPO),
+    dr_grpo, opo, gpg, maxrl, gdpo, turn_group_norm, remax, flash_reinforce, on_policy_distill, or a name that
+    algo.extension_path defines."""
     gamma: float = 1.0
-    """Discount per action token; gae and reinforce only."""
+    """Discount per action token (per turn for the turn estimators)."""
     lambd: float = 1.0
     """GAE's lambda per action token."""
+    critic_lambd: float | None = None
+    """Lambda of the critic's targets; default: lambd (VAPO's decoupled GAE sets 1)."""
+    length_adaptive_alpha: float | None = None
+    """GAE's lambda becomes 1 - 1 / (alpha x length) for each reply (VAPO: 0.05); none keeps lambd."""
+    whiten: Whiten | None = None
+    """Centre and scale advantages over nothing, the batch's action tokens or each group's; default: the estimator's own
+    (batch for gae, reinforce and reinforce_baseline, else none)."""
     no_std_norm: bool = False
-    """Whiten by the mean only; gae, reinforce and reinforce_baseline."""
+    """Whiten by the mean only."""
 
 
 @define(kw_only=True)
@@ -164,7 +234,9 @@ class KLConfig:
     init_coef: float = 0.0
     """Weight of the KL term; 0 loads no reference at all."""
     estimator: KLEstimator = KLEstimator.K1
-    """k1, k2 or k3. In the reward use k1; as a loss use k2 or k3."""
+    """k1, k2, k3 or k3_unbiased. In the reward use k1; as a loss use k2, k3 or k3_unbiased."""
+    against: KLAgainst = KLAgainst.REFERENCE
+    """The frozen reference, or the policy that sampled the rollout (as a loss; loads no reference)."""
     use_loss: bool = False
     """Add KL to the loss rather than to the reward."""
     target: float | None = None
@@ -174,16 +246,51 @@ class KLConfig:
 
 
 @define(kw_only=True)
+class CorrectionConfig:
+    """Off-policy correction: what a token weighs that another policy sampled."""
+
+    level: CorrectionLevel = CorrectionLevel.OFF
+    """Where the importance ratio is taken: token, sequence (the product) or geometric (its geometric mean)."""
+    mode: CorrectionMode = CorrectionMode.TRUNCATE
+    """truncate the ratio at high, clip it to low and high, or mask what lies outside."""
+    gate: CorrectionGate = CorrectionGate.RATIO
+    """What else leaves a token or sequence out: nothing, binary_kl, tv, or opsm (negative advantages only)."""
+    low: float = 0.5
+    """Lower bound of the ratio; clip and mask."""
+    high: float = 2.0
+    """Upper bound of the ratio."""
+    threshold: float = 5e-3
+    """Largest divergence that the gates binary_kl, tv and opsm let pass."""
+
+
+@define(kw_only=True)
 class AlgoConfig:
     """The algorithm."""
 
+    preset: str | None = None
+    """Named recipes, several separated by commas (dapo,tis): vetted settings that a file and flags override, shown by
+    --print-config. See docs/algorithms.md."""
+    extension_path: str | None = None
+    """Python file with estimators and policy losses of your own, registered by @estimator and @policy_loss."""
     advantage: AdvantageConfig = Factory(AdvantageConfig)
     """From rewards to advantages."""
     kl: KLConfig = Factory(KLConfig)
     """Keeping near the reference."""
     old_logprobs: OldLogprobs = OldLogprobs.RECOMPUTE
-    """Log-probs in the ratio's denominator when a rollout feeds several optimizer steps: the trainer's own, or the
-    rollout's (one forward pass less). A single step needs neither: the ratio is 1."""
+    """Log-probs in the ratio's denominator (proximal policy): the trainer's own before the update, the rollout's (one
+    forward pass less), or interpolated between rollout and current policy by the age of each token. A single step on
+    fresh samples needs none of them: the ratio is 1."""
+    correction: CorrectionConfig = Factory(CorrectionConfig)
+    """Off-policy correction."""
+    dynamic_filtering_enable: bool = False
+    """Train only on groups whose mean score lies within dynamic_filtering_range; each other one is replaced by a new
+    prompt at once (DAPO's dynamic sampling)."""
+    dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
+    """Mean scores between which, both excluded, a group is kept."""
+    dynamic_filtering_spread: bool = False
+    """Train only on groups whose rewards differ; each other one is replaced by a new prompt."""
+    dynamic_filtering_budget: float = 10.0
+    """Prompts that may be played for a rollout, as a multiple of rollout.batch_size; more is an error."""
 
 
 @define(kw_only=True)
@@ -194,6 +301,9 @@ class RolloutConfig:
     """Prompts per rollout."""
     n_samples_per_prompt: int = 1
     """Samples of each prompt: one group."""
+    generate_batch_size: int | None = None
+    """Groups in flight at once; default: batch_size. More (over-sampling) keeps what a rollout does not need for the
+    next one, where it is one update old: needs a correction, or old_logprobs rollout."""
     temperature: float = 1.0
     """Sampling temperature, also used in training log-probs."""
     top_p: float = 1.0
@@ -259,6 +369,8 @@ class DataConfig:
     """Read at most this many prompts."""
     size: int = 1000
     """Prompts to generate for a reasoning_gym task."""
+    curriculum_range: tuple[float, float] | None = None
+    """Skip prompts whose latest mean score lies outside, but for every eighth time; none plays all alike."""
 
 
 @define(kw_only=True)
@@ -273,8 +385,31 @@ class RewardConfig:
     """Regular expression that the whole reply must match, for the format verifier."""
     timeout: float = 10.0
     """Seconds one judgement may take."""
+    weights: dict[str, float] | None = None
+    """Weight of each named reward, for functions that return several: name weight name weight; default: 1 each."""
+    pass_threshold: float = 1.0
+    """A reply passes when its score reaches this."""
     clip_range: tuple[float, float] | None = None
     """Rewards are clamped to this range before any baseline."""
+    normalize: Normalise = Normalise.NONE
+    """Centre and scale rewards: by the running mean and deviation of all so far, or by those of a dataset."""
+    normalize_mean_std: tuple[float, float] | None = None
+    """Mean and standard deviation of rewards over a dataset, for normalize dataset."""
+    overlong_buffer_len: int | None = None
+    """Last tokens of rollout.max_new_tokens over which a length penalty grows (DAPO); none turns it off."""
+    overlong_penalty_factor: float = 1.0
+    """Penalty at full length."""
+    stop_properly_penalty_coef: float | None = None
+    """What a truncated reply is worth at most: this share of its reward, or this reward if negative; none turns it
+    off."""
+    cosine_length: bool = False
+    """Reward by outcome and length along half a cosine, in place of the reward itself."""
+    cosine_passed: tuple[float, float] = (2.0, 1.0)
+    """Reward of a reply that passed, at no and at full length."""
+    cosine_failed: tuple[float, float] = (-10.0, 0.0)
+    """Reward of a reply that failed, at no and at full length."""
+    cosine_exceeded: float = -10.0
+    """Reward of a reply that was cut off."""
 
 
 @define(kw_only=True)
@@ -295,8 +430,6 @@ class EvalConfig:
     """Sampled tokens per episode; default: rollout.max_new_tokens."""
     max_samples: int | None = None
     """Evaluate at most this many prompts."""
-    pass_threshold: float = 1.0
-    """A sample passes when its score reaches this."""
 
 
 @define(kw_only=True)

@@ -1,18 +1,21 @@
 """Experience: from trajectories to a batch with advantages, ready to learn from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from rollgrad.application.config import AlgoConfig, OldLogprobs
+from rollgrad.application.config import AlgoConfig, Normalise, OldLogprobs, RewardConfig
 from rollgrad.application.microbatch import per_token
+from rollgrad.domain import shaping
 from rollgrad.domain.batch import PackedBatch, pack
-from rollgrad.domain.estimators import ESTIMATORS, EstimatorInput, EstimatorParams
+from rollgrad.domain.catalogue import estimator_traits
+from rollgrad.domain.errors import RewardError
+from rollgrad.domain.estimators import EstimatorInput, EstimatorParams, estimate
 from rollgrad.domain.losses.kl import kl_estimate
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, ValueModel
-from rollgrad.domain.shaping import clip_rewards
 from rollgrad.domain.trajectory import Trajectory
 
 
@@ -30,9 +33,10 @@ class ExperienceService:
     Args:
         policy: the policy before its update.
         reference: None when KL plays no part.
-        critic: None unless the estimator is gae.
+        critic: None unless the estimator needs one.
         algo: algorithm settings.
-        reward_clip: range that rewards are clamped to before any baseline, or None.
+        reward: how rewards are shaped before any baseline.
+        max_length: sampled tokens of the longest reply, which penalties of length go by.
         max_tokens: token budget of one forward pass.
         steps_per_rollout: optimizer steps that one rollout feeds; with 1 the ratio is exactly 1 and the policy's
             log-probs before the update need not be computed for it.
@@ -45,7 +49,8 @@ class ExperienceService:
         reference: ReferenceModel | None,
         critic: ValueModel | None,
         algo: AlgoConfig,
-        reward_clip: tuple[float, float] | None,
+        reward: RewardConfig,
+        max_length: int,
         max_tokens: int,
         steps_per_rollout: int,
     ) -> None:
@@ -53,16 +58,20 @@ class ExperienceService:
         self._reference = reference
         self._critic = critic
         self._algo = algo
-        self._reward_clip = reward_clip
+        self._reward = reward
+        self._max_length = max_length
+        self._moments = shaping.RunningMoments()
         self._max_tokens = max_tokens
         self._steps_per_rollout = steps_per_rollout
 
-    def make(self, trajectories: Sequence[Trajectory], kl_coef: float) -> Experience:
-        """Packs, scores and estimates; `kl_coef` is the controller's current weight."""
-        batch = pack(trajectories)
-        if self._reward_clip is not None:
-            batch = evolve(batch, rewards_N=clip_rewards(batch.rewards_N, self._reward_clip))
+    def make(
+        self, trajectories: Sequence[Trajectory], kl_coef: float, baselines: Mapping[int, float] | None = None
+    ) -> Experience:
+        """Packs, scores and estimates; `kl_coef` is the controller's current weight, `baselines` the rewards of greedy
+        rollouts by group id, which are normalised and clipped like the others."""
         metrics: dict[str, float] = {}
+        batch = self._shaped(pack(trajectories), metrics)
+        batch = evolve(batch, baselines_S=self._baselines(batch, baselines or {}))
         batch = self._with_old_logprobs(batch, metrics)
         token_rewards_N = torch.zeros(batch.token_count)
         if self._reference is not None:
@@ -76,18 +85,63 @@ class ExperienceService:
             batch = evolve(batch, values_N=per_token(batch, self._max_tokens, self._critic.values))
         return Experience(batch=self._with_advantages(batch, token_rewards_N, metrics), metrics=metrics)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Running moments of the rewards."""
+        return self._moments.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state`."""
+        self._moments = shaping.RunningMoments.from_state_dict(state)
+
+    def _shaped(self, batch: PackedBatch, metrics: dict[str, float]) -> PackedBatch:
+        """Rewards by length and truncation, then normalised, then clipped."""
+        reward = self._reward
+        if reward.cosine_length:
+            settings = shaping.CosineLength(
+                passed=reward.cosine_passed, failed=reward.cosine_failed, exceeded=reward.cosine_exceeded
+            )
+            shaped_N = shaping.cosine_length(batch, settings, limit=self._max_length, threshold=reward.pass_threshold)
+            batch = evolve(batch, rewards_N=shaped_N)
+        if reward.overlong_buffer_len is not None:
+            shaped_N = shaping.overlong_penalty(
+                batch,
+                limit=self._max_length,
+                buffer=reward.overlong_buffer_len,
+                factor=reward.overlong_penalty_factor,
+            )
+            batch = evolve(batch, rewards_N=shaped_N)
+        if reward.stop_properly_penalty_coef is not None:
+            batch = evolve(batch, rewards_N=shaping.stop_properly(batch, reward.stop_properly_penalty_coef))
+        if reward.normalize is Normalise.RUNNING:
+            self._moments = self._moments.update(shaping.outcomes(batch))
+            batch = evolve(batch, rewards_N=shaping.normalise(batch, mean=self._moments.mean, std=self._moments.std))
+        elif reward.normalize_mean_std is not None:
+            mean, std = reward.normalize_mean_std
+            batch = evolve(batch, rewards_N=shaping.normalise(batch, mean=mean, std=std))
+        if reward.clip_range is not None:
+            batch = evolve(batch, rewards_N=shaping.clip_rewards(batch.rewards_N, reward.clip_range))
+        metrics["reward/shaped_mean"] = float(shaping.outcomes(batch).mean())
+        return batch
+
+    def _baselines(self, batch: PackedBatch, baselines: Mapping[int, float]) -> Tensor | None:
+        if not baselines:
+            return None
+        baselines_S = torch.tensor([baselines[int(group)] for group in batch.group_ids_S])
+        reward = self._reward
+        moments = {Normalise.RUNNING: (self._moments.mean, self._moments.std)}
+        mean, std = moments.get(reward.normalize, reward.normalize_mean_std or (0.0, 1.0))
+        baselines_S = (baselines_S - mean) / std
+        return baselines_S if reward.clip_range is None else shaping.clip_rewards(baselines_S, reward.clip_range)
+
     def _with_old_logprobs(self, batch: PackedBatch, metrics: dict[str, float]) -> PackedBatch:
         """Adds `old_logprobs_N` where the ratio or the KL penalty needs it."""
-        if self._algo.old_logprobs is OldLogprobs.ROLLOUT:
+        source = self._algo.old_logprobs
+        if source is OldLogprobs.ROLLOUT:
             return evolve(batch, old_logprobs_N=batch.rollout_logprobs_N)
         penalised = self._reference is not None and not self._algo.kl.use_loss
-        if self._steps_per_rollout == 1 and not penalised:
+        if not penalised and (source is OldLogprobs.INTERPOLATE or self._steps_per_rollout == 1):
             return batch
-        old_N = per_token(batch, self._max_tokens, lambda b: self._score(self._policy, b))
-        gap_N = (old_N - batch.rollout_logprobs_N)[batch.action_mask_N]
-        metrics["mismatch/abs_diff_mean"] = float(gap_N.abs().mean())
-        metrics["mismatch/kl"] = float(kl_estimate(-gap_N, torch.zeros_like(gap_N), "k3").mean())
-        return evolve(batch, old_logprobs_N=old_N)
+        return evolve(batch, old_logprobs_N=per_token(batch, self._max_tokens, lambda b: self._score(self._policy, b)))
 
     def _kl_penalty(self, batch: PackedBatch, kl_coef: float, metrics: dict[str, float]) -> Tensor:
         """-kl_coef * KL of each action token: KL in the reward (Ziegler et al. 2019, eq. 2)."""
@@ -99,17 +153,36 @@ class ExperienceService:
 
     def _with_advantages(self, batch: PackedBatch, token_rewards_N: Tensor, metrics: dict[str, float]) -> PackedBatch:
         advantage = self._algo.advantage
-        result = ESTIMATORS[advantage.estimator](
+        parts_SK = batch.reward_parts_SK
+        if parts_SK is None and "reward_parts" in estimator_traits(advantage.estimator).needs:
+            raise RewardError(
+                f"algo.advantage.estimator {advantage.estimator} normalises several named rewards apart, but the "
+                "reward has no names: return a mapping of named rewards from the reward function."
+            )
+        weights = self._reward.weights or {}
+        result = estimate(
+            advantage.estimator,
             EstimatorInput(
                 rewards_N=batch.rewards_N,
                 token_rewards_N=token_rewards_N,
                 action_mask_N=batch.action_mask_N,
+                turn_ids_N=batch.turn_ids_N,
                 lengths_S=batch.lengths_S,
                 group_ids_S=batch.group_ids_S,
                 sample_ids_S=batch.sample_ids_S,
                 values_N=batch.values_N,
+                baselines_S=batch.baselines_S,
+                reward_parts_SK=parts_SK,
+                part_weights_K=torch.tensor([weights.get(name, 1.0) for name in batch.part_names]),
             ),
-            EstimatorParams(gamma=advantage.gamma, lambd=advantage.lambd, std_norm=not advantage.no_std_norm),
+            EstimatorParams(
+                gamma=advantage.gamma,
+                lambd=advantage.lambd,
+                critic_lambd=advantage.critic_lambd,
+                length_adaptive_alpha=advantage.length_adaptive_alpha,
+            ),
+            whiten=advantage.whiten,
+            std_norm=not advantage.no_std_norm,
         )
         actions_A = result.advantages_N[batch.action_mask_N]
         metrics["advantage/mean"] = float(actions_A.mean())

@@ -9,7 +9,8 @@ from enum import StrEnum
 
 from attrs import frozen
 
-from rollgrad.application.config import Estimator, RLConfig
+from rollgrad.application.config import KLAgainst, RLConfig
+from rollgrad.domain.catalogue import estimator_traits
 
 FLOAT32_BYTES = 4
 ADAM_MOMENTS = 2
@@ -68,10 +69,10 @@ def memory_plan(
     rows = _trained("policy", actor, compute_bytes)
     rows.append(_activations("policy", actor, config, compute_bytes))
     rows.append(_kv_cache(actor, config, compute_bytes))
-    if config.algo.advantage.estimator is Estimator.GAE:
+    if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
         rows += _trained("critic", critic or actor, compute_bytes)
         rows.append(_activations("critic", critic or actor, config, compute_bytes))
-    if config.algo.kl.init_coef > 0:
+    if config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE:
         rows.append(_weights("reference", reference or actor, compute_bytes))
     return rows
 

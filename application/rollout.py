@@ -5,8 +5,9 @@ failure; sample and group ids, and with them the seeds, depend on the position i
 """
 
 import asyncio
+import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from attrs import evolve, frozen
 
@@ -34,6 +35,13 @@ class RolloutGroup:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     failures: tuple[RolloutFailure, ...] = ()
+    baseline: float | None = None
+    """Reward of the prompt's greedy rollout, where one was asked for."""
+
+    @property
+    def scores(self) -> list[float]:
+        """What the samples are filtered and evaluated by."""
+        return [trajectory.score for trajectory in self.trajectories]
 
 
 class RolloutService:
@@ -53,54 +61,96 @@ class RolloutService:
         self._seed = seed
 
     async def stream(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, samples: int, first_group_id: int = 0
+        self,
+        prompts: Iterator[Prompt],
+        params: SamplingParams,
+        *,
+        samples: int,
+        groups: int,
+        refill: Callable[[RolloutGroup], bool] = lambda group: False,
+        first_group_id: int = 0,
+        greedy_baseline: bool = False,
     ) -> AsyncIterator[RolloutGroup]:
-        """Groups in the order in which they finish.
+        """Groups in the order in which they finish, until all that were started have.
+
+        Args:
+            prompts: where they come from; which are played depends on what `refill` answers, never on timing.
+            params: sampling settings.
+            samples: samples of each prompt.
+            groups: started at once.
+            refill: whether one more group is started for this finished one.
+            first_group_id: of the first group; the others count on from it in the order of their prompts.
+            greedy_baseline: also play each prompt greedily, for `RolloutGroup.baseline`.
 
         Raises:
             RewardError, EngineError: more than `max_failures` episodes failed; the message is the last failure's.
         """
         slots = asyncio.Semaphore(self._max_concurrent)
         failures: Counter[FailureKind] = Counter()
-        tasks = [
-            asyncio.create_task(self._play(prompt, params, samples, first_group_id + offset, slots))
-            for offset, prompt in enumerate(prompts)
-        ]
+        numbers = itertools.count(first_group_id)
+
+        def start() -> asyncio.Task[RolloutGroup]:
+            return asyncio.create_task(
+                self._play(next(prompts), params, samples, next(numbers), slots, greedy_baseline=greedy_baseline)
+            )
+
+        running = {start() for _ in range(groups)}
         try:
-            for finished in asyncio.as_completed(tasks):
-                group = await finished
-                failures.update(failure.kind for failure in group.failures)
-                if failures.total() > self._max_failures:
-                    raise _too_many(group.failures[-1], failures, self._max_failures)
-                yield group
+            while running:
+                finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for group in (task.result() for task in finished):
+                    failures.update(failure.kind for failure in group.failures)
+                    if failures.total() > self._max_failures:
+                        raise _too_many(group.failures[-1], failures, self._max_failures)
+                    if refill(group):
+                        running.add(start())
+                    yield group
         finally:
-            for task in tasks:
+            for task in running:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def collect(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, samples: int, first_group_id: int = 0
     ) -> list[RolloutGroup]:
         """All groups, in the order of `prompts`."""
-        groups = [g async for g in self.stream(prompts, params, samples=samples, first_group_id=first_group_id)]
+        stream = self.stream(iter(prompts), params, samples=samples, groups=len(prompts), first_group_id=first_group_id)
+        groups = [group async for group in stream]
         return sorted(groups, key=lambda group: group.group_id)
 
     async def _play(
-        self, prompt: Prompt, params: SamplingParams, samples: int, group_id: int, slots: asyncio.Semaphore
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        samples: int,
+        group_id: int,
+        slots: asyncio.Semaphore,
+        *,
+        greedy_baseline: bool,
     ) -> RolloutGroup:
-        async def one(sample_id: int) -> list[Trajectory] | RolloutFailure:
+        async def one(sample_id: int, settings: SamplingParams) -> list[Trajectory] | RolloutFailure:
             async with slots:
-                seeded = evolve(params, seed=sample_seed(self._seed, sample_id))
+                seeded = evolve(settings, seed=sample_seed(self._seed, sample_id))
                 return await self._executor.run(
                     EpisodeRequest(prompt=prompt, params=seeded, group_id=group_id, sample_id=sample_id)
                 )
 
-        results = await asyncio.gather(*(one(group_id * samples + index) for index in range(samples)))
+        greedy = [evolve(params, temperature=0.0, top_p=1.0, top_k=0)] if greedy_baseline else []
+        results = await asyncio.gather(
+            *(one(group_id * samples + index, params) for index in range(samples)),
+            *(one(group_id * samples, settings) for settings in greedy),
+        )
+        failures = tuple(result for result in results if isinstance(result, RolloutFailure))
+        played = [result for result in results[:samples] if isinstance(result, list)]
+        baselines = [sum(t.reward for t in result) for result in results[samples:] if isinstance(result, list)]
+        if len(baselines) < len(greedy):
+            played = []  # nothing to compare the samples with
         return RolloutGroup(
             group_id=group_id,
             prompt=prompt,
-            trajectories=tuple(t for result in results if isinstance(result, list) for t in result),
-            failures=tuple(result for result in results if isinstance(result, RolloutFailure)),
+            trajectories=tuple(trajectory for result in played for trajectory in result),
+            failures=failures,
+            baseline=baselines[0] if baselines else None,
         )
 
 

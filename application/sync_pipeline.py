@@ -5,25 +5,26 @@ by reason; an interruption ends the run between two steps, with the model of the
 """
 
 import asyncio
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 from attrs import field, frozen
 
 from rollgrad.application.evaluation import EvaluationService
 from rollgrad.application.experience import ExperienceService
-from rollgrad.application.rollout import RolloutGroup, RolloutService
+from rollgrad.application.rollout import RolloutGroup
+from rollgrad.application.sampling import GroupSampler
 from rollgrad.application.update import UpdateService
+from rollgrad.domain.entropy_control import EntropyController
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.kl_control import KLController
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.metric_sink import MetricSink
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueObjective
-from rollgrad.domain.ports.prompt_source import PromptSource
 from rollgrad.domain.ports.weight_channel import WeightChannel
-from rollgrad.domain.sampling import SamplingParams
 from rollgrad.domain.trajectory import Trajectory
 
 log = structlog.get_logger(__name__)
@@ -37,14 +38,22 @@ FINAL_MODEL = "model"
 
 @frozen(kw_only=True)
 class Schedule:
-    """`steps` rollouts of `prompts_per_step` prompts x `samples_per_prompt`; evaluation and model checkpoints every
-    so many steps (-1: only at the ends)."""
+    """`steps` rollouts, the first `freezing_steps` of which train the critic alone; evaluation and model checkpoints
+    every so many steps (-1: only at the ends). A sample passes from a score of `pass_threshold` on."""
 
     steps: int
-    prompts_per_step: int
-    samples_per_prompt: int
     eval_steps: int = -1
     save_steps: int = -1
+    freezing_steps: int = 0
+    pass_threshold: float = 1.0
+
+
+class ObjectiveFactory(Protocol):
+    """Makes the policy's loss for the current weights of its terms and the version under training."""
+
+    def __call__(self, *, kl_coef: float, entropy_coef: float, version: int) -> PolicyObjective:
+        """The objective of one update."""
+        ...
 
 
 @frozen(kw_only=True)
@@ -58,22 +67,21 @@ class RunOutcome:
 
 
 class SyncPipeline:
-    """Ties the services together. `objective` makes the policy's loss for the current KL weight."""
+    """Ties the services together."""
 
     def __init__(
         self,
         *,
         schedule: Schedule,
-        params: SamplingParams,
-        prompts: PromptSource,
-        rollout: RolloutService,
+        sampler: GroupSampler,
         experience: ExperienceService,
         update: UpdateService,
         policy: PolicyModel,
         channel: WeightChannel,
-        objective: Callable[[float], PolicyObjective],
+        objective: ObjectiveFactory,
         value_objective: ValueObjective | None,
         kl: KLController,
+        entropy: EntropyController,
         evaluation: EvaluationService | None,
         sink: MetricSink,
         checkpoints: CheckpointStore,
@@ -81,9 +89,7 @@ class SyncPipeline:
         sample_log: SampleLog,
     ) -> None:
         self._schedule = schedule
-        self._params = params
-        self._prompts = prompts
-        self._rollout = rollout
+        self._sampler = sampler
         self._experience = experience
         self._update = update
         self._policy = policy
@@ -91,6 +97,7 @@ class SyncPipeline:
         self._objective = objective
         self._value_objective = value_objective
         self._kl = kl
+        self._entropy = entropy
         self._evaluation = evaluation
         self._sink = sink
         self._checkpoints = checkpoints
@@ -122,20 +129,25 @@ class SyncPipeline:
         """One rollout and the update it feeds."""
         schedule, clock = self._schedule, self._clock
         started = clock.monotonic()
-        groups = await self._rollout.collect(
-            self._prompts.take(schedule.prompts_per_step),
-            self._params,
-            samples=schedule.samples_per_prompt,
-            first_group_id=self._done * schedule.prompts_per_step,
-        )
+        groups, sampling_metrics = await self._sampler.take(schedule.steps - self._done)
         generated = clock.monotonic()
         trajectories = [t for group in groups for t in group.trajectories]
         if not trajectories:
             raise RewardError(f"All {len(groups)} groups of step {self._done} failed: there is nothing to train on.")
-        experience = self._experience.make(trajectories, self._kl.coef)
+        baselines = {g.group_id: g.baseline for g in groups if g.baseline is not None}
+        experience = self._experience.make(trajectories, self._kl.coef, baselines)
         prepared = clock.monotonic()
-        metrics = self._update.run(experience.batch, self._objective(self._kl.coef), self._value_objective)
-        metrics = rollout_metrics(groups) | experience.metrics | metrics
+        metrics = rollout_metrics(groups, schedule.pass_threshold) | sampling_metrics | experience.metrics
+        self._entropy = self._entropy.observe(metrics["rollout/entropy"])
+        objective = self._objective(kl_coef=self._kl.coef, entropy_coef=self._entropy.weight, version=self._done + 1)
+        metrics |= self._update.run(
+            experience.batch,
+            objective,
+            self._value_objective,
+            train_policy=self._done >= schedule.freezing_steps,
+        )
+        if self._entropy.target is not None:
+            metrics["policy/entropy_coef"] = self._entropy.weight
         if "policy/ref_kl" in metrics:
             metrics["policy/kl_coef"] = self._kl.coef
             self._kl = self._kl.update(metrics["policy/ref_kl"], len(trajectories))
@@ -169,18 +181,25 @@ class SyncPipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, JSON-serialisable."""
-        return {"step": self._done, "prompts": self._prompts.state_dict(), "kl": self._kl.state_dict()}
+        return {
+            "step": self._done,
+            **self._sampler.state_dict(),
+            "kl": self._kl.state_dict(),
+            "entropy": self._entropy.state_dict(),
+            "experience": self._experience.state_dict(),
+        }
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """What a rollout looked like: rewards, lengths, group spread, failures by kind, and the reward's own metrics.
+def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> dict[str, float]:
+    """What a rollout looked like: rewards, lengths (also by outcome), group spread, groups all of whose samples passed
+    or failed, failures by kind, and the reward's own metrics.
 
     `rollout/entropy` is the mean of -log-prob over all sampled tokens, in nats.
     """
     trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories]
     count = len(trajectories)
     lengths = [t.action_length for t in trajectories]
-    scored = [[t.score for t in group.trajectories] for group in groups if group.trajectories]
+    scored = [group.scores for group in groups if group.trajectories]
     metrics = {
         "reward/mean": sum(t.reward for t in trajectories) / count,
         "reward/score_mean": sum(t.score for t in trajectories) / count,
@@ -190,7 +209,14 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "rollout/response_length_max": float(max(lengths)),
         "rollout/truncated_share": sum(t.stop_reason.truncated for t in trajectories) / count,
         "rollout/zero_spread_share": sum(min(s) == max(s) for s in scored) / len(scored),
+        "rollout/group_std_mean": sum(statistics.pstdev(s) for s in scored) / len(scored),
+        "rollout/all_passed_share": sum(min(s) >= pass_threshold for s in scored) / len(scored),
+        "rollout/all_failed_share": sum(max(s) < pass_threshold for s in scored) / len(scored),
     }
+    for name, passed in (("passed", True), ("failed", False)):
+        chosen = [t.action_length for t in trajectories if (t.score >= pass_threshold) is passed]
+        if chosen:
+            metrics[f"rollout/response_length_{name}"] = sum(chosen) / len(chosen)
     for failure in (f for group in groups for f in group.failures):
         name = f"rollout/failed_{failure.kind.value}"
         metrics[name] = metrics.get(name, 0.0) + 1.0

@@ -1,9 +1,10 @@
 """Update: epochs over a rollout's samples, minibatches (one optimizer step each), micro-batches within a budget."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from attrs import evolve
+from torch import Tensor
 
 from rollgrad.application.config import Aggregation
 from rollgrad.application.microbatch import split
@@ -12,12 +13,17 @@ from rollgrad.domain.batching import minibatches
 from rollgrad.domain.losses.aggregation import loss_weights
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
 
-NOT_MEANS = frozenset({"loss", "policy_loss", "grad_norm", "lr"})
-"""Results of an update that do not grow with the share of tokens passed through the model."""
+NOT_MEANS = frozenset({"loss", "policy_loss", "positive_nll", "grad_norm", "lr"})
+"""Results of an update that are no weighted means over tokens."""
+
+TURNS_SHOWN = 8
+"""Turns whose share of the gradient is logged apart."""
 
 
 class UpdateService:
     """Takes optimizer steps on a batch.
+
+    Metrics of a step are means over the tokens that were passed through the model, weighted as in the loss.
 
     Args:
         policy: what is trained.
@@ -31,6 +37,8 @@ class UpdateService:
         skip_idle: leave samples whose advantages are all 0 out of the policy's passes. Their gradient is exactly 0
             when the loss has no other term (KL, entropy), and the others' weights are fixed before: same gradient,
             less work. GRPO's groups without spread are such samples.
+        select: chooses the tokens of a whole optimizer step that the loss treats apart, or None.
+        pass_threshold: score from which a reply's likelihood is raised, for losses with such a term.
     """
 
     def __init__(
@@ -45,6 +53,8 @@ class UpdateService:
         max_tokens: int,
         seed: int,
         skip_idle: bool = False,
+        select: Callable[[PackedBatch], Tensor] | None = None,
+        pass_threshold: float = 1.0,
     ) -> None:
         self._policy = policy
         self._critic = critic
@@ -55,15 +65,25 @@ class UpdateService:
         self._max_tokens = max_tokens
         self._generator = torch.Generator().manual_seed(seed)
         self._skip_idle = skip_idle
+        self._select = select
+        self._pass_threshold = pass_threshold
 
     def run(
-        self, batch: PackedBatch, objective: PolicyObjective, value_objective: ValueObjective | None = None
+        self,
+        batch: PackedBatch,
+        objective: PolicyObjective,
+        value_objective: ValueObjective | None = None,
+        *,
+        train_policy: bool = True,
     ) -> dict[str, float]:
-        """Trains on `batch`; returns metrics averaged over its optimizer steps, under `policy/` and `critic/`."""
+        """Trains on `batch`; returns metrics averaged over its optimizer steps, under `policy/` and `critic/`.
+
+        Without `train_policy` the critic alone learns.
+        """
         totals: dict[str, float] = {}
         steps = 0
         for step_batch in self._steps(batch):
-            metrics = self._update_policy(step_batch, objective)
+            metrics = self._update_policy(step_batch, objective) if train_policy else {}
             if self._critic is not None and value_objective is not None:
                 parts = split(step_batch, self._max_tokens)
                 metrics |= {f"critic/{k}": v for k, v in self._critic.update(parts, value_objective).items()}
@@ -76,9 +96,13 @@ class UpdateService:
         """One optimizer step; means are over the tokens that were passed through the model."""
         trained = _with_gradient(step_batch) if self._skip_idle else step_batch
         result = self._policy.update(split(trained, self._max_tokens), objective)
-        covered = _weight(trained) / _weight(step_batch)
-        scaled = {name: value if name in NOT_MEANS else value / covered for name, value in result.items()}
-        return {f"policy/{k}": v for k, v in scaled.items()} | {"policy/trained_share": len(trained) / len(step_batch)}
+        weight = _weight(trained)
+        scaled = {name: value if name in NOT_MEANS else value / weight for name, value in result.items()}
+        squared = scaled.pop("mismatch_weight_squared", 0.0)
+        if squared > 0:
+            scaled["mismatch_effective_sample_share"] = scaled.pop("mismatch_weight") ** 2 / squared
+        metrics = {f"policy/{name}": value for name, value in scaled.items()}
+        return metrics | {"policy/trained_share": len(trained) / len(step_batch)} | gradient_share_by_turn(step_batch)
 
     def _steps(self, batch: PackedBatch) -> Iterator[PackedBatch]:
         """The samples of each optimizer step, with their loss weights."""
@@ -88,11 +112,18 @@ class UpdateService:
                 part = batch.select(sorted(indices))
                 yield evolve(
                     part,
+                    selected_N=None if self._select is None else self._select(part),
+                    positive_weights_N=self._positive_weights(part),
                     loss_weights_N=self._weights(part, self._aggregation),
                     value_weights_N=None if self._critic is None else self._weights(part, Aggregation.TOKEN_MEAN),
                 )
 
-    def _weights(self, part: PackedBatch, mode: Aggregation) -> torch.Tensor:
+    def _positive_weights(self, part: PackedBatch) -> Tensor:
+        """A token mean over the replies that passed."""
+        passed_N = part.action_mask_N & (part.scores_S >= self._pass_threshold)[part.sequence_ids_N]
+        return passed_N.float() / passed_N.sum().clamp(min=1)
+
+    def _weights(self, part: PackedBatch, mode: Aggregation) -> Tensor:
         return loss_weights(
             mode,
             action_mask_N=part.action_mask_N,
@@ -113,3 +144,16 @@ def _with_gradient(batch: PackedBatch) -> PackedBatch:
 def _weight(batch: PackedBatch) -> float:
     assert batch.loss_weights_N is not None
     return float(batch.loss_weights_N.sum())
+
+
+def gradient_share_by_turn(batch: PackedBatch) -> dict[str, float]:
+    """Share of each of the first turns in the sum of |weight x advantage|, the size of the gradient at a ratio of 1;
+    empty for batches of one turn."""
+    assert batch.advantages_N is not None
+    assert batch.loss_weights_N is not None
+    turns_A = batch.turn_ids_N[batch.action_mask_N]
+    size_A = (batch.advantages_N * batch.loss_weights_N)[batch.action_mask_N].abs().double()
+    if len(turns_A) == 0 or int(turns_A.max()) == 0 or float(size_A.sum()) == 0:
+        return {}
+    size_U = torch.zeros(int(turns_A.max()) + 1, dtype=torch.float64).index_add_(0, turns_A, size_A)
+    return {f"policy/gradient_share_turn_{k}": float(x / size_U.sum()) for k, x in enumerate(size_U[:TURNS_SHOWN])}

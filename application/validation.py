@@ -6,7 +6,7 @@ set, which rule it breaks, and the flag that fixes it. What only files or models
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -14,27 +14,34 @@ import attrs
 
 from rollgrad.application.config import (
     ActorConfig,
+    AdvantageConfig,
+    AlgoConfig,
+    CorrectionConfig,
+    CorrectionGate,
+    CorrectionLevel,
+    CorrectionMode,
     CriticConfig,
-    Estimator,
     EvalConfig,
+    KLAgainst,
     KLConfig,
     KLEstimator,
     LRScheduler,
+    Normalise,
     OldLogprobs,
+    RewardConfig,
     RLConfig,
     RolloutConfig,
     TrainConfig,
     Verifier,
+    Whiten,
 )
 from rollgrad.application.ranges import RANGES
+from rollgrad.domain.catalogue import ESTIMATORS, POLICY_LOSSES, estimator_traits, policy_loss_traits
 from rollgrad.domain.errors import ConfigurationError
 
 REASONING_GYM = "reasoning_gym:"
 """Prefix of a dataset that is generated, and judged by its own scorer."""
 
-GROUP_ESTIMATORS = (Estimator.REINFORCE_BASELINE, Estimator.RLOO, Estimator.GROUP_NORM, Estimator.DR_GRPO)
-DISCOUNTED_ESTIMATORS = (Estimator.GAE, Estimator.REINFORCE)
-WHITENED_ESTIMATORS = (Estimator.GAE, Estimator.REINFORCE, Estimator.REINFORCE_BASELINE)
 LABELLED_VERIFIERS = (Verifier.LAST_NUMBER, Verifier.EXACT_MATCH, Verifier.MATH)
 
 PROBABILITY_TOLERANCE = 1e-6
@@ -50,12 +57,18 @@ def validate(config: RLConfig, *, has_reward: bool = False, has_environment: boo
     Raises:
         ConfigurationError: the first rule that is broken.
     """
+    estimator_traits(config.algo.advantage.estimator)
+    policy_loss_traits(config.actor.policy_loss_type)
     _raise_first(
         _model_problems(config),
         _required_data_problems(config),
         _range_problems(config),
         _algorithm_problems(config),
+        _policy_loss_problems(config),
         _kl_problems(config),
+        _correction_problems(config),
+        _sampling_problems(config),
+        _shaping_problems(config, has_environment=has_environment),
         _optimizer_problems(config),
         _rollout_problems(config),
         _data_problems(config),
@@ -149,29 +162,84 @@ def _range_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _algorithm_problems(config: RLConfig) -> Iterator[str]:
+    if config.algo.preset is not None:
+        yield (
+            f"algo.preset is {config.algo.preset!r}, but a preset is expanded where a file or flags are read: in "
+            "Python call rollgrad.load_config(preset=...)."
+        )
     advantage = config.algo.advantage
     estimator = advantage.estimator
+    traits = estimator_traits(estimator)
     samples = config.rollout.n_samples_per_prompt
-    if estimator in GROUP_ESTIMATORS and samples < 2:
+    if "group" in traits.needs and samples < 2:
         yield (
             f"algo.advantage.estimator {estimator} compares the samples of a prompt, but "
             f"rollout.n_samples_per_prompt is {samples}: set --rollout.n_samples_per_prompt to 2 or more."
         )
-    for key, value, default, users in (
-        ("gamma", advantage.gamma, 1.0, DISCOUNTED_ESTIMATORS),
-        ("lambd", advantage.lambd, 1.0, (Estimator.GAE,)),
-        ("no_std_norm", advantage.no_std_norm, False, WHITENED_ESTIMATORS),
-    ):
-        if value != default and estimator not in users:
+    for key in ("gamma", "lambd", "critic_lambd", "length_adaptive_alpha"):
+        value = getattr(advantage, key)
+        if value != getattr(AdvantageConfig(), key) and key not in traits.uses:
             yield (
                 f"algo.advantage.{key} is {value}, which the {estimator} estimator does not use: leave "
-                f"--algo.advantage.{key} out, or set --algo.advantage.estimator to {_either(users)}."
+                f"--algo.advantage.{key} out, or set --algo.advantage.estimator to {_either(_users_of(key))}."
             )
+    if advantage.length_adaptive_alpha is not None and advantage.lambd != AdvantageConfig().lambd:
+        yield (
+            f"algo.advantage.lambd is {advantage.lambd} and algo.advantage.length_adaptive_alpha is "
+            f"{advantage.length_adaptive_alpha}, which replaces it: leave --algo.advantage.lambd out."
+        )
+    if advantage.no_std_norm and (advantage.whiten or traits.whiten) == Whiten.NONE:
+        yield (
+            f"algo.advantage.no_std_norm is True, but the {estimator} estimator's advantages are not whitened: leave "
+            "--algo.advantage.no_std_norm out, or set --algo.advantage.whiten to batch or group."
+        )
     critic = _changed(config.critic, CriticConfig())
-    if estimator is not Estimator.GAE and critic:
+    if "critic" not in traits.needs and critic:
         yield (
             f"critic.{critic} is set, but the {estimator} estimator has no critic: leave --critic.{critic} out, or set "
             f"--algo.advantage.estimator to gae."
+        )
+    frozen, steps = config.critic.freezing_steps, config.train.max_steps
+    if steps is not None and frozen >= steps:
+        yield (
+            f"critic.freezing_steps is {frozen}, but the run has {steps} rollouts, so the actor would never be "
+            "trained: lower --critic.freezing_steps or raise --train.max_steps."
+        )
+    kl = config.algo.kl
+    if "teacher" in traits.needs and (
+        config.ref.model_name_or_path is None or kl.init_coef == 0 or kl.use_loss or kl.estimator is not KLEstimator.K1
+    ):
+        yield (
+            f"algo.advantage.estimator {estimator} learns from the log-probs of a teacher: name it with "
+            "--ref.model_name_or_path, set --algo.kl.init_coef above 0 (1 is usual), and leave --algo.kl.use_loss and "
+            "--algo.kl.estimator out."
+        )
+
+
+def _policy_loss_problems(config: RLConfig) -> Iterator[str]:
+    actor, default = config.actor, ActorConfig()
+    name = actor.policy_loss_type
+    traits = policy_loss_traits(name)
+    for key in ("eps_clip", "eps_clip_low_high"):
+        if getattr(actor, key) is not None and traits.clip is None:
+            yield f"actor.{key} is {getattr(actor, key)}, but the {name} loss does not clip: leave --actor.{key} out."
+    for key in ("dual_clip", "sapo_tau", "cov_share", "cov_range", "cov_kl_coef"):
+        value = getattr(actor, key)
+        if value != getattr(default, key) and key not in traits.uses:
+            users = [loss for loss, other in POLICY_LOSSES.items() if key in other.uses]
+            yield (
+                f"actor.{key} is {value}, which the {name} loss does not use: leave --actor.{key} out, or set "
+                f"--actor.policy_loss_type to {_either(users)}."
+            )
+    if actor.eps_clip is not None and actor.eps_clip_low_high is not None:
+        yield (
+            f"actor.eps_clip is {actor.eps_clip} and actor.eps_clip_low_high is {actor.eps_clip_low_high}, which "
+            "replaces it: leave --actor.eps_clip out."
+        )
+    if actor.entropy_target is None and actor.entropy_coef_step != default.entropy_coef_step:
+        yield (
+            f"actor.entropy_coef_step is {actor.entropy_coef_step}, but a fixed entropy weight has no step: set "
+            "--actor.entropy_target, or leave --actor.entropy_coef_step out."
         )
 
 
@@ -195,7 +263,165 @@ def _kl_problems(config: RLConfig) -> Iterator[str]:
     if kl.use_loss and kl.estimator is KLEstimator.K1:
         yield (
             "algo.kl.use_loss is on with algo.kl.estimator k1, whose gradient is zero on average: set "
-            "--algo.kl.estimator to k2 or k3."
+            "--algo.kl.estimator to k2, k3 or k3_unbiased."
+        )
+    if kl.estimator is KLEstimator.K3_UNBIASED and not kl.use_loss:
+        yield (
+            "algo.kl.estimator is k3_unbiased, which weighs a loss by the importance ratio, but KL is in the reward: "
+            "turn on --algo.kl.use_loss, or set --algo.kl.estimator to k1, k2 or k3."
+        )
+    if kl.against is KLAgainst.ROLLOUT:
+        if not kl.use_loss:
+            yield (
+                "algo.kl.against is rollout, but KL is in the reward, where the policy that sampled is the policy "
+                "itself: turn on --algo.kl.use_loss."
+            )
+        if config.ref.model_name_or_path is not None:
+            yield (
+                f"ref.model_name_or_path is {config.ref.model_name_or_path!r}, but algo.kl.against is rollout, which "
+                "needs no reference: leave --ref.model_name_or_path out, or set --algo.kl.against to reference."
+            )
+
+
+def _correction_problems(config: RLConfig) -> Iterator[str]:
+    correction, default = config.algo.correction, CorrectionConfig()
+    if correction.level is CorrectionLevel.OFF:
+        changed = _changed(correction, default)
+        if changed:
+            yield (
+                f"algo.correction.{changed} is {getattr(correction, changed)}, but algo.correction.level is off: set "
+                f"--algo.correction.level to token, sequence or geometric, or leave --algo.correction.{changed} out."
+            )
+        return
+    mode, gate = correction.mode, correction.gate
+    masks_ratio = mode is CorrectionMode.MASK and gate is CorrectionGate.RATIO
+    reads = {
+        "low": mode is CorrectionMode.CLIP or masks_ratio,
+        "high": mode is not CorrectionMode.MASK or masks_ratio,
+        "threshold": gate is not CorrectionGate.RATIO,
+    }
+    for key, read in reads.items():
+        value = getattr(correction, key)
+        if not read and value != getattr(default, key):
+            yield (
+                f"algo.correction.{key} is {value}, which mode {mode} with gate {gate} does not use: leave "
+                f"--algo.correction.{key} out."
+            )
+    if correction.low >= correction.high:
+        yield (
+            f"algo.correction.low is {correction.low} and algo.correction.high is {correction.high}, but the lower "
+            "bound must be below the upper: change --algo.correction.low or --algo.correction.high."
+        )
+    if gate is CorrectionGate.OPSM and correction.level is CorrectionLevel.TOKEN:
+        yield (
+            "algo.correction.gate is opsm, which judges whole sequences, but algo.correction.level is token: set "
+            "--algo.correction.level to sequence."
+        )
+    if config.algo.old_logprobs is OldLogprobs.ROLLOUT and mode is not CorrectionMode.MASK:
+        yield (
+            f"algo.correction.mode is {mode} with algo.old_logprobs rollout, whose ratio already is against the policy "
+            "that sampled, so only leaving out remains: set --algo.correction.mode to mask, or --algo.old_logprobs to "
+            "recompute."
+        )
+
+
+def _sampling_problems(config: RLConfig) -> Iterator[str]:
+    """Which groups are played and kept."""
+    algo, default, rollout = config.algo, AlgoConfig(), config.rollout
+    filtering = algo.dynamic_filtering_enable or algo.dynamic_filtering_spread
+    if filtering and rollout.n_samples_per_prompt < 2:
+        key = "dynamic_filtering_enable" if algo.dynamic_filtering_enable else "dynamic_filtering_spread"
+        yield (
+            f"algo.{key} judges groups, but rollout.n_samples_per_prompt is {rollout.n_samples_per_prompt}: set "
+            "--rollout.n_samples_per_prompt to 2 or more."
+        )
+    for key, used in (("range", algo.dynamic_filtering_enable), ("budget", filtering)):
+        value = getattr(algo, f"dynamic_filtering_{key}")
+        if not used and value != getattr(default, f"dynamic_filtering_{key}"):
+            yield (
+                f"algo.dynamic_filtering_{key} is {value}, but no group is filtered by it: turn on "
+                f"--algo.dynamic_filtering_enable, or leave --algo.dynamic_filtering_{key} out."
+            )
+    groups = rollout.generate_batch_size
+    if groups is not None and groups < rollout.batch_size:
+        yield (
+            f"rollout.generate_batch_size is {groups}, but a rollout trains on {rollout.batch_size} groups: raise "
+            "--rollout.generate_batch_size, or leave it out."
+        )
+    over_sampling = groups is not None and groups > rollout.batch_size
+    off_policy = algo.correction.level is not CorrectionLevel.OFF or algo.old_logprobs is not OldLogprobs.RECOMPUTE
+    if over_sampling and not off_policy:
+        yield (
+            f"rollout.generate_batch_size is {groups} with rollout.batch_size {rollout.batch_size}, so some samples "
+            "are one update old when they are trained on, which needs a correction: set --algo.correction.level (or "
+            "--algo.preset tis), or --algo.old_logprobs to rollout."
+        )
+    if algo.old_logprobs is OldLogprobs.INTERPOLATE and not over_sampling:
+        yield (
+            "algo.old_logprobs is interpolate, but every sample is of the newest policy, so there is nothing between: "
+            "set --algo.old_logprobs to rollout."
+        )
+    corrected = off_policy or algo.kl.against is KLAgainst.ROLLOUT
+    if corrected and (rollout.top_p < 1 or rollout.top_k > 0):
+        key = (
+            f"algo.old_logprobs is {algo.old_logprobs}"
+            if algo.old_logprobs is not OldLogprobs.RECOMPUTE
+            else f"algo.correction.level is {algo.correction.level}"
+            if algo.correction.level is not CorrectionLevel.OFF
+            else "algo.kl.against is rollout"
+        )
+        yield (
+            f"{key} with rollout.top_p {rollout.top_p} and rollout.top_k {rollout.top_k}, but the rollout's log-probs "
+            "are then of a truncated distribution while training uses the full one, so their ratio is biased: set "
+            "--rollout.top_p 1 and --rollout.top_k 0."
+        )
+
+
+def _shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
+    reward, default, limit = config.reward, RewardConfig(), config.rollout.max_new_tokens
+    if (reward.normalize is Normalise.DATASET) != (reward.normalize_mean_std is not None):
+        yield (
+            f"reward.normalize is {reward.normalize} and reward.normalize_mean_std is {reward.normalize_mean_std}, but "
+            "a dataset's moments are given and used together: set --reward.normalize dataset and "
+            "--reward.normalize_mean_std MEAN STD."
+        )
+    if reward.overlong_buffer_len is None and reward.overlong_penalty_factor != default.overlong_penalty_factor:
+        yield (
+            f"reward.overlong_penalty_factor is {reward.overlong_penalty_factor}, but there is no length penalty: set "
+            "--reward.overlong_buffer_len, or leave --reward.overlong_penalty_factor out."
+        )
+    if (reward.overlong_buffer_len or 0) > limit:
+        yield (
+            f"reward.overlong_buffer_len is {reward.overlong_buffer_len}, but a reply has at most {limit} tokens "
+            "(rollout.max_new_tokens): lower --reward.overlong_buffer_len."
+        )
+    if not reward.cosine_length:
+        for key in ("cosine_passed", "cosine_failed", "cosine_exceeded"):
+            if getattr(reward, key) != getattr(default, key):
+                yield (
+                    f"reward.{key} is {getattr(reward, key)}, but the reward does not go by length: turn on "
+                    f"--reward.cosine_length, or leave --reward.{key} out."
+                )
+    if reward.cosine_length and reward.overlong_buffer_len is not None:
+        yield (
+            "reward.cosine_length and reward.overlong_buffer_len both make the reward go by length: leave "
+            "--reward.overlong_buffer_len or --reward.cosine_length out."
+        )
+    by_length = [
+        key
+        for key in ("cosine_length", "overlong_buffer_len", "stop_properly_penalty_coef")
+        if getattr(reward, key) != getattr(default, key)
+    ]
+    if by_length and "greedy_baseline" in estimator_traits(config.algo.advantage.estimator).needs:
+        yield (
+            f"reward.{by_length[0]} is set with algo.advantage.estimator {config.algo.advantage.estimator}, whose "
+            f"greedy baseline is not shaped by length: leave --reward.{by_length[0]} out."
+        )
+    if has_environment and (reward.cosine_length or reward.overlong_buffer_len is not None):
+        key = "cosine_length" if reward.cosine_length else "overlong_buffer_len"
+        yield (
+            f"reward.{key} measures one reply against rollout.max_new_tokens, but an environment's episodes have many: "
+            f"leave --reward.{key} out."
         )
 
 
@@ -207,12 +433,6 @@ def _optimizer_problems(config: RLConfig) -> Iterator[str]:
                 f"{name}.min_lr_ratio is {model.min_lr_ratio}, but a constant learning rate has no floor: set "
                 f"--{name}.lr_scheduler to linear or cosine_with_min_lr, or leave --{name}.min_lr_ratio out."
             )
-    actor = config.actor
-    if actor.eps_clip_low_high is not None and actor.eps_clip != ActorConfig().eps_clip:
-        yield (
-            f"actor.eps_clip is {actor.eps_clip} and actor.eps_clip_low_high is {actor.eps_clip_low_high}, which "
-            "replaces it: leave --actor.eps_clip out."
-        )
     if config.train.max_steps is not None and config.train.num_episodes != TrainConfig().num_episodes:
         yield (
             f"train.max_steps is {config.train.max_steps} and train.num_episodes is {config.train.num_episodes}, but a "
@@ -228,20 +448,6 @@ def _rollout_problems(config: RLConfig) -> Iterator[str]:
             f"train.batch_size is {config.train.batch_size}, but a rollout has {rollout.batch_size} prompts x "
             f"{rollout.n_samples_per_prompt} samples = {samples}: lower --train.batch_size or raise "
             "--rollout.batch_size."
-        )
-    if config.algo.old_logprobs is not OldLogprobs.ROLLOUT:
-        return
-    if optimizer_steps_per_rollout(config) == 1:
-        yield (
-            "algo.old_logprobs is rollout, but each rollout feeds a single optimizer step, whose ratio is 1 without "
-            "it: leave --algo.old_logprobs out, or set --train.batch_size below the rollout's "
-            f"{samples} samples."
-        )
-    if rollout.top_p < 1 or rollout.top_k > 0:
-        yield (
-            f"algo.old_logprobs is rollout with rollout.top_p {rollout.top_p} and rollout.top_k {rollout.top_k}, but "
-            "the rollout's log-probs are then of a truncated distribution while training uses the full one: set "
-            "--algo.old_logprobs to recompute, or --rollout.top_p 1 and --rollout.top_k 0."
         )
 
 
@@ -310,8 +516,14 @@ def _reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> It
     generated = all(_is_generated(name) for name in dataset_names(datasets))
     if len(sources) > 1:
         yield f"{' and '.join(sources)} are both set, but a run has one reward: keep one of them."
-    if not sources and not generated and not has_reward:
+    teaches = "teacher" in estimator_traits(config.algo.advantage.estimator).needs
+    if not sources and not generated and not has_reward and not teaches:
         yield "No reward is set: name one with --reward.function_path or --reward.verifier."
+    if reward.weights is not None and reward.function_path is None and not has_reward:
+        yield (
+            f"reward.weights is {reward.weights}, but only a function returns rewards with names: set "
+            "--reward.function_path, or leave --reward.weights out."
+        )
     if reward.verifier is Verifier.FORMAT and reward.format_pattern is None:
         yield "reward.verifier is format, which needs a regular expression: set --reward.format_pattern."
     if reward.format_pattern is not None:
@@ -353,5 +565,9 @@ def _is_generated(name: str) -> bool:
     return name.startswith(REASONING_GYM)
 
 
-def _either(estimators: tuple[Estimator, ...]) -> str:
-    return " or ".join(estimators)
+def _users_of(key: str) -> list[str]:
+    return [name for name, traits in ESTIMATORS.items() if key in traits.uses]
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(names)

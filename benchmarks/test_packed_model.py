@@ -17,14 +17,14 @@ from rollgrad.adapters.torch.layout import build_layout
 from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.domain.batch import PackedBatch, pack
-from rollgrad.domain.losses.objectives import ClippedPolicyObjective
+from rollgrad.domain.losses.objectives import PolicyLossObjective
 from rollgrad.domain.sampling import Generation, StopReason
 from rollgrad.domain.trajectory import TrajectoryBuilder
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, REPLY_TOKENS = 2, 8, 64, 32
 VOCABULARY, HIDDEN = 49152, 576
 LOGPROB_ROWS = 4096
-OBJECTIVE = ClippedPolicyObjective(clip_low=0.2, clip_high=0.2)
+OBJECTIVE = PolicyLossObjective()
 
 
 def packed(*, shared: bool) -> PackedBatch:

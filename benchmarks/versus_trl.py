@@ -118,7 +118,7 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
     from dependency_injector import providers
 
     from rollgrad.adapters.rewards.function import FunctionReward
-    from rollgrad.application.config import DType, Estimator, RLConfig
+    from rollgrad.application.config import DType, RLConfig
     from rollgrad.domain.sampling import SamplingParams
     from rollgrad.entrypoints.container import Container
 
@@ -144,7 +144,7 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
         config.actor.model_name_or_path = str(work.model)
         config.actor.dtype = DType(work.dtype)
         config.actor.adam.lr = LEARNING_RATE
-        config.algo.advantage.estimator = Estimator.GROUP_NORM
+        config.algo.advantage.estimator = "group_norm"
         config.data.prompt_dataset = str(data)
         config.rollout.batch_size = work.prompts
         config.rollout.n_samples_per_prompt = work.samples

@@ -13,12 +13,14 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from rollgrad.domain.errors import TrajectoryError
 from rollgrad.domain.trajectory import SegmentKind, Trajectory
 
 _TOKEN_FIELDS = [
     "tokens_N",
     "positions_N",
     "action_mask_N",
+    "turn_ids_N",
     "rewards_N",
     "rollout_logprobs_N",
     "versions_N",
@@ -29,8 +31,19 @@ _TOKEN_FIELDS = [
     "returns_N",
     "loss_weights_N",
     "value_weights_N",
+    "positive_weights_N",
+    "selected_N",
 ]
-_SEQUENCE_FIELDS = ["lengths_S", "prompt_lengths_S", "group_ids_S", "sample_ids_S", "scores_S", "truncated_S"]
+_SEQUENCE_FIELDS = [
+    "lengths_S",
+    "prompt_lengths_S",
+    "group_ids_S",
+    "sample_ids_S",
+    "scores_S",
+    "truncated_S",
+    "baselines_S",
+    "reward_parts_SK",
+]
 
 
 @frozen(kw_only=True, eq=False)
@@ -38,19 +51,24 @@ class PackedBatch:
     """`S` sequences of `N` tokens in total.
 
     From the rollout: `tokens_N` int64, `positions_N` int64 (from 0 in each sequence), `action_mask_N` bool,
-    `rewards_N` float32 (each turn's reward on the last token of its action segment), `rollout_logprobs_N` float32
-    (under the sampling distribution), `versions_N` int32, `lengths_S`, `prompt_lengths_S`, `group_ids_S`,
-    `sample_ids_S` int64, `scores_S` float32, `truncated_S` bool.
+    `turn_ids_N` int64 (turn of each action token within its sequence, from 0; -1 elsewhere), `rewards_N`
+    float32 (each turn's reward on the last token of its action segment), `rollout_logprobs_N` float32 (under the
+    sampling distribution), `versions_N` int32, `lengths_S`, `prompt_lengths_S`, `group_ids_S`, `sample_ids_S` int64,
+    `scores_S` float32, `truncated_S` bool, `reward_parts_SK` float32 (named rewards in the order of `part_names`; None
+    if rewards have no parts).
 
     Filled in on the way (None until then): `old_logprobs_N` (policy before the update; None means "equal to the
     current policy", so that the ratio is exactly 1), `ref_logprobs_N`, `values_N`, `advantages_N`, `returns_N`, and
     `loss_weights_N` / `value_weights_N`: the weight of each token in the loss of the whole optimizer step, so that
-    a loss is always the plain sum of weight x token loss, however the step is split.
+    a loss is always the plain sum of weight x token loss, however the step is split. `positive_weights_N`: the same for
+    the likelihood of replies that passed; `selected_N` bool: tokens that a loss treats apart, chosen from the whole
+    step; `baselines_S`: reward of the prompt's greedy rollout.
     """
 
     tokens_N: Tensor
     positions_N: Tensor
     action_mask_N: Tensor
+    turn_ids_N: Tensor
     rewards_N: Tensor
     rollout_logprobs_N: Tensor
     versions_N: Tensor
@@ -67,6 +85,11 @@ class PackedBatch:
     returns_N: Tensor | None = None
     loss_weights_N: Tensor | None = None
     value_weights_N: Tensor | None = None
+    positive_weights_N: Tensor | None = None
+    selected_N: Tensor | None = None
+    baselines_S: Tensor | None = None
+    reward_parts_SK: Tensor | None = None
+    part_names: tuple[str, ...] = ()
 
     @property
     def starts_S(self) -> Tensor:
@@ -83,6 +106,22 @@ class PackedBatch:
         """N."""
         return len(self.tokens_N)
 
+    @property
+    def start_logprobs_N(self) -> Tensor:
+        """Log-probs before the update: the trainer's own, or else those of the rollout."""
+        return self.rollout_logprobs_N if self.old_logprobs_N is None else self.old_logprobs_N
+
+    def filled(self, name: str) -> Tensor:
+        """A column that some step on the way fills in.
+
+        Raises:
+            ValueError: it has not been.
+        """
+        column: Tensor | None = getattr(self, name)
+        if column is None:
+            raise ValueError(f"The batch has no {name}: fill it in before computing the loss.")
+        return column
+
     def __len__(self) -> int:
         return len(self.lengths_S)
 
@@ -92,10 +131,11 @@ class PackedBatch:
         lengths_S = self.lengths_S[index_S]
         offsets_S = self.starts_S[index_S] - (lengths_S.cumsum(0) - lengths_S)
         index_N = torch.arange(int(lengths_S.sum())) + torch.repeat_interleave(offsets_S, lengths_S)
-        columns: dict[str, Any] = {name: getattr(self, name)[index_S] for name in _SEQUENCE_FIELDS}
-        for name in _TOKEN_FIELDS:
-            column_N = getattr(self, name)
-            columns[name] = None if column_N is None else column_N[index_N]
+        columns: dict[str, Any] = {"part_names": self.part_names}
+        for names, index in ((_SEQUENCE_FIELDS, index_S), (_TOKEN_FIELDS, index_N)):
+            for name in names:
+                column = getattr(self, name)
+                columns[name] = None if column is None else column[index]
         return PackedBatch(**columns)
 
 
@@ -104,25 +144,30 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedBatch:
 
     Raises:
         ValueError: `trajectories` is empty.
+        TrajectoryError: some rewards have other named parts than others.
     """
     if not trajectories:
         raise ValueError("Nothing to pack: a batch holds at least one trajectory.")
     lengths_S = torch.tensor([len(t) for t in trajectories], dtype=torch.int64)
     total = int(lengths_S.sum())
     action_mask_N = torch.zeros(total, dtype=torch.bool)
+    turn_ids_N = torch.full((total,), -1, dtype=torch.int64)
     rewards_N = torch.zeros(total)
     start = 0
     for trajectory in trajectories:
-        for segment in trajectory.segments:
-            if segment.kind is SegmentKind.ACTION:
-                action_mask_N[start + segment.start : start + segment.stop] = True
-                rewards_N[start + segment.stop - 1] = segment.reward
+        actions = [segment for segment in trajectory.segments if segment.kind is SegmentKind.ACTION]
+        for turn, segment in enumerate(actions):
+            action_mask_N[start + segment.start : start + segment.stop] = True
+            turn_ids_N[start + segment.start : start + segment.stop] = turn
+            rewards_N[start + segment.stop - 1] = segment.reward
         start += len(trajectory)
+    part_names = _part_names(trajectories)
     starts_S = lengths_S.cumsum(0) - lengths_S
     return PackedBatch(
         tokens_N=torch.cat([t.token_ids_T for t in trajectories]),
         positions_N=torch.arange(total) - torch.repeat_interleave(starts_S, lengths_S),
         action_mask_N=action_mask_N,
+        turn_ids_N=turn_ids_N,
         rewards_N=rewards_N,
         rollout_logprobs_N=torch.cat([t.logprobs_T for t in trajectories]),
         versions_N=torch.cat([t.versions_T for t in trajectories]),
@@ -132,4 +177,19 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedBatch:
         sample_ids_S=torch.tensor([t.sample_id for t in trajectories]),
         scores_S=torch.tensor([t.score for t in trajectories], dtype=torch.float32),
         truncated_S=torch.tensor([t.stop_reason.truncated for t in trajectories]),
+        part_names=part_names,
+        reward_parts_SK=torch.tensor([[t.reward_parts.get(name, 0.0) for name in part_names] for t in trajectories])
+        if part_names
+        else None,
     )
+
+
+def _part_names(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
+    """Names of the rewards' parts, sorted. Branches of a rollout whose reward stands on another branch have none."""
+    named = {tuple(sorted(t.reward_parts)) for t in trajectories if t.reward_parts}
+    if len(named) > 1:
+        raise TrajectoryError(
+            f"Some rewards have the parts {', '.join(sorted(named)[0])}, others {', '.join(sorted(named)[1])}: every "
+            "reply must be given the same named rewards."
+        )
+    return named.pop() if named else ()

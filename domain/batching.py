@@ -1,5 +1,6 @@
 """How samples are divided: into optimizer steps, and within one into forward passes."""
 
+import heapq
 from collections.abc import Sequence
 
 import torch
@@ -41,3 +42,31 @@ def _runs(lengths: Sequence[int], cap: int) -> list[list[int]]:
             runs.append([index])
             total = length
     return runs
+
+
+def balanced_partitions(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """`parts` lists of indices whose weights (tokens, for ranks) sum to nearly the same, by the largest differencing
+    method (Karmarkar and Karp 1982); indices ascend in each, and parts are empty only if there are too few.
+
+    >>> balanced_partitions([8, 7, 6, 5, 4], 2)
+    [[1, 3, 4], [0, 2]]
+    """
+    # Each entry is a partial solution: (-(largest - smallest sum), order, [(sum, indices), ...] by descending sum).
+    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
+        (-weight, index, [(weight, [index]), *((0, []) for _ in range(parts - 1))])
+        for index, weight in enumerate(weights)
+    ]
+    heapq.heapify(heap)
+    order = len(heap)
+    while len(heap) > 1:
+        _, _, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        merged = sorted(
+            ((a + b, [*left, *right]) for (a, left), (b, right) in zip(first, reversed(second), strict=True)),
+            key=lambda part: -part[0],
+        )
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], order, merged))
+        order += 1
+    if not heap:
+        return [[] for _ in range(parts)]
+    return [sorted(indices) for _, indices in heap[0][2]]

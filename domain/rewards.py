@@ -31,11 +31,13 @@ class RewardRequest:
 
 @frozen(kw_only=True)
 class Reward:
-    """`value` trains; `score` (default: `value`) filters and evaluates; `metrics` are averaged into the log."""
+    """`value` trains; `score` (default: `value`) filters and evaluates; `metrics` are averaged into the log; `parts`
+    are the named rewards that `value` is the weighted sum of, if it is one."""
 
     value: float
     score: float | None = None
     metrics: Mapping[str, float] = field(factory=dict)
+    parts: Mapping[str, float] = field(factory=dict)
 
 
 class FailureKind(StrEnum):

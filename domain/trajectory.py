@@ -50,6 +50,7 @@ class Trajectory:
     `token_ids_T` int64; `logprobs_T` float32, log-prob under the sampling distribution, 0 outside actions;
     `versions_T` int32, `NO_VERSION` outside actions. `score` is the outcome used for filtering and evaluation.
     `group_id` ties the samples of one prompt, `sample_id` the branches of one rollout.
+    `reward_parts`: the named rewards that its reward is the weighted sum of, if it is one.
     """
 
     token_ids_T: Tensor
@@ -62,6 +63,7 @@ class Trajectory:
     sample_id: int
     metrics: Mapping[str, float] = field(factory=dict)
     multimodal: Mapping[str, Any] | None = None
+    reward_parts: Mapping[str, float] = field(factory=dict)
 
     @property
     def reward(self) -> float:
@@ -165,6 +167,7 @@ class TrajectoryBuilder:
         score: float | None = None,
         metrics: Mapping[str, float] | None = None,
         multimodal: Mapping[str, Any] | None = None,
+        reward_parts: Mapping[str, float] | None = None,
     ) -> Trajectory:
         """The finished trajectory; `score` defaults to the sum of rewards.
 
@@ -187,6 +190,7 @@ class TrajectoryBuilder:
             sample_id=self._sample_id,
             metrics=dict(metrics or {}),
             multimodal=multimodal,
+            reward_parts=dict(reward_parts or {}),
         )
 
     def _append(

@@ -24,6 +24,7 @@ from rollgrad.application.config import RLConfig
 from rollgrad.application.validation import validate, validate_evaluation
 from rollgrad.domain.errors import ConfigurationError, RollgradError
 from rollgrad.entrypoints.config_io import dump_config, load_config, nearest, setting_names
+from rollgrad.entrypoints.extensions import load_extension
 
 if TYPE_CHECKING:
     from rollgrad.entrypoints.library import TrainResult
@@ -123,6 +124,7 @@ def train_rl(arguments: Sequence[str]) -> int:
         return 0
     from rollgrad.entrypoints.dry_run import check_files, show_plan
 
+    load_extension(config)
     validate(config)
     check_files(config)
     if parsed.dry_run:
@@ -146,6 +148,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         return 0
     from rollgrad.entrypoints.dry_run import check_eval_files
 
+    load_extension(config)
     validate_evaluation(config)
     check_eval_files(config)
     with _results_only_on_stdout():
@@ -206,9 +209,14 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _parse_run(kind: type[RunArguments], command: str, arguments: Sequence[str]) -> RunArguments:
     """Flags over the file that --config names over the defaults."""
-    path = _config_path(arguments)
-    default = kind() if path is None else kind(config=path, run=load_config(path))
-    return _parse(default, command, arguments)
+    path = _flag_value("--config", arguments)
+    default = kind(
+        config=None if path is None else Path(path),
+        run=load_config(path, preset=_flag_value("--algo.preset", arguments)),
+    )
+    parsed = _parse(default, command, arguments)
+    parsed.run.algo.preset = None  # expanded above
+    return parsed
 
 
 def _parse(default: Arguments, command: str, arguments: Sequence[str]) -> Arguments:
@@ -234,12 +242,13 @@ def _parse(default: Arguments, command: str, arguments: Sequence[str]) -> Argume
     return parsed
 
 
-def _config_path(arguments: Sequence[str]) -> Path | None:
+def _flag_value(flag: str, arguments: Sequence[str]) -> str | None:
+    """What a flag is given that decides the others' defaults."""
     for index, argument in enumerate(arguments):
-        if argument.startswith("--config="):
-            return Path(argument.removeprefix("--config="))
-        if argument == "--config" and index + 1 < len(arguments):
-            return Path(arguments[index + 1])
+        if argument.startswith(f"{flag}="):
+            return argument.removeprefix(f"{flag}=")
+        if argument == flag and index + 1 < len(arguments):
+            return arguments[index + 1]
     return None
 
 

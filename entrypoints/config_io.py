@@ -16,17 +16,25 @@ import cattrs
 import yaml
 
 from rollgrad.application.config import RLConfig
+from rollgrad.application.presets import preset_settings
 from rollgrad.domain.errors import ConfigurationError
 
 Config = TypeVar("Config", bound=attrs.AttrsInstance)
 
 
-def load_config(path: Path | str) -> RLConfig:
-    """Reads a YAML file; settings that it leaves out keep their defaults.
+def load_config(path: Path | str | None = None, *, preset: str | None = None) -> RLConfig:
+    """Reads a YAML file over the settings of a preset; what both leave out keeps its default.
+
+    Args:
+        path: the file; None reads none.
+        preset: names from `application.presets`, separated by commas; None takes the file's `algo.preset`, if any.
 
     Raises:
-        ConfigurationError: the file cannot be read, is not YAML, or holds an unknown key or a value of a wrong type.
+        ConfigurationError: the file cannot be read, is not YAML, holds an unknown key or a value of a wrong type, or
+            there is no such preset.
     """
+    if path is None:
+        return structure_config(None, preset=preset)
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -36,16 +44,43 @@ def load_config(path: Path | str) -> RLConfig:
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""
         raise ConfigurationError(f"The configuration file {path} is not YAML{line}: correct it.") from error
-    return structure_config(data)
+    return structure_config(data, preset=preset)
 
 
-def structure_config(data: Mapping[str, Any] | None) -> RLConfig:
-    """Builds a configuration from nested mappings, as YAML or JSON give them; None is all defaults.
+def structure_config(data: Mapping[str, Any] | None, *, preset: str | None = None) -> RLConfig:
+    """Builds a configuration from nested mappings, as YAML or JSON give them, over the settings of a preset (default:
+    the one that `data` names); None is all defaults.
 
     Raises:
-        ConfigurationError: an unknown key or a value of a wrong type.
+        ConfigurationError: an unknown key, preset, or a value of a wrong type.
     """
-    return _section(RLConfig, data, "")
+    config = _section(RLConfig, data, "")
+    names = preset or config.algo.preset
+    if names is not None:
+        config = _section(RLConfig, _merged(_nested(preset_settings(names)), data or {}), "")
+        config.algo.preset = None
+    return config
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as nested mappings."""
+    tree: dict[str, Any] = {}
+    for name, value in settings.items():
+        *sections, key = name.split(".")
+        branch = tree
+        for section in sections:
+            branch = branch.setdefault(section, {})
+        branch[key] = value
+    return tree
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` laid over `below`, section by section; a section without lines is None."""
+    result = dict(below)
+    for key, value in above.items():
+        inner = result.get(key)
+        result[key] = _merged(inner, value or {}) if isinstance(inner, Mapping) else value
+    return result
 
 
 def dump_config(config: RLConfig) -> str:
@@ -104,6 +139,8 @@ def _describe(kind: Any) -> str:
         parts = get_args(kind)
         length = "" if parts[-1] is Ellipsis else f"{len(parts)} "
         return f"a list of {length}{_PLURALS[parts[0]]}"
+    if get_origin(kind) is dict:
+        return "a section of `name: number` lines"
     if issubclass(kind, StrEnum):
         return "one of " + ", ".join(kind)
     return _WORDS[kind]
@@ -144,6 +181,17 @@ def _tuple(value: Any, kind: Any) -> tuple[Any, ...]:
     return tuple(_converter.structure(item, part) for item, part in zip(value, kinds, strict=True))
 
 
+def _mapping(value: Any, kind: Any) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(value)
+    key_kind, value_kind = get_args(kind)
+    return {_converter.structure(key, key_kind): _converter.structure(item, value_kind) for key, item in value.items()}
+
+
+def _is_mapping(kind: Any) -> bool:
+    return get_origin(kind) is dict
+
+
 def _is_optional(kind: Any) -> bool:
     return isinstance(kind, UnionType)
 
@@ -158,5 +206,6 @@ for _kind in (bool, int, str):
 _converter.register_structure_hook(float, _number)
 _converter.register_structure_hook_func(_is_optional, _optional)
 _converter.register_structure_hook_func(_is_tuple, _tuple)
+_converter.register_structure_hook_func(_is_mapping, _mapping)
 _converter.register_structure_hook(StrEnum, lambda value, kind: kind(value))
 _converter.register_unstructure_hook(StrEnum, lambda member: member.value)

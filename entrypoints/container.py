@@ -5,10 +5,12 @@ its port: that is how the library face and the tests swap a piece.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dependency_injector import containers, providers
+from torch import Tensor
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
@@ -17,9 +19,10 @@ from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.datasets.source import DatasetPromptSource
 from rollgrad.adapters.reasoning_gym.source import ReasoningGymPromptSource, ReasoningGymReward
 from rollgrad.adapters.rewards.function import FunctionReward, load_reward_function
+from rollgrad.adapters.rewards.none import NoReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
 from rollgrad.adapters.system.clock import SystemClock
-from rollgrad.adapters.torch.loading import default_device, load_causal_lm, load_tokenizer, resolve_dtype
+from rollgrad.adapters.torch.loading import default_device, load_causal_lm, load_critic, load_tokenizer, resolve_dtype
 from rollgrad.adapters.torch.models import TorchPolicy, TorchReference, TorchValue
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.tracking.console import ConsoleSink
@@ -28,17 +31,26 @@ from rollgrad.adapters.tracking.multi import MultiSink
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
 from rollgrad.adapters.transformers.engine import EmbeddedEngine, SharedWeights
-from rollgrad.application.config import ActorConfig, CriticConfig, Estimator, RLConfig
+from rollgrad.application.config import ActorConfig, CorrectionLevel, CriticConfig, KLAgainst, OldLogprobs, RLConfig
 from rollgrad.application.evaluation import EvaluationService
 from rollgrad.application.executors.multi_turn import MultiTurnExecutor
 from rollgrad.application.executors.single_turn import SingleTurnExecutor
 from rollgrad.application.experience import ExperienceService
 from rollgrad.application.rollout import RolloutService
+from rollgrad.application.sampling import GroupSampler, SamplingPlan
 from rollgrad.application.sync_pipeline import Schedule, SyncPipeline
 from rollgrad.application.update import UpdateService
 from rollgrad.application.validation import REASONING_GYM, optimizer_steps_per_rollout
+from rollgrad.domain.batch import PackedBatch
+from rollgrad.domain.catalogue import estimator_traits, policy_loss_traits
+from rollgrad.domain.curriculum import Curriculum
+from rollgrad.domain.entropy_control import EntropyController
+from rollgrad.domain.filtering import GroupFilter
 from rollgrad.domain.kl_control import KLController
-from rollgrad.domain.losses.objectives import ClippedPolicyObjective, ClippedValueObjective
+from rollgrad.domain.losses.corrections import Correction
+from rollgrad.domain.losses.objectives import ClippedValueObjective, PolicyLossObjective
+from rollgrad.domain.losses.registry import PolicyLossParams
+from rollgrad.domain.losses.selection import clip_cov_tokens, kl_cov_tokens, token_keys
 from rollgrad.domain.ports.models import PolicyObjective
 from rollgrad.domain.ports.prompt_source import PromptSource
 from rollgrad.domain.prompts import Prompt
@@ -57,7 +69,10 @@ def _dataset_kind(spec: str | None) -> str:
 def _reward_kind(config: RLConfig, spec: str) -> str:
     if config.reward.function_path is not None:
         return "function"
-    return "verifier" if config.reward.verifier is not None else _dataset_kind(spec)
+    if config.reward.verifier is not None:
+        return "verifier"
+    kind = _dataset_kind(spec)
+    return kind if kind == "reasoning_gym" else "none"
 
 
 def _rollouts(config: RLConfig, prompts: PromptSource) -> int:
@@ -68,6 +83,7 @@ def _rollouts(config: RLConfig, prompts: PromptSource) -> int:
 
 
 def _optimizer(section: ActorConfig | CriticConfig, config: RLConfig, rollouts: int) -> OptimizerSettings:
+    trained = rollouts - (config.critic.freezing_steps if section is config.actor else 0)
     return OptimizerSettings(
         lr=section.adam.lr,
         betas=section.adam.betas,
@@ -77,7 +93,7 @@ def _optimizer(section: ActorConfig | CriticConfig, config: RLConfig, rollouts: 
         warmup_ratio=section.lr_warmup_ratio,
         min_lr_ratio=section.min_lr_ratio,
         max_norm=section.max_norm,
-        total_steps=rollouts * optimizer_steps_per_rollout(config),
+        total_steps=trained * optimizer_steps_per_rollout(config),
     )
 
 
@@ -89,6 +105,17 @@ def _actor_model(config: RLConfig, name: str | None, flag: str) -> Any:
         device=device,
         flag=flag,
     )
+
+
+def _critic(config: RLConfig, tokenizer: Any, settings: OptimizerSettings) -> TorchValue:
+    device = default_device()
+    model, head = load_critic(
+        config.critic.model_name_or_path or config.actor.model_name_or_path,
+        dtype=resolve_dtype(config.actor.dtype, device),
+        device=device,
+        flag="--critic.model-name-or-path",
+    )
+    return TorchValue(model, tokenizer, settings, head=head)
 
 
 def _dataset_source(config: RLConfig, codec: TemplateCodec) -> DatasetPromptSource:
@@ -167,22 +194,114 @@ def _eval_sampling(config: RLConfig) -> SamplingParams:
     )
 
 
-def _objective(config: RLConfig, kl_coef: float) -> PolicyObjective:
+def _aggregation(config: RLConfig) -> str:
+    return config.actor.loss_aggregation or policy_loss_traits(config.actor.policy_loss_type).aggregation
+
+
+def _loss_params(config: RLConfig) -> PolicyLossParams:
     actor = config.actor
-    low, high = actor.eps_clip_low_high or (actor.eps_clip, actor.eps_clip)
-    return ClippedPolicyObjective(
+    default = policy_loss_traits(actor.policy_loss_type).clip or (0.0, 0.0)
+    same = None if actor.eps_clip is None else (actor.eps_clip, actor.eps_clip)
+    low, high = actor.eps_clip_low_high or same or default
+    return PolicyLossParams(
         clip_low=low,
         clip_high=high,
         dual_clip=actor.dual_clip,
-        kl_coef=kl_coef if config.algo.kl.use_loss else 0.0,
-        kl_estimator=config.algo.kl.estimator,
-        entropy_coef=actor.entropy_coef,
+        sapo_tau=actor.sapo_tau,
+        cov_kl_coef=actor.cov_kl_coef,
     )
 
 
+def _correction(config: RLConfig) -> Correction | None:
+    settings = config.algo.correction
+    if settings.level is CorrectionLevel.OFF:
+        return None
+    return Correction(
+        level=settings.level,
+        mode=settings.mode,
+        gate=settings.gate,
+        low=settings.low,
+        high=settings.high,
+        threshold=settings.threshold,
+        bypass=config.algo.old_logprobs is OldLogprobs.ROLLOUT,
+    )
+
+
+def _objective(config: RLConfig, *, kl_coef: float, entropy_coef: float, version: int) -> PolicyObjective:
+    return PolicyLossObjective(
+        loss=config.actor.policy_loss_type,
+        params=_loss_params(config),
+        correction=_correction(config),
+        kl_coef=kl_coef if config.algo.kl.use_loss else 0.0,
+        kl_estimator=config.algo.kl.estimator,
+        kl_against=config.algo.kl.against,
+        entropy_coef=entropy_coef,
+        positive_nll_coef=config.actor.positive_nll_coef,
+        version=version if config.algo.old_logprobs is OldLogprobs.INTERPOLATE else None,
+    )
+
+
+def _token_selection(config: RLConfig) -> Callable[[PackedBatch], Tensor] | None:
+    """What chooses the tokens that clip_cov and kl_cov treat apart."""
+    actor = config.actor
+
+    def clip_cov(batch: PackedBatch) -> Tensor:
+        return clip_cov_tokens(
+            batch.start_logprobs_N,
+            batch.filled("advantages_N"),
+            batch.action_mask_N,
+            share=actor.cov_share,
+            limits=actor.cov_range,
+            keys_N=token_keys(batch.sample_ids_S, batch.positions_N, batch.lengths_S),
+        )
+
+    def kl_cov(batch: PackedBatch) -> Tensor:
+        return kl_cov_tokens(
+            batch.start_logprobs_N, batch.filled("advantages_N"), batch.action_mask_N, share=actor.cov_share
+        )
+
+    return {"clip_cov": clip_cov, "kl_cov": kl_cov}.get(actor.policy_loss_type)
+
+
 def _advantage_is_all(config: RLConfig) -> bool:
-    """Whether the policy's loss has no term besides the advantage's."""
-    return config.actor.entropy_coef == 0 and not config.algo.kl.use_loss
+    """Whether a sample without an advantage has no gradient: the loss has no other term, and is in proportion."""
+    actor = config.actor
+    return (
+        actor.entropy_coef == 0
+        and actor.entropy_target is None
+        and actor.positive_nll_coef == 0
+        and not config.algo.kl.use_loss
+        and policy_loss_traits(actor.policy_loss_type).proportional
+    )
+
+
+def _sampling_plan(config: RLConfig) -> SamplingPlan:
+    algo, rollout = config.algo, config.rollout
+    return SamplingPlan(
+        groups=rollout.batch_size,
+        samples=rollout.n_samples_per_prompt,
+        in_flight=rollout.generate_batch_size or rollout.batch_size,
+        budget=algo.dynamic_filtering_budget,
+        group_filter=GroupFilter(
+            score_range=algo.dynamic_filtering_range if algo.dynamic_filtering_enable else None,
+            need_spread=algo.dynamic_filtering_spread,
+        ),
+        greedy_baseline="greedy_baseline" in estimator_traits(algo.advantage.estimator).needs,
+    )
+
+
+def _curriculum(config: RLConfig) -> Curriculum | None:
+    limits = config.data.curriculum_range
+    return None if limits is None else Curriculum(limits=limits)
+
+
+def _reference_kind(config: RLConfig) -> str:
+    needed = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE
+    return "loaded" if needed else "none"
+
+
+def _critic_kind(config: RLConfig) -> str:
+    return "loaded" if "critic" in estimator_traits(config.algo.advantage.estimator).needs else "none"
 
 
 def _sinks(config: RLConfig, rollouts: int) -> MultiSink:
@@ -225,6 +344,7 @@ class Container(containers.DeclarativeContainer):
             FunctionReward,
             providers.Callable(load_reward_function, config.provided.reward.function_path),
             timeout=config.provided.reward.timeout,
+            weights=config.provided.reward.weights,
         ),
         verifier=providers.Singleton(
             VerifierReward,
@@ -233,6 +353,7 @@ class Container(containers.DeclarativeContainer):
             format_pattern=config.provided.reward.format_pattern,
         ),
         reasoning_gym=providers.Singleton(ReasoningGymReward, reward_spec, timeout=config.provided.reward.timeout),
+        none=providers.Singleton(NoReward),
     )
 
     rollouts = providers.Singleton(_rollouts, config, prompts)
@@ -246,21 +367,14 @@ class Container(containers.DeclarativeContainer):
         gradient_checkpointing=config.provided.actor.gradient_checkpointing,
     )
     critic = providers.Selector(
-        config.provided.algo.advantage.estimator,
-        **{
-            **{estimator.value: providers.Object(None) for estimator in Estimator},
-            Estimator.GAE.value: providers.Singleton(
-                TorchValue,
-                providers.Callable(
-                    _actor_model, config, config.provided.critic.model_name_or_path, "--critic.model-name-or-path"
-                ),
-                tokenizer,
-                providers.Callable(_optimizer, config.provided.critic, config, rollouts),
-            ),
-        },
+        providers.Callable(_critic_kind, config),
+        loaded=providers.Singleton(
+            _critic, config, tokenizer, providers.Callable(_optimizer, config.provided.critic, config, rollouts)
+        ),
+        none=providers.Object(None),
     )
     reference = providers.Selector(
-        providers.Callable(lambda coef: "loaded" if coef > 0 else "none", config.provided.algo.kl.init_coef),
+        providers.Callable(_reference_kind, config),
         loaded=providers.Singleton(
             TorchReference,
             providers.Callable(
@@ -294,7 +408,7 @@ class Container(containers.DeclarativeContainer):
         eval_prompts,
         providers.Callable(_eval_sampling, config),
         samples=config.provided.eval.n_samples_per_prompt,
-        threshold=config.provided.eval.pass_threshold,
+        threshold=config.provided.reward.pass_threshold,
     )
     experience = providers.Singleton(
         ExperienceService,
@@ -302,7 +416,8 @@ class Container(containers.DeclarativeContainer):
         reference=reference,
         critic=critic,
         algo=config.provided.algo,
-        reward_clip=config.provided.reward.clip_range,
+        reward=config.provided.reward,
+        max_length=config.provided.rollout.max_new_tokens,
         max_tokens=config.provided.train.max_tokens_per_micro_batch,
         steps_per_rollout=providers.Callable(optimizer_steps_per_rollout, config),
     )
@@ -310,13 +425,23 @@ class Container(containers.DeclarativeContainer):
         UpdateService,
         policy,
         critic,
-        aggregation=config.provided.actor.loss_aggregation,
+        aggregation=providers.Callable(_aggregation, config),
         max_length=config.provided.rollout.max_new_tokens,
         batch_size=config.provided.train.batch_size,
         epochs=config.provided.train.max_epochs,
         max_tokens=config.provided.train.max_tokens_per_micro_batch,
         seed=config.provided.train.seed,
         skip_idle=providers.Callable(_advantage_is_all, config),
+        select=providers.Callable(_token_selection, config),
+        pass_threshold=config.provided.reward.pass_threshold,
+    )
+    sampler = providers.Singleton(
+        GroupSampler,
+        rollout,
+        prompts,
+        providers.Callable(_sampling, config),
+        providers.Callable(_sampling_plan, config),
+        curriculum=providers.Callable(_curriculum, config),
     )
     sink = providers.Singleton(_sinks, config, rollouts)
     sample_log = providers.Singleton(
@@ -330,14 +455,12 @@ class Container(containers.DeclarativeContainer):
         schedule=providers.Callable(
             Schedule,
             steps=rollouts,
-            prompts_per_step=config.provided.rollout.batch_size,
-            samples_per_prompt=config.provided.rollout.n_samples_per_prompt,
             eval_steps=config.provided.eval.steps,
             save_steps=config.provided.ckpt.save_steps,
+            freezing_steps=config.provided.critic.freezing_steps,
+            pass_threshold=config.provided.reward.pass_threshold,
         ),
-        params=providers.Callable(_sampling, config),
-        prompts=prompts,
-        rollout=rollout,
+        sampler=sampler,
         experience=experience,
         update=update,
         policy=policy,
@@ -349,6 +472,12 @@ class Container(containers.DeclarativeContainer):
             coef=config.provided.algo.kl.init_coef,
             target=config.provided.algo.kl.target,
             horizon=config.provided.algo.kl.horizon,
+        ),
+        entropy=providers.Callable(
+            EntropyController,
+            coef=config.provided.actor.entropy_coef,
+            target=config.provided.actor.entropy_target,
+            step=config.provided.actor.entropy_coef_step,
         ),
         evaluation=providers.Selector(
             providers.Callable(_dataset_kind, config.provided.eval.dataset),

@@ -20,6 +20,7 @@ from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.config_io import load_config as load_config
 from rollgrad.entrypoints.container import METRICS_FILE, SAMPLES_FILE, Container
+from rollgrad.entrypoints.extensions import load_extension
 
 Result = TypeVar("Result")
 
@@ -70,6 +71,7 @@ def train(
     Raises:
         RollgradError: a setting, file or reward is wrong; the message says which and how to fix it.
     """
+    load_extension(config)
     validate(config, has_reward=reward is not None, has_environment=environment is not None)
     container = _container(config, reward, environment, adapters)
     output_dir = Path(config.ckpt.output_dir)
@@ -104,6 +106,7 @@ def evaluate(
     **adapters: Any,
 ) -> dict[str, float]:
     """Evaluates `config.actor.model_name_or_path` on `config.eval.dataset`; arguments as for `train`."""
+    load_extension(config)
     validate_evaluation(config, has_reward=reward is not None, has_environment=environment is not None)
     container = _container(config, reward, environment, adapters)
     container.reward_spec.override(providers.Object(config.eval.dataset))
@@ -125,7 +128,11 @@ def _container(
         container.environment.override(providers.Object(environment))
         container.reward.override(providers.Object(None))
     if reward is not None:
-        source = reward if isinstance(reward, RewardSource) else FunctionReward(reward, timeout=config.reward.timeout)
+        source = (
+            reward
+            if isinstance(reward, RewardSource)
+            else FunctionReward(reward, timeout=config.reward.timeout, weights=config.reward.weights)
+        )
         container.reward.override(providers.Object(source))
     for name, adapter in adapters.items():
         if name not in container.providers:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollgrad.application.config import RLConfig as RLConfig
+    from rollgrad.domain.estimators.registry import estimator as estimator
+    from rollgrad.domain.losses.registry import policy_loss as policy_loss
     from rollgrad.entrypoints.library import TrainResult as TrainResult
     from rollgrad.entrypoints.library import evaluate as evaluate
     from rollgrad.entrypoints.library import load_config as load_config
@@ -23,8 +25,10 @@ _PUBLIC = {
     "load_config": "rollgrad.entrypoints.library",
     "RLConfig": "rollgrad.application.config",
     "TrainResult": "rollgrad.entrypoints.library",
+    "estimator": "rollgrad.domain.estimators.registry",
+    "policy_loss": "rollgrad.domain.losses.registry",
 }
-__all__ = ["RLConfig", "TrainResult", "__version__", "evaluate", "load_config", "train"]
+__all__ = ["RLConfig", "TrainResult", "__version__", "estimator", "evaluate", "load_config", "policy_loss", "train"]
 
 
 def __getattr__(name: str) -> Any:

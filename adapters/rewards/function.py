@@ -6,15 +6,13 @@ outlives its deadline is left behind as a daemon and does not keep the process a
 """
 
 import asyncio
-import importlib.util
 import inspect
 import math
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.domain.errors import ConfigurationError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.rewards import Reward, RewardRequest
@@ -28,22 +26,7 @@ def load_reward_function(path: str) -> Callable[..., Any]:
     Raises:
         ConfigurationError: there is no such file, it cannot be imported, or it defines no such function.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigurationError(f"--reward.function-path is {path!r}, but there is no such file.")
-    name = f"rollgrad_reward_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigurationError(f"--reward.function-path is {path!r}: it must be a Python file (.py).")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ConfigurationError(
-            f"--reward.function-path {path} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+    module = load_python_file(path, flag="--reward.function-path")
     function = getattr(module, FUNCTION_NAME, None)
     if not callable(function):
         raise ConfigurationError(
@@ -57,12 +40,21 @@ class FunctionReward(RewardSource):
 
     `queries` are prompt and reply in one text. `func` may be async. It returns the rewards (list, tensor, or a number
     for one reply), or a mapping with `rewards` and optionally `scores` (for filtering and evaluation) and
-    `extra_logs` (name -> number, or one number a reply). `timeout`: seconds one call may take. `name` stands for the
-    function in errors.
+    `extra_logs` (name -> number, or one number a reply). `rewards` may itself be a mapping of named rewards (name ->
+    one number a reply); a reply's reward is then their sum by `weights` (default: 1 each). `timeout`: seconds one call
+    may take. `name` stands for the function in errors.
     """
 
-    def __init__(self, func: Callable[..., Any], *, timeout: float, name: str = FUNCTION_NAME) -> None:
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        *,
+        timeout: float,
+        name: str = FUNCTION_NAME,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
         self._func = func
+        self._weights = weights
         self._timeout = timeout
         self._name = name
         self._is_async = inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
@@ -106,7 +98,14 @@ class FunctionReward(RewardSource):
             raise RewardError(
                 f"{self._name} returned a mapping with {sorted(map(str, answer))}: it needs the key 'rewards'."
             )
-        values = self._numbers(answer["rewards"], "rewards", count)
+        parts = self._parts(answer["rewards"], count)
+        if parts:
+            weights = self._weights or dict.fromkeys(parts, 1.0)
+            values = [
+                math.fsum(weights[name] * numbers[index] for name, numbers in parts.items()) for index in range(count)
+            ]
+        else:
+            values = self._numbers(answer["rewards"], "rewards", count)
         given_scores = answer.get("scores")
         scores = values if given_scores is None else self._numbers(given_scores, "scores", count)
         for what, numbers in (("reward", values), ("score", scores)):
@@ -121,9 +120,31 @@ class FunctionReward(RewardSource):
             for key, value in (answer.get("extra_logs") or {}).items()
         }
         return [
-            Reward(value=value, score=score, metrics={key: numbers[index] for key, numbers in logs.items()})
+            Reward(
+                value=value,
+                score=score,
+                metrics={key: numbers[index] for key, numbers in (logs | parts).items()},
+                parts={key: numbers[index] for key, numbers in parts.items()},
+            )
             for index, (value, score) in enumerate(zip(values, scores, strict=True))
         ]
+
+    def _parts(self, rewards: Any, count: int) -> dict[str, list[float]]:
+        """The named rewards, empty if they have no names."""
+        if not isinstance(rewards, Mapping):
+            if self._weights is not None:
+                raise RewardError(
+                    f"{self._name} returned rewards without names, but reward.weights is {dict(self._weights)}: return "
+                    "a mapping of named rewards, or leave --reward.weights out."
+                )
+            return {}
+        parts = {str(name): self._numbers(value, f"rewards[{name!r}]", count) for name, value in rewards.items()}
+        if self._weights is not None and parts.keys() != self._weights.keys():
+            raise RewardError(
+                f"{self._name} returned the rewards {', '.join(parts)}, but reward.weights names "
+                f"{', '.join(self._weights)}: give one weight to each with --reward.weights."
+            )
+        return parts
 
     def _numbers(self, value: Any, what: str, count: int, *, broadcast: bool = False) -> list[float]:
         """`value` as `count` floats: a sequence, a tensor or array of any shape, or a number."""

@@ -58,6 +58,55 @@ def load_causal_lm(name_or_path: str, *, dtype: torch.dtype, device: torch.devic
     return model
 
 
+def load_critic(
+    name_or_path: str, *, dtype: torch.dtype, device: torch.device, flag: str
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(a model as `load_causal_lm` gives it, the scalar head that its checkpoint holds).
+
+    A critic saved by rollgrad has `value_head.safetensors`; a reward model (sequence classification with one label) has
+    `score`. Other checkpoints have no head: the dict is then empty.
+
+    Raises:
+        CheckpointError, ConfigurationError: as `load_causal_lm`, or the head has several outputs.
+    """
+    model = load_causal_lm(name_or_path, dtype=dtype, device=device, flag=flag)
+    head = _scalar_head(name_or_path)
+    if head and head["weight"].shape != (1, model.config.hidden_size):
+        raise CheckpointError(
+            f"{flag} is {name_or_path!r}, whose head has the shape {tuple(head['weight'].shape)}: a critic needs one "
+            f"output for {model.config.hidden_size} inputs."
+        )
+    return model, head
+
+
+def _scalar_head(name_or_path: str) -> dict[str, torch.Tensor]:
+    import json
+
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    def find(file: str) -> str | None:
+        found: str | None = cached_file(name_or_path, file, _raise_exceptions_for_missing_entries=False)
+        return found
+
+    files = {"value_head.": find("value_head.safetensors"), "score.": find("model.safetensors")}
+    index = find("model.safetensors.index.json")
+    if index is not None:
+        shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        files["score."] = find(shards["score.weight"]) if "score.weight" in shards else None
+    for prefix, file in files.items():
+        if file is not None:
+            with safe_open(file, framework="pt") as tensors:
+                head = {
+                    name.removeprefix(prefix): tensors.get_tensor(name)
+                    for name in tensors.keys()  # noqa: SIM118 (no mapping)
+                    if name.startswith(prefix)
+                }
+            if head:
+                return head
+    return {}
+
+
 def _install_and_compare(model: Any) -> None:
     """Installs packed attention, and checks on two short sequences that the model still computes the same: scaled or
     capped logits, recurrent states and the like live outside the attention, where no keyword betrays them."""

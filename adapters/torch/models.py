@@ -170,9 +170,15 @@ class TorchReference(ReferenceModel):
 
 
 class TorchValue(ValueModel):
-    """A language model whose vocabulary head is replaced by one scalar a token."""
+    """A language model whose vocabulary head is replaced by one scalar a token.
 
-    def __init__(self, model: Any, tokenizer: Any, settings: OptimizerSettings) -> None:
+    `head`: `weight` [1, H] and, if there is one, `bias` [1] to start from (a reward model's, say); empty starts from
+    values of 0.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, settings: OptimizerSettings, *, head: Mapping[str, Tensor] | None = None
+    ) -> None:
         self._forward = _PackedForward(model)
         self._tokenizer = tokenizer
         self._model = model
@@ -180,6 +186,8 @@ class TorchValue(ValueModel):
         self._value_head = nn.Linear(model.config.hidden_size, 1, device=self._forward.device)
         nn.init.zeros_(self._value_head.weight)  # values start at 0: no bias from an untrained head
         nn.init.zeros_(self._value_head.bias)
+        if head:
+            self._value_head.load_state_dict({"bias": self._value_head.bias.detach(), **head})
         self._optimizer = MasterOptimizer(nn.ModuleDict({"model": backbone, "value_head": self._value_head}), settings)
 
     def _values(self, batch: PackedBatch) -> Tensor:

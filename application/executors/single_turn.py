@@ -40,4 +40,7 @@ class SingleTurnExecutor(AgentExecutor):
         builder = TrajectoryBuilder(prompt.token_ids, group_id=request.group_id, sample_id=request.sample_id)
         builder.add_action(generation)
         builder.set_reward(reward.value)
-        return [builder.build(stop_reason=generation.stop_reason, score=reward.score, metrics=reward.metrics)]
+        trajectory = builder.build(
+            stop_reason=generation.stop_reason, score=reward.score, metrics=reward.metrics, reward_parts=reward.parts
+        )
+        return [trajectory]

@@ -1,15 +1,21 @@
-"""Generalised advantage estimation."""
+"""Generalised advantage estimation per action token."""
 
 import torch
+from torch import Tensor
 
-from rollgrad.domain.estimators.packing import action_lengths, to_tokens, whiten
+from rollgrad.domain.estimators.packing import action_lengths, to_tokens
+from rollgrad.domain.estimators.registry import estimator
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
 from rollgrad.domain.estimators.types import Advantages, EstimatorInput, EstimatorParams
 
 
+@estimator("gae")
 def gae(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda A_{t+1}, V and A 0 after the end; returns A + V
-    (Schulman et al. 2016, eq. 11 and 16); advantages are then whitened over the batch's action tokens.
+    (Schulman et al. 2016, eq. 11 and 16).
+
+    VAPO (Yue et al. 2025, section 4.1): `length_adaptive_alpha` sets lambda to 1 - 1 / (alpha l) for a sequence of l
+    action tokens (eq. 6, at least 0), and `critic_lambd` gives the returns a lambda of their own (decoupled GAE).
 
     Raises:
         ValueError: `values_N` is missing.
@@ -19,12 +25,21 @@ def gae(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     mask_N = inputs.action_mask_N
     values_A = inputs.values_N[mask_N]
     lengths_S = action_lengths(inputs)
+    delta_A = temporal_differences(
+        inputs.rewards_N[mask_N] + inputs.token_rewards_N[mask_N], values_A, lengths_S, params.gamma
+    )
+    lambd: float | Tensor = params.lambd
+    if params.length_adaptive_alpha is not None:
+        lambd = (1.0 - 1.0 / (params.length_adaptive_alpha * lengths_S.double().clamp(min=1))).clamp(min=0)
+    advantages_A = reverse_discounted_sum(delta_A, lengths_S, params.gamma * lambd)
+    targets_A = advantages_A
+    if params.critic_lambd is not None:
+        targets_A = reverse_discounted_sum(delta_A, lengths_S, params.gamma * params.critic_lambd)
+    return Advantages(advantages_N=to_tokens(advantages_A, mask_N), returns_N=to_tokens(targets_A + values_A, mask_N))
+
+
+def temporal_differences(rewards_A: Tensor, values_A: Tensor, lengths_S: Tensor, gamma: float) -> Tensor:
+    """r_t + gamma V_{t+1} - V_t within each sequence of `lengths_S` steps; V is 0 after its end."""
     next_A = torch.cat([values_A[1:], values_A.new_zeros(1)])[: len(values_A)]
     next_A[lengths_S.cumsum(0)[lengths_S > 0] - 1] = 0.0
-    rewards_A = inputs.rewards_N[mask_N] + inputs.token_rewards_N[mask_N]
-    delta_A = rewards_A + params.gamma * next_A - values_A
-    advantages_A = reverse_discounted_sum(delta_A, lengths_S, params.gamma * params.lambd)
-    return Advantages(
-        advantages_N=to_tokens(whiten(advantages_A, std_norm=params.std_norm), mask_N),
-        returns_N=to_tokens(advantages_A + values_A, mask_N),
-    )
+    return rewards_A + gamma * next_A - values_A

@@ -8,7 +8,8 @@ penalty) add their undiscounted sum from that token on. A group of one rollout h
 import torch
 from torch import Tensor
 
-from rollgrad.domain.estimators.packing import action_lengths, sequence_ids, to_tokens, whiten
+from rollgrad.domain.estimators.packing import action_lengths, sequence_ids, to_tokens
+from rollgrad.domain.estimators.registry import estimator
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
 from rollgrad.domain.estimators.types import Advantages, EstimatorInput, EstimatorParams
 
@@ -16,60 +17,155 @@ STD_FLOOR = 1e-9
 """Added to a group's standard deviation, as in OpenRLHF's group_norm."""
 
 
+@estimator("reinforce_baseline")
 def reinforce_baseline(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
-    """REINFORCE++-baseline: r_i - mean(group), plus KL, whitened over the batch (Hu 2025, section 3)."""
-    groups = _Groups(inputs)
-    return _broadcast(inputs, groups.outcome_R - groups.mean_R, groups, whitening=True, std_norm=params.std_norm)
+    """REINFORCE++-baseline: r_i - mean(group), plus KL (Hu 2025, section 3; whitened over the batch)."""
+    return dr_grpo(inputs, params)
 
 
+@estimator("rloo")
 def rloo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
-    """r_i minus the mean of the others (Ahmadian et al. 2024, eq. 8): (r_i - mean) n / (n - 1)."""
-    groups = _Groups(inputs)
-    scale_R = groups.count_R / (groups.count_R - 1).clamp(min=1)
-    return _broadcast(inputs, (groups.outcome_R - groups.mean_R) * scale_R, groups)
+    """r_i minus the mean of the others (Ahmadian et al. 2024, eq. 8): (r_i - mean) n / (n - 1); KL stays per token."""
+    rollouts = Rollouts(inputs)
+    return broadcast(inputs, rollouts.leave_one_out(rollouts.outcome_R), rollouts)
 
 
+@estimator("rloo_sequence")
+def rloo_sequence(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """RLOO whose outcome is the reward minus the whole rollout's KL penalty, as in the paper's bandit form (Ahmadian et
+    al. 2024, section 2.1 and eq. 8): KL enters before the baseline."""
+    rollouts = Rollouts(inputs)
+    penalised_R = rollouts.outcome_R + rollouts.sum_of(inputs.token_rewards_N)
+    outcome_A = rollouts.to_actions(rollouts.leave_one_out(penalised_R))
+    advantages_N = to_tokens(outcome_A, inputs.action_mask_N)
+    return Advantages(advantages_N=advantages_N, returns_N=advantages_N)
+
+
+@estimator("group_norm")
 def group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """GRPO: (r_i - mean) / (std + 1e-9) with the unbiased standard deviation (Shao et al. 2024, section 4.1.2)."""
-    groups = _Groups(inputs)
-    return _broadcast(inputs, (groups.outcome_R - groups.mean_R) / (groups.std_R + STD_FLOOR), groups)
+    rollouts = Rollouts(inputs)
+    return broadcast(inputs, rollouts.normalised(rollouts.outcome_R), rollouts)
 
 
+@estimator("dr_grpo")
 def dr_grpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """r_i - mean(group), no standard deviation (Liu et al. 2025, "Understanding R1-Zero", section 3.2)."""
-    groups = _Groups(inputs)
-    return _broadcast(inputs, groups.outcome_R - groups.mean_R, groups)
+    rollouts = Rollouts(inputs)
+    return broadcast(inputs, rollouts.centred(rollouts.outcome_R), rollouts)
 
 
-class _Groups:
-    """Outcomes of rollouts (R) and their groups' statistics, each [R], in float64: in float32 the mean of equal
-    rewards can miss them by a rounding error, which a standard deviation of the same size would blow up to 1."""
+@estimator("opo")
+def opo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """r_i minus the variance-optimal baseline sum(l r) / sum(l), l the action tokens of a rollout (Hao et al. 2025,
+    "On-Policy RL with Optimal Reward Baseline", eq. 8)."""
+    rollouts = Rollouts(inputs)
+    lengths_R = rollouts.sum_of(torch.ones_like(inputs.rewards_N))
+    baseline_R = rollouts.group_sum(lengths_R * rollouts.outcome_R) / rollouts.group_sum(lengths_R)
+    return broadcast(inputs, rollouts.outcome_R - baseline_R, rollouts)
+
+
+@estimator("gpg")
+def gpg(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """alpha (r_i - mean), alpha = rollouts / rollouts of groups whose rewards differ: the groups that teach nothing do
+    not dilute the gradient (Chu et al. 2025, "GPG", eq. 9 to 11 with F_norm = 1)."""
+    rollouts = Rollouts(inputs)
+    useful = rollouts.has_spread().sum()
+    alpha = len(rollouts.outcome_R) / useful.clamp(min=1).double()
+    return broadcast(inputs, alpha * rollouts.centred(rollouts.outcome_R), rollouts)
+
+
+@estimator("maxrl")
+def maxrl(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """(r_i - mean) / mean for rewards of at least 0, and 0 where the mean is 0: the gradient of the log of the pass
+    rate, truncated at the group's size (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning")."""
+    rollouts = Rollouts(inputs)
+    mean_R = rollouts.group_sum(rollouts.outcome_R) / rollouts.count_R
+    positive_R = torch.where(mean_R > 0, mean_R, 1.0)
+    outcome_R = torch.where(mean_R > 0, rollouts.centred(rollouts.outcome_R) / positive_R, 0.0)
+    return broadcast(inputs, outcome_R, rollouts)
+
+
+@estimator("gdpo")
+def gdpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """Each named reward normalised apart within the group, summed by weight, then normalised over the batch's rollouts
+    (Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", eq. 4 to 7).
+
+    Raises:
+        ValueError: `reward_parts_SK` or `part_weights_K` is missing.
+    """
+    if inputs.reward_parts_SK is None or inputs.part_weights_K is None:
+        raise ValueError("gdpo needs reward_parts_SK and part_weights_K: rewards in named parts.")
+    rollouts = Rollouts(inputs)
+    total_R = torch.zeros_like(rollouts.outcome_R)
+    for part_S, weight in zip(inputs.reward_parts_SK.double().unbind(1), inputs.part_weights_K, strict=True):
+        part_R = torch.zeros_like(total_R).index_add_(0, rollouts.rollout_S, part_S)
+        total_R += weight.double() * rollouts.normalised(part_R)
+    centred_R = total_R - total_R.mean()
+    std = (centred_R.square().sum() / max(1, len(centred_R) - 1)).sqrt()
+    return broadcast(inputs, centred_R / (std + STD_FLOOR), rollouts)
+
+
+def rollouts_of(inputs: EstimatorInput) -> tuple[Tensor, Tensor]:
+    """(rollout_S: rollout of each sequence, group_R: group of each rollout), both numbered from 0."""
+    keys = torch.stack([inputs.group_ids_S, inputs.sample_ids_S], dim=1)
+    rollouts, rollout_S = torch.unique(keys, dim=0, return_inverse=True)
+    _, group_R = torch.unique(rollouts[:, 0], return_inverse=True)
+    return rollout_S, group_R
+
+
+class Rollouts:
+    """Outcomes of rollouts (R) and what compares them within their groups, each [R], in float64: in float32 the mean of
+    equal rewards can miss them by a rounding error, which a standard deviation of the same size would blow up to 1."""
 
     def __init__(self, inputs: EstimatorInput) -> None:
-        keys = torch.stack([inputs.group_ids_S, inputs.sample_ids_S], dim=1)
-        rollouts, self.rollout_S = torch.unique(keys, dim=0, return_inverse=True)
-        rewards_N = torch.where(inputs.action_mask_N, inputs.rewards_N, 0.0).double()
-        self.outcome_R = rewards_N.new_zeros(len(rollouts)).index_add_(
-            0, self.rollout_S[sequence_ids(inputs.lengths_S)], rewards_N
-        )
-        _, group_R = torch.unique(rollouts[:, 0], return_inverse=True)
-        self.count_R = self._sum(torch.ones_like(self.outcome_R), group_R)
-        self.mean_R = self._sum(self.outcome_R, group_R) / self.count_R
-        squares_R = self._sum((self.outcome_R - self.mean_R).square(), group_R)
-        self.std_R = (squares_R / (self.count_R - 1).clamp(min=1)).sqrt()
+        self._inputs = inputs
+        self.rollout_S, self.group_R = rollouts_of(inputs)
+        self._rollout_N = self.rollout_S[sequence_ids(inputs.lengths_S)]
+        self.outcome_R = self.sum_of(inputs.rewards_N)
+        self.count_R = self.group_sum(torch.ones_like(self.outcome_R))
 
-    @staticmethod
-    def _sum(values_R: Tensor, group_R: Tensor) -> Tensor:
+    def sum_of(self, values_N: Tensor) -> Tensor:
+        """Each rollout's total over its action tokens."""
+        masked_N = torch.where(self._inputs.action_mask_N, values_N, 0.0).double()
+        return masked_N.new_zeros(len(self.group_R)).index_add_(0, self._rollout_N, masked_N)
+
+    def group_sum(self, values_R: Tensor) -> Tensor:
         """Each rollout's group total."""
-        return values_R.new_zeros(len(values_R)).index_add_(0, group_R, values_R)[group_R]
+        return values_R.new_zeros(len(values_R)).index_add_(0, self.group_R, values_R)[self.group_R]
+
+    def centred(self, values_R: Tensor) -> Tensor:
+        """Values minus their group's mean."""
+        return values_R - self.group_sum(values_R) / self.count_R
+
+    def leave_one_out(self, values_R: Tensor) -> Tensor:
+        """Values minus the mean of the group's others."""
+        return self.centred(values_R) * self.count_R / (self.count_R - 1).clamp(min=1)
+
+    def normalised(self, values_R: Tensor) -> Tensor:
+        """Values minus their group's mean, over its unbiased standard deviation."""
+        centred_R = self.centred(values_R)
+        std_R = (self.group_sum(centred_R.square()) / (self.count_R - 1).clamp(min=1)).sqrt()
+        return centred_R / (std_R + STD_FLOOR)
+
+    def has_spread(self) -> Tensor:
+        """Whether the outcomes of a rollout's group differ."""
+        low, high = (
+            torch.zeros_like(self.outcome_R).scatter_reduce(
+                0, self.group_R, self.outcome_R, reduce, include_self=False
+            )[self.group_R]
+            for reduce in ("amin", "amax")
+        )
+        return low < high
+
+    def to_actions(self, values_R: Tensor) -> Tensor:
+        """The rollout's value at each of its action tokens, in the rewards' dtype."""
+        return values_R.to(self._inputs.rewards_N.dtype)[self._rollout_N][self._inputs.action_mask_N]
 
 
-def _broadcast(
-    inputs: EstimatorInput, outcome_R: Tensor, groups: _Groups, *, whitening: bool = False, std_norm: bool = True
-) -> Advantages:
+def broadcast(inputs: EstimatorInput, outcome_R: Tensor, rollouts: Rollouts) -> Advantages:
     """Outcome advantages on every action token, plus the token rewards still to come."""
     mask_N = inputs.action_mask_N
-    outcome_A = outcome_R.to(inputs.rewards_N.dtype)[groups.rollout_S[sequence_ids(inputs.lengths_S)]][mask_N]
-    returns_A = outcome_A + reverse_discounted_sum(inputs.token_rewards_N[mask_N], action_lengths(inputs), 1.0)
-    advantages_A = whiten(returns_A, std_norm=std_norm) if whitening else returns_A
-    return Advantages(advantages_N=to_tokens(advantages_A, mask_N), returns_N=to_tokens(returns_A, mask_N))
+    togo_A = reverse_discounted_sum(inputs.token_rewards_N[mask_N], action_lengths(inputs), 1.0)
+    advantages_N = to_tokens(rollouts.to_actions(outcome_R) + togo_A, mask_N)
+    return Advantages(advantages_N=advantages_N, returns_N=advantages_N)

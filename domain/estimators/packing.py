@@ -1,6 +1,7 @@
-"""What the estimators share: action tokens alone, and whitening."""
+"""What the estimators share: action tokens alone, their turns, and whitening."""
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from rollgrad.domain.estimators.types import EstimatorInput
@@ -27,11 +28,58 @@ def to_tokens(values_A: Tensor, action_mask_N: Tensor) -> Tensor:
     )
 
 
-def whiten(values_A: Tensor, *, std_norm: bool) -> Tensor:
-    """Minus the mean, and divided by the (population) standard deviation if `std_norm`."""
+def whiten_over(values_A: Tensor, groups_A: Tensor | None, *, std_norm: bool) -> Tensor:
+    """Minus the mean, and divided by the (population) standard deviation if `std_norm`; over all values, or apart for
+    each of `groups_A`."""
     if len(values_A) == 0:
         return values_A
-    centred_A = values_A - values_A.mean()
+    if groups_A is None:
+        index_A = torch.zeros(len(values_A), dtype=torch.int64, device=values_A.device)
+    else:
+        _, index_A = torch.unique(groups_A, return_inverse=True)
+    count_A = _totals(torch.ones_like(values_A), index_A)
+    centred_A = values_A - _totals(values_A, index_A) / count_A
     if not std_norm:
         return centred_A
-    return centred_A * centred_A.square().mean().clamp(min=VARIANCE_FLOOR).rsqrt()
+    variance_A = _totals(centred_A.square(), index_A) / count_A
+    return centred_A * variance_A.clamp(min=VARIANCE_FLOOR).rsqrt()
+
+
+def _totals(values_A: Tensor, index_A: Tensor) -> Tensor:
+    """Each value's group total, summed in float64."""
+    sums = torch.zeros(int(index_A.max()) + 1, dtype=torch.float64, device=values_A.device)
+    return sums.index_add_(0, index_A, values_A.double())[index_A].to(values_A.dtype)
+
+
+@frozen(kw_only=True, eq=False)
+class Turns:
+    """Action tokens (A) gathered into turns (U), in the order of the batch: `turn_A` is the turn of each action token,
+    `first_U` the index in A of a turn's first token, `sequence_U` its sequence, `rewards_U` its reward."""
+
+    turn_A: Tensor
+    first_U: Tensor
+    sequence_U: Tensor
+    rewards_U: Tensor
+
+    @classmethod
+    def of(cls, inputs: EstimatorInput) -> "Turns":
+        """The turns of a batch."""
+        mask_N = inputs.action_mask_N
+        sequence_A = sequence_ids(inputs.lengths_S)[mask_N]
+        if inputs.turn_ids_N is None:
+            position_A = mask_N.nonzero()[:, 0]
+            same_A = position_A[1:] == position_A[:-1] + 1
+        else:
+            turn_ids_A = inputs.turn_ids_N[mask_N]
+            same_A = turn_ids_A[1:] == turn_ids_A[:-1]
+        opens_A = torch.ones_like(sequence_A, dtype=torch.bool)
+        opens_A[1:] = ~(same_A & (sequence_A[1:] == sequence_A[:-1]))
+        turn_A = opens_A.cumsum(0) - 1
+        first_U = opens_A.nonzero()[:, 0]
+        rewards_A = inputs.rewards_N[mask_N]
+        return cls(
+            turn_A=turn_A,
+            first_U=first_U,
+            sequence_U=sequence_A[first_U],
+            rewards_U=rewards_A.new_zeros(len(first_U)).index_add_(0, turn_A, rewards_A),
+        )

@@ -1,17 +1,40 @@
-"""REINFORCE++: discounted returns, whitened over the whole batch."""
+"""Returns of single rollouts: REINFORCE++, its batch-mean relative, and ReMax."""
 
-from rollgrad.domain.estimators.packing import action_lengths, to_tokens, whiten
+from rollgrad.domain.estimators.group import Rollouts, broadcast
+from rollgrad.domain.estimators.packing import action_lengths, to_tokens
+from rollgrad.domain.estimators.registry import estimator
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
 from rollgrad.domain.estimators.types import Advantages, EstimatorInput, EstimatorParams
 
 
+@estimator("reinforce")
 def reinforce(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
-    """A_t = G_t = r_t + gamma G_{t+1} with the KL penalty in each token's reward, whitened over the batch's action
-    tokens (Hu 2025, "REINFORCE++", section 3)."""
+    """A_t = G_t = r_t + gamma G_{t+1} with the KL penalty in each token's reward (Hu 2025, "REINFORCE++", section 3;
+    whitened over the batch's action tokens)."""
     mask_N = inputs.action_mask_N
     rewards_A = inputs.rewards_N[mask_N] + inputs.token_rewards_N[mask_N]
-    returns_A = reverse_discounted_sum(rewards_A, action_lengths(inputs), params.gamma)
-    return Advantages(
-        advantages_N=to_tokens(whiten(returns_A, std_norm=params.std_norm), mask_N),
-        returns_N=to_tokens(returns_A, mask_N),
-    )
+    returns_N = to_tokens(reverse_discounted_sum(rewards_A, action_lengths(inputs), params.gamma), mask_N)
+    return Advantages(advantages_N=returns_N, returns_N=returns_N)
+
+
+@estimator("flash_reinforce")
+def flash_reinforce(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """r_i minus the mean over all rollouts of the batch, for one sample a prompt (FlashREINFORCE, the Molt project
+    2026): the batch stands in for the group, so a batch of one rollout teaches nothing."""
+    rollouts = Rollouts(inputs)
+    return broadcast(inputs, rollouts.outcome_R - rollouts.outcome_R.mean(), rollouts)
+
+
+@estimator("remax")
+def remax(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """r_i minus the reward of the same prompt's greedy rollout (Li et al. 2024, "ReMax", eq. 6).
+
+    Raises:
+        ValueError: `baselines_S` is missing.
+    """
+    if inputs.baselines_S is None:
+        raise ValueError("remax needs baselines_S, the reward of each prompt's greedy rollout.")
+    rollouts = Rollouts(inputs)
+    baseline_R = rollouts.outcome_R.new_zeros(len(rollouts.outcome_R))
+    baseline_R[rollouts.rollout_S] = inputs.baselines_S.double()
+    return broadcast(inputs, rollouts.outcome_R - baseline_R, rollouts)

@@ -7,7 +7,7 @@ BLOCK = 64
 """Tokens summed by one row of a matrix product; the sums of blocks are combined by the same method."""
 
 
-def reverse_discounted_sum(x_N: Tensor, lengths_S: Tensor, discount: float) -> Tensor:
+def reverse_discounted_sum(x_N: Tensor, lengths_S: Tensor, discount: float | Tensor) -> Tensor:
     """y_t = x_t + discount * y_{t+1} within each of the sequences laid end to end; y is 0 after their ends.
 
     Each block is one product with the triangular matrix discount^(j - i); what follows a block enters through the
@@ -17,10 +17,12 @@ def reverse_discounted_sum(x_N: Tensor, lengths_S: Tensor, discount: float) -> T
     Args:
         x_N: float32 or float64.
         lengths_S: int64, summing to N; zeros are allowed.
-        discount: from 0 to 1.
+        discount: from 0 to 1; a tensor [S] gives each sequence its own.
     """
     if len(x_N) == 0:
         return x_N.clone()
+    if isinstance(discount, Tensor):
+        return _by_doubling(x_N, lengths_S, discount.to(x_N.dtype))
     blocks_S = -(-lengths_S // BLOCK)
     shift_S = (blocks_S.cumsum(0) - blocks_S) * BLOCK - (lengths_S.cumsum(0) - lengths_S)
     slot_N = torch.arange(len(x_N), device=x_N.device) + torch.repeat_interleave(shift_S, lengths_S)
@@ -42,3 +44,16 @@ def _powers(discount: float, like: Tensor) -> Tensor:
     exponent = step[:, None] - step[None]
     powers = torch.pow(discount, exponent.clamp(min=0).double())
     return torch.where(exponent >= 0, powers, 0.0).to(like.dtype)
+
+
+def _by_doubling(x_N: Tensor, lengths_S: Tensor, discount_S: Tensor) -> Tensor:
+    """Sums over 1, 2, 4, ... tokens: y_t += discount^width * y_{t+width} while a sequence is that long."""
+    ends_N = torch.repeat_interleave(lengths_S.cumsum(0), lengths_S)
+    room_N = ends_N - torch.arange(len(x_N), device=x_N.device)
+    factor_N = torch.repeat_interleave(discount_S, lengths_S)
+    sums_N, width, longest = x_N, 1, int(lengths_S.max())
+    while width < longest:
+        ahead_N = torch.cat([sums_N[width:], sums_N.new_zeros(width)])
+        sums_N = sums_N + torch.where(room_N > width, factor_N * ahead_N, 0.0)
+        factor_N, width = factor_N.square(), 2 * width
+    return sums_N

@@ -3,7 +3,7 @@
 Contract of every estimator `f(inputs, params) -> Advantages`: per-token arrays are [N] over packed sequences, at the
 token's own position; only action tokens count, environment tokens are passed over as if the action tokens on either
 side were adjacent; whatever stands at masked positions, even NaN, has no effect; the result does not depend on the
-order or packing of the sequences.
+order or packing of the sequences (branches of one rollout keep their order among themselves).
 """
 
 from collections.abc import Callable
@@ -15,8 +15,10 @@ from torch import Tensor
 @frozen(kw_only=True, eq=False)
 class EstimatorInput:
     """`rewards_N`: each turn's reward on the last token of its action segment. `token_rewards_N`: additions per token,
-    such as -coef * KL. `action_mask_N` bool. `lengths_S`, `group_ids_S`, `sample_ids_S` int64: sequences of one group
-    answer one prompt; sequences of one sample are branches of one rollout. `values_N`: critic, gae only."""
+    such as -coef * KL. `action_mask_N` bool. `turn_ids_N` int64: turn of each action token within its sequence; None
+    takes every run of adjacent action tokens for a turn. `lengths_S`, `group_ids_S`, `sample_ids_S` int64: sequences
+    of one group answer one prompt; sequences of one sample are branches of one rollout. `values_N`: critic.
+    `baselines_S`: reward of the prompt's greedy rollout. `reward_parts_SK` and `part_weights_K`: named rewards."""
 
     rewards_N: Tensor
     token_rewards_N: Tensor
@@ -24,16 +26,23 @@ class EstimatorInput:
     lengths_S: Tensor
     group_ids_S: Tensor
     sample_ids_S: Tensor
+    turn_ids_N: Tensor | None = None
     values_N: Tensor | None = None
+    baselines_S: Tensor | None = None
+    reward_parts_SK: Tensor | None = None
+    part_weights_K: Tensor | None = None
 
 
 @frozen(kw_only=True)
 class EstimatorParams:
-    """`gamma`: discount per action token. `lambd`: GAE's lambda. `std_norm`: whiten by the standard deviation too."""
+    """`gamma`: discount per action token (per turn for turn-level estimators). `lambd`: GAE's lambda.
+    `critic_lambd`: lambda of the critic's targets, None for the same (VAPO's decoupled GAE).
+    `length_adaptive_alpha`: lambda becomes 1 - 1 / (alpha * length) for each sequence (VAPO), None keeps `lambd`."""
 
     gamma: float = 1.0
     lambd: float = 1.0
-    std_norm: bool = True
+    critic_lambd: float | None = None
+    length_adaptive_alpha: float | None = None
 
 
 @frozen(kw_only=True, eq=False)

@@ -2,17 +2,18 @@
 
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are bounded by this before exp: e^20 is finite in float32 and far outside any useful range."""
+from rollgrad.domain.losses.ratios import bounded
 
 
-def kl_estimate(logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: str) -> Tensor:
-    """KL(policy || reference) at each token sampled from the policy, with x = logprobs - ref_logprobs.
+def kl_estimate(logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: str, ratio_N: Tensor | None = None) -> Tensor:
+    """KL(policy || reference) at each sampled token, with x = logprobs - ref_logprobs.
 
-    k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x (Schulman 2020, "Approximating KL Divergence").
+    k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x (Schulman 2020, "Approximating KL Divergence"). k3_unbiased =
+    `ratio_N` * k3 with the importance ratio of the policy over the one that sampled, differentiated through the ratio:
+    the value and the gradient are unbiased (DeepSeek-V3.2 2025, section 3.1, eq. 7).
 
     Raises:
-        ValueError: unknown `kind`.
+        ValueError: unknown `kind`, or k3_unbiased without `ratio_N`.
     """
     x_N = logprobs_N - ref_logprobs_N
     match kind:
@@ -20,7 +21,12 @@ def kl_estimate(logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: str) -> Tensor
             return x_N
         case "k2":
             return x_N.square() / 2
-        case "k3":
-            bounded_N = x_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            return (-bounded_N).expm1() + bounded_N
-    raise ValueError(f"Unknown KL estimator {kind!r}: use k1, k2 or k3.")
+        case "k3" | "k3_unbiased":
+            bounded_N = bounded(x_N)
+            k3_N = (-bounded_N).expm1() + bounded_N
+            if kind == "k3":
+                return k3_N
+            if ratio_N is None:
+                raise ValueError("k3_unbiased needs the importance ratio of each token.")
+            return ratio_N * k3_N
+    raise ValueError(f"Unknown KL estimator {kind!r}: use k1, k2, k3 or k3_unbiased.")

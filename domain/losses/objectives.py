@@ -1,27 +1,39 @@
 """What a model is told to minimise: callables over one micro-batch that return its share of the step's loss."""
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from rollgrad.domain.batch import PackedBatch
+from rollgrad.domain.losses import policy as _registers_the_losses  # noqa: F401
 from rollgrad.domain.losses.aggregation import weighted_sum
+from rollgrad.domain.losses.corrections import Correction, correction_weights, interpolated_proximal
 from rollgrad.domain.losses.kl import kl_estimate
-from rollgrad.domain.losses.policy import ppo_clip
+from rollgrad.domain.losses.ratios import ratio
+from rollgrad.domain.losses.registry import POLICY_LOSSES, PolicyLossInput, PolicyLossParams
 from rollgrad.domain.losses.value import value_loss
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
 
 @frozen(kw_only=True)
-class ClippedPolicyObjective:
-    """PPO's clipped loss, plus `kl_coef` x KL to the reference, minus `entropy_coef` x entropy; a `PolicyObjective`."""
+class PolicyLossObjective:
+    """A policy loss, weighed by an off-policy correction, plus `kl_coef` x KL, minus `entropy_coef` x entropy, plus
+    `positive_nll_coef` x the negative log-likelihood of replies that passed (VAPO, Yue et al. 2025, eq. 10); a
+    `PolicyObjective`.
 
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None = None
+    `loss`: key of `POLICY_LOSSES`. `kl_against`: `reference` or `rollout` (the policy that sampled). `version`: that of
+    the policy under training; given, the proximal log-probs are interpolated between the sampler's and the current.
+    """
+
+    loss: str = "ppo"
+    params: PolicyLossParams = field(factory=PolicyLossParams)
+    correction: Correction | None = None
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
+    kl_against: str = "reference"
     entropy_coef: float = 0.0
+    positive_nll_coef: float = 0.0
+    version: int | None = None
 
     def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
         """The micro-batch's share; a missing `old_logprobs_N` means a ratio of exactly 1.
@@ -29,34 +41,76 @@ class ClippedPolicyObjective:
         Raises:
             ValueError: the batch lacks weights, advantages, or (for a KL term) reference log-probs.
         """
-        weights_N = _column(batch, "loss_weights_N")
-        mask_N = batch.action_mask_N
+        weights_N, mask_N = _column(batch, "loss_weights_N"), batch.action_mask_N
+        sequence_N = batch.sequence_ids_N
         logprobs_N = _masked(scores.logprobs_N, mask_N)
-        old_N = logprobs_N.detach() if batch.old_logprobs_N is None else _column(batch, "old_logprobs_N")
-        policy = ppo_clip(
-            logprobs_N,
-            old_N,
-            _column(batch, "advantages_N"),
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
+        rollout_N, advantages_N = _column(batch, "rollout_logprobs_N"), _column(batch, "advantages_N")
+        old_N = self._proximal(logprobs_N.detach(), rollout_N, batch)
+        policy = POLICY_LOSSES[self.loss](
+            PolicyLossInput(
+                logprobs_N=logprobs_N,
+                old_logprobs_N=old_N,
+                advantages_N=advantages_N,
+                action_mask_N=mask_N,
+                sequence_N=sequence_N,
+                sequences=len(batch),
+                selected_N=batch.selected_N,
+            ),
+            self.params,
         )
-        policy_loss = weighted_sum(policy.loss_N, weights_N, mask_N)
-        entropy = weighted_sum(_masked(scores.entropy_N, mask_N), weights_N, mask_N)
-        loss = policy_loss - self.entropy_coef * entropy if self.entropy_coef else policy_loss
-        metrics = {
+
+        def mean(values_N: Tensor) -> Tensor:
+            return weighted_sum(values_N, weights_N, mask_N)
+
+        token_loss_N = policy.loss_N
+        metrics: dict[str, Tensor] = {}
+        if self.correction is not None:
+            factor_N = correction_weights(
+                self.correction,
+                logprobs_N=logprobs_N if self.correction.bypass else old_N,
+                rollout_logprobs_N=rollout_N,
+                advantages_N=advantages_N,
+                action_mask_N=mask_N,
+                sequence_N=sequence_N,
+                sequences=len(batch),
+            )
+            token_loss_N = token_loss_N * factor_N
+            metrics["correction_weight"] = mean(factor_N)
+            metrics["correction_dropped_share"] = mean((factor_N == 0).float())
+        policy_loss = mean(token_loss_N)
+        entropy = mean(_masked(scores.entropy_N, mask_N))
+        mismatch_N = ratio(old_N, rollout_N)
+        metrics |= {
             "policy_loss": policy_loss,
             "entropy": entropy,
-            "approx_kl": weighted_sum(kl_estimate(old_N, logprobs_N, "k3"), weights_N, mask_N),
-            "ratio_mean": weighted_sum(policy.ratio_N, weights_N, mask_N),
-            "clip_low_share": weighted_sum(policy.clipped_low_N.float(), weights_N, mask_N),
-            "clip_high_share": weighted_sum(policy.clipped_high_N.float(), weights_N, mask_N),
+            "approx_kl": mean(kl_estimate(old_N, logprobs_N, "k3")),
+            "ratio_mean": mean(policy.ratio_N),
+            "clip_low_share": mean(policy.clipped_low_N.float()),
+            "clip_high_share": mean(policy.clipped_high_N.float()),
+            "mismatch_kl": mean(kl_estimate(rollout_N, old_N, "k3")),
+            "mismatch_abs": mean((old_N - rollout_N).abs()),
+            "mismatch_equal_share": mean((old_N == rollout_N).float()),
+            "mismatch_weight": mean(mismatch_N),
+            "mismatch_weight_squared": mean(mismatch_N.square()),
         }
+        loss = policy_loss
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * entropy
         if self.kl_coef:
-            kl_N = kl_estimate(logprobs_N, _column(batch, "ref_logprobs_N"), self.kl_estimator)
-            metrics["ref_kl"] = weighted_sum(kl_N, weights_N, mask_N)
+            against_N = rollout_N if self.kl_against == "rollout" else _column(batch, "ref_logprobs_N")
+            kl_N = kl_estimate(logprobs_N, against_N, self.kl_estimator, ratio(logprobs_N, old_N))
+            metrics["ref_kl"] = mean(kl_N)
             loss = loss + self.kl_coef * metrics["ref_kl"]
+        if self.positive_nll_coef:
+            metrics["positive_nll"] = -weighted_sum(logprobs_N, _column(batch, "positive_weights_N"), mask_N)
+            loss = loss + self.positive_nll_coef * metrics["positive_nll"]
         return LossOutput(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
+
+    def _proximal(self, current_N: Tensor, rollout_N: Tensor, batch: PackedBatch) -> Tensor:
+        """Log-probs that the loss's ratio starts from."""
+        if self.version is not None:
+            return interpolated_proximal(current_N, rollout_N, batch.versions_N, self.version)
+        return current_N if batch.old_logprobs_N is None else _column(batch, "old_logprobs_N")
 
 
 @frozen(kw_only=True)
@@ -84,10 +138,7 @@ class ClippedValueObjective:
 
 def _column(batch: PackedBatch, name: str) -> Tensor:
     """The named column, 0 where not an action."""
-    column: Tensor | None = getattr(batch, name)
-    if column is None:
-        raise ValueError(f"The batch has no {name}: fill it in before computing the loss.")
-    return _masked(column, batch.action_mask_N)
+    return _masked(batch.filled(name), batch.action_mask_N)
 
 
 def _masked(values_N: Tensor, mask_N: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.domain.batch import PackedBatch, pack
-from rollgrad.domain.losses.objectives import ClippedPolicyObjective
+from rollgrad.domain.losses.objectives import PolicyLossObjective
 from rollgrad.domain.sampling import GenerationRequest, SamplingParams
 from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
 
@@ -120,6 +120,6 @@ def test_after_an_update_both_see_the_new_weights(tiny_model_dir: Path) -> None:
             advantages_N=torch.where(mask, 1.0, 0.0),
             loss_weights_N=torch.where(mask, 1.0 / mask.sum(), 0.0),
         )
-        metrics = policy.update([weighted], ClippedPolicyObjective(clip_low=0.2, clip_high=0.2))
+        metrics = policy.update([weighted], PolicyLossObjective())
         assert metrics["ratio_mean"] == pytest.approx(1.0)
     assert (policy.score(batch).logprobs_N - batch.rollout_logprobs_N).abs().max() > 1e-2, "the weights have moved"

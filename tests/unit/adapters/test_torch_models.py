@@ -14,12 +14,12 @@ from rollgrad.adapters.torch.models import TorchPolicy, TorchValue
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
-from rollgrad.domain.losses.objectives import ClippedPolicyObjective, ClippedValueObjective
+from rollgrad.domain.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from tests.fakes.agent_executor import make_trajectory
 
 SETTINGS = OptimizerSettings(lr=1e-3, weight_decay=0.01, total_steps=10)
-OBJECTIVE = ClippedPolicyObjective(clip_low=0.2, clip_high=0.2, entropy_coef=0.1)
+OBJECTIVE = PolicyLossObjective(entropy_coef=0.1)
 VALUE_OBJECTIVE = ClippedValueObjective(clip=None)
 
 

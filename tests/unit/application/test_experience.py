@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from attrs import evolve
 
-from rollgrad.application.config import AdvantageConfig, AlgoConfig, Estimator, KLConfig, KLEstimator, OldLogprobs
+from rollgrad.application.config import AdvantageConfig, AlgoConfig, KLConfig, KLEstimator, OldLogprobs, RewardConfig
 from rollgrad.application.experience import Experience, ExperienceService
+from rollgrad.domain.catalogue import ESTIMATORS
 from rollgrad.domain.losses.kl import kl_estimate
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
@@ -17,7 +17,7 @@ TRAJECTORIES = [
 TILT = torch.linspace(-1, 1, VOCABULARY)
 
 
-def algo(estimator: Estimator = Estimator.RLOO, **settings: object) -> AlgoConfig:
+def algo(estimator: str = "rloo", **settings: object) -> AlgoConfig:
     kl = settings.pop("kl", KLConfig())
     return AlgoConfig(advantage=AdvantageConfig(estimator=estimator, **settings), kl=kl)  # type: ignore[arg-type]
 
@@ -38,7 +38,8 @@ def make(
         reference=reference,
         critic=critic,
         algo=config,
-        reward_clip=clip,
+        reward=RewardConfig(clip_range=clip),
+        max_length=16,
         max_tokens=max_tokens,
         steps_per_rollout=steps,
     )
@@ -68,18 +69,12 @@ def test_one_step_without_kl_scores_nothing() -> None:
     assert experience.batch.ref_logprobs_N is None
 
 
-def test_several_steps_need_the_policys_own_logprobs_and_report_the_gap() -> None:
+def test_several_steps_need_the_policys_own_logprobs() -> None:
     policy = FakePolicy(TILT)
     experience = make(algo(), policy=policy, steps=2)
     old_N = experience.batch.old_logprobs_N
     assert old_N is not None
-    expected = policy.score(experience.batch).logprobs_N
-    assert torch.equal(old_N, expected)
-    mask = experience.batch.action_mask_N
-    gap = (expected - experience.batch.rollout_logprobs_N)[mask]
-    assert experience.metrics["mismatch/abs_diff_mean"] == pytest.approx(float(gap.abs().mean()))
-    # k3 of KL(rollout || trainer) on tokens the rollout drew: exp(gap) - 1 - gap
-    assert experience.metrics["mismatch/kl"] == pytest.approx(float((gap.exp() - 1 - gap).mean()), rel=1e-4)
+    assert torch.equal(old_N, policy.score(experience.batch).logprobs_N)
 
 
 def test_the_rollouts_logprobs_stand_in_when_told() -> None:
@@ -91,10 +86,10 @@ def test_the_rollouts_logprobs_stand_in_when_told() -> None:
     assert torch.equal(experience.batch.old_logprobs_N, experience.batch.rollout_logprobs_N)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", list(KLEstimator))
+@pytest.mark.parametrize("kind", [KLEstimator.K1, KLEstimator.K2, KLEstimator.K3])
 def test_kl_in_the_reward_lowers_it_token_by_token(kind: KLEstimator) -> None:
     policy, reference = FakePolicy(TILT), FakeReference(-TILT)
-    config = algo(Estimator.REINFORCE, no_std_norm=True, kl=KLConfig(init_coef=0.5, estimator=kind))
+    config = algo("reinforce", no_std_norm=True, kl=KLConfig(init_coef=0.5, estimator=kind))
     experience = make(config, policy=policy, reference=reference, coef=0.5)
     batch = experience.batch
     assert batch.old_logprobs_N is not None
@@ -129,7 +124,7 @@ def test_rewards_are_clipped_before_the_baseline() -> None:
 
 def test_gae_uses_the_critic_and_reports_what_it_explains() -> None:
     critic = FakeValue()
-    experience = make(algo(Estimator.GAE, lambd=0.9, no_std_norm=True), critic=critic)
+    experience = make(algo("gae", lambd=0.9, no_std_norm=True), critic=critic)
     assert experience.batch.values_N is not None
     assert experience.batch.returns_N is not None
     assert experience.metrics["critic/explained_variance"] == pytest.approx(0.0)
@@ -137,10 +132,10 @@ def test_gae_uses_the_critic_and_reports_what_it_explains() -> None:
 
 def test_the_token_budget_changes_nothing() -> None:
     kl = KLConfig(init_coef=0.1)
-    whole = make(algo(Estimator.GAE, kl=kl), reference=FakeReference(), critic=FakeValue(), coef=0.1)
+    whole = make(algo("gae", kl=kl), reference=FakeReference(), critic=FakeValue(), coef=0.1)
     policy = FakePolicy(TILT)
     parts = make(
-        algo(Estimator.GAE, kl=kl),
+        algo("gae", kl=kl),
         policy=policy,
         reference=FakeReference(),
         critic=FakeValue(),
@@ -152,11 +147,14 @@ def test_the_token_budget_changes_nothing() -> None:
     assert parts.metrics == pytest.approx(whole.metrics)
 
 
-@pytest.mark.parametrize("estimator", list(Estimator))
-def test_what_is_no_action_has_no_advantage(estimator: Estimator) -> None:
-    batch = make(algo(estimator), critic=FakeValue() if estimator is Estimator.GAE else None).batch
+PLAIN = [
+    name for name, traits in ESTIMATORS.items() if not {"greedy_baseline", "teacher", "reward_parts"} & {*traits.needs}
+]
+
+
+@pytest.mark.parametrize("estimator", PLAIN)
+def test_what_is_no_action_has_no_advantage(estimator: str) -> None:
+    batch = make(algo(estimator), critic=FakeValue() if "critic" in ESTIMATORS[estimator].needs else None).batch
     assert batch.advantages_N is not None
     assert not batch.advantages_N[~batch.action_mask_N].any()
     assert batch.advantages_N[batch.action_mask_N].any()
-    # Garbage on other tokens reaches nothing.
-    assert torch.equal(evolve(batch, rewards_N=batch.rewards_N).action_mask_N, batch.action_mask_N)

@@ -1,4 +1,4 @@
-from rollgrad.application.config import Estimator, RLConfig
+from rollgrad.application.config import RLConfig
 from rollgrad.application.memory_plan import ModelShape, Phase, memory_plan, peak_bytes
 
 SHAPE = ModelShape(parameters=1000, layers=3, hidden=8, kv_heads=2, head_dim=4)
@@ -6,7 +6,7 @@ SHAPE = ModelShape(parameters=1000, layers=3, hidden=8, kv_heads=2, head_dim=4)
 
 def small_config() -> RLConfig:
     config = RLConfig()
-    config.algo.advantage.estimator = Estimator.REINFORCE
+    config.algo.advantage.estimator = "reinforce"
     config.rollout.batch_size = 4
     config.rollout.n_samples_per_prompt = 2
     config.rollout.max_new_tokens = 6
@@ -36,7 +36,7 @@ def test_float32_weights_are_their_own_masters() -> None:
 
 def test_critic_and_reference_appear_where_they_are_used() -> None:
     config = small_config()
-    config.algo.advantage.estimator = Estimator.GAE
+    config.algo.advantage.estimator = "gae"
     config.algo.kl.init_coef = 0.1
     other = ModelShape(parameters=10, layers=1, hidden=2, kv_heads=1, head_dim=2)
     plan = memory_plan(config, SHAPE, compute_bytes=4, critic=other, reference=other)

@@ -65,7 +65,10 @@ def test_groups_stream_as_they_finish() -> None:
     service = RolloutService(executor, max_concurrent=100)
 
     async def scenario() -> list[tuple[int, int]]:
-        return [(group.group_id, executor.in_flight) async for group in service.stream(prompts(4), PARAMS, samples=2)]
+        return [
+            (group.group_id, executor.in_flight)
+            async for group in service.stream(iter(prompts(4)), PARAMS, samples=2, groups=4)
+        ]
 
     assert asyncio.run(scenario()) == [(3, 6), (2, 4), (1, 2), (0, 0)]
 
@@ -160,7 +163,7 @@ def test_leaving_a_stream_early_cancels_the_rest() -> None:
     executor = FakeAgentExecutor(delay=lambda request: 1 if request.group_id == 0 else 10_000)
 
     async def scenario() -> None:
-        stream = RolloutService(executor, max_concurrent=100).stream(prompts(3), PARAMS, samples=2)
+        stream = RolloutService(executor, max_concurrent=100).stream(iter(prompts(3)), PARAMS, samples=2, groups=3)
         assert (await anext(stream)).group_id == 0
         await stream.aclose()  # type: ignore[attr-defined]
         assert executor.in_flight == 0

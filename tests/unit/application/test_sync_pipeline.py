@@ -8,16 +8,18 @@ import pytest
 import torch
 from attrs import define, field
 
-from rollgrad.application.config import AdvantageConfig, Aggregation, AlgoConfig, Estimator, KLConfig
+from rollgrad.application.config import AdvantageConfig, Aggregation, AlgoConfig, KLConfig, RewardConfig
 from rollgrad.application.evaluation import EvaluationService
 from rollgrad.application.executors.single_turn import SingleTurnExecutor
 from rollgrad.application.experience import ExperienceService
 from rollgrad.application.rollout import RolloutGroup, RolloutService
+from rollgrad.application.sampling import GroupSampler, SamplingPlan
 from rollgrad.application.sync_pipeline import RunOutcome, Schedule, SyncPipeline
 from rollgrad.application.update import UpdateService
+from rollgrad.domain.entropy_control import EntropyController
 from rollgrad.domain.errors import NonFiniteUpdateError, RewardError
 from rollgrad.domain.kl_control import KLController
-from rollgrad.domain.losses.objectives import ClippedPolicyObjective
+from rollgrad.domain.losses.objectives import PolicyLossObjective
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import RewardRequest
 from rollgrad.domain.sampling import SamplingParams
@@ -92,20 +94,15 @@ def build(tmp_path: Path) -> Callable[..., Run]:
             clock=FakeClock(),
         )
         run.pipeline = SyncPipeline(
-            schedule=Schedule(
-                steps=steps, prompts_per_step=2, samples_per_prompt=3, eval_steps=eval_steps, save_steps=save_steps
-            ),
-            params=PARAMS,
-            prompts=run.prompts,
-            rollout=rollout,
+            schedule=Schedule(steps=steps, eval_steps=eval_steps, save_steps=save_steps),
+            sampler=GroupSampler(rollout, run.prompts, PARAMS, SamplingPlan(groups=2, samples=3, in_flight=2)),
             experience=ExperienceService(
                 policy,
                 reference=FakeReference() if controller.coef else None,
                 critic=None,
-                algo=AlgoConfig(
-                    advantage=AdvantageConfig(estimator=Estimator.RLOO), kl=KLConfig(init_coef=controller.coef)
-                ),
-                reward_clip=None,
+                algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo"), kl=KLConfig(init_coef=controller.coef)),
+                reward=RewardConfig(),
+                max_length=3,
                 max_tokens=8,
                 steps_per_rollout=1,
             ),
@@ -121,9 +118,10 @@ def build(tmp_path: Path) -> Callable[..., Run]:
             ),
             policy=policy,
             channel=run.channel,
-            objective=lambda coef: ClippedPolicyObjective(clip_low=0.2, clip_high=0.2),
+            objective=lambda **weights: PolicyLossObjective(),
             value_objective=None,
             kl=controller,
+            entropy=EntropyController(coef=0.0),
             evaluation=EvaluationService(rollout, PROMPTS[:2], PARAMS, samples=1, threshold=0.5)
             if evaluation
             else None,

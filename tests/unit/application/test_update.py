@@ -12,11 +12,11 @@ from rollgrad.application.config import Aggregation
 from rollgrad.application.update import UpdateService
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.losses.aggregation import loss_weights
-from rollgrad.domain.losses.objectives import ClippedPolicyObjective, ClippedValueObjective
+from rollgrad.domain.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.models import FakePolicy, FakeValue
 
-OBJECTIVE = ClippedPolicyObjective(clip_low=0.2, clip_high=0.2)
+OBJECTIVE = PolicyLossObjective()
 
 
 def batch(lengths: list[int]) -> PackedBatch:

@@ -4,12 +4,17 @@ from typing import Any
 import pytest
 
 from rollgrad.application.config import (
-    Estimator,
+    CorrectionGate,
+    CorrectionLevel,
+    CorrectionMode,
+    KLAgainst,
     KLEstimator,
     LRScheduler,
+    Normalise,
     OldLogprobs,
     RLConfig,
     Verifier,
+    Whiten,
 )
 from rollgrad.application.ranges import RANGES
 from rollgrad.application.validation import (
@@ -26,6 +31,20 @@ VALID: dict[str, Any] = {
     "data.label_key": "label",
     "reward.verifier": Verifier.LAST_NUMBER,
 }
+GROUPS: dict[str, Any] = {"rollout.n_samples_per_prompt": 2}
+FILTER: dict[str, Any] = {"algo.dynamic_filtering_enable": True}
+TIS: dict[str, Any] = {"algo.correction.level": CorrectionLevel.TOKEN}
+DISTILL: dict[str, Any] = {
+    "algo.advantage.estimator": "on_policy_distill",
+    "algo.kl.init_coef": 1.0,
+    "ref.model_name_or_path": "teacher",
+}
+KL_TO_ROLLOUT: dict[str, Any] = {
+    "algo.kl.init_coef": 0.1,
+    "algo.kl.use_loss": True,
+    "algo.kl.estimator": KLEstimator.K2,
+    "algo.kl.against": KLAgainst.ROLLOUT,
+}
 GYM = "reasoning_gym:basic_arithmetic"
 
 
@@ -41,14 +60,14 @@ def configured(settings: dict[str, Any]) -> RLConfig:
     "settings",
     [
         {},
-        {"algo.advantage.estimator": Estimator.REINFORCE, "algo.advantage.gamma": 0.9},
+        {"algo.advantage.estimator": "reinforce", "algo.advantage.gamma": 0.9},
         *(
             {"algo.advantage.estimator": estimator, "rollout.n_samples_per_prompt": 2}
             for estimator in (
-                Estimator.REINFORCE_BASELINE,
-                Estimator.RLOO,
-                Estimator.GROUP_NORM,
-                Estimator.DR_GRPO,
+                "reinforce_baseline",
+                "rloo",
+                "group_norm",
+                "dr_grpo",
             )
         ),
         {"algo.advantage.gamma": 0.99, "algo.advantage.lambd": 0.95, "algo.advantage.no_std_norm": True},
@@ -66,6 +85,33 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"reward.verifier": None, "reward.function_path": "reward.py", "data.label_key": None},
         {"data.apply_chat_template": False, "data.input_template": "Q: {}\nA:"},
         {"data.system_prompt": "Be brief."},
+        {"algo.advantage.lambd": 0.95, "algo.advantage.critic_lambd": 1.0},
+        {"algo.advantage.length_adaptive_alpha": 0.05, "critic.freezing_steps": 5},
+        {"algo.advantage.estimator": "turn_gae", "algo.advantage.gamma": 0.9},
+        {"algo.advantage.estimator": "rloo", "algo.advantage.whiten": Whiten.GROUP, "algo.advantage.no_std_norm": True}
+        | GROUPS,
+        {"algo.advantage.estimator": "remax", "reward.clip_range": (0.0, 1.0)},
+        {"algo.advantage.estimator": "flash_reinforce"},
+        DISTILL,
+        DISTILL | {"reward.verifier": None},
+        {"algo.old_logprobs": OldLogprobs.ROLLOUT},
+        {"actor.policy_loss_type": "gspo", "actor.eps_clip": 1e-3},
+        {"actor.policy_loss_type": "sapo", "actor.sapo_tau": (1.0, 2.0)},
+        {"actor.policy_loss_type": "clip_cov", "actor.cov_range": (1.0, 2.0), "actor.cov_share": 0.1},
+        {"actor.entropy_target": 0.3, "actor.entropy_coef_step": 0.01},
+        {"algo.kl.init_coef": 0.1, "algo.kl.use_loss": True, "algo.kl.estimator": KLEstimator.K3_UNBIASED},
+        KL_TO_ROLLOUT,
+        TIS,
+        {"algo.correction.level": CorrectionLevel.SEQUENCE, "algo.correction.mode": CorrectionMode.MASK}
+        | {"algo.correction.gate": CorrectionGate.BINARY_KL, "algo.correction.threshold": 0.01},
+        TIS | {"rollout.generate_batch_size": 256},
+        {"algo.old_logprobs": OldLogprobs.INTERPOLATE, "rollout.generate_batch_size": 256},
+        FILTER | GROUPS | {"algo.dynamic_filtering_range": (0.1, 0.9), "algo.dynamic_filtering_budget": 3.0},
+        {"algo.dynamic_filtering_spread": True} | GROUPS,
+        {"reward.normalize": Normalise.DATASET, "reward.normalize_mean_std": (0.5, 2.0)},
+        {"reward.overlong_buffer_len": 100, "reward.overlong_penalty_factor": 0.5},
+        {"reward.cosine_length": True, "reward.cosine_exceeded": -1.0, "reward.stop_properly_penalty_coef": 0.5},
+        {"reward.verifier": None, "reward.function_path": "r.py", "reward.weights": {"a": 1.0}},
         {"eval.dataset": "e.jsonl", "eval.n_samples_per_prompt": 4, "eval.temperature": 0.7, "eval.steps": 5},
     ],
 )
@@ -78,7 +124,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.prompt_dataset": ""}, "--data.prompt_dataset"),
     *(
         ({"algo.advantage.estimator": estimator}, "is 1: set --rollout.n_samples_per_prompt")
-        for estimator in (Estimator.REINFORCE_BASELINE, Estimator.RLOO, Estimator.GROUP_NORM, Estimator.DR_GRPO)
+        for estimator in ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
     ),
     *(
         (
@@ -90,30 +136,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             f"the {estimator} estimator does not use: leave --algo.advantage.{key} out",
         )
         for estimator, key, value in (
-            (Estimator.REINFORCE_BASELINE, "gamma", 0.9),
-            (Estimator.RLOO, "gamma", 0.9),
-            (Estimator.GROUP_NORM, "gamma", 0.9),
-            (Estimator.DR_GRPO, "gamma", 0.9),
-            (Estimator.REINFORCE, "lambd", 0.9),
-            (Estimator.RLOO, "no_std_norm", True),
-            (Estimator.GROUP_NORM, "no_std_norm", True),
-            (Estimator.DR_GRPO, "no_std_norm", True),
+            ("reinforce_baseline", "gamma", 0.9),
+            ("rloo", "gamma", 0.9),
+            ("group_norm", "gamma", 0.9),
+            ("dr_grpo", "gamma", 0.9),
+            ("reinforce", "lambd", 0.9),
         )
     ),
-    ({"algo.advantage.estimator": Estimator.REINFORCE, "critic.value_clip": 0.2}, "leave --critic.value_clip out"),
-    ({"algo.advantage.estimator": Estimator.REINFORCE, "critic.adam.lr": 1e-3}, "leave --critic.adam.lr out"),
+    ({"algo.advantage.estimator": "reinforce", "critic.value_clip": 0.2}, "leave --critic.value_clip out"),
+    ({"algo.advantage.estimator": "reinforce", "critic.adam.lr": 1e-3}, "leave --critic.adam.lr out"),
     ({"ref.model_name_or_path": "r"}, "--ref.model_name_or_path out"),
     ({"algo.kl.target": 0.1}, "--algo.kl.target out"),
     ({"algo.kl.use_loss": True}, "--algo.kl.use_loss out"),
     ({"algo.kl.estimator": KLEstimator.K2}, "--algo.kl.estimator out"),
     ({"algo.kl.init_coef": 0.1, "algo.kl.horizon": 5.0}, "set --algo.kl.target"),
-    ({"algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}, "--algo.kl.estimator to k2 or k3"),
+    ({"algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}, "--algo.kl.estimator to k2, k3 or k3_unbiased"),
     ({"actor.min_lr_ratio": 0.2}, "--actor.lr_scheduler"),
     ({"critic.min_lr_ratio": 0.2}, "--critic.lr_scheduler"),
     ({"actor.eps_clip": 0.1, "actor.eps_clip_low_high": (0.2, 0.28)}, "leave --actor.eps_clip out"),
     ({"train.max_steps": 3, "train.num_episodes": 2}, "--train.num_episodes"),
     ({"train.batch_size": 129}, "128 prompts x 1 samples = 128"),
-    ({"algo.old_logprobs": OldLogprobs.ROLLOUT}, "single optimizer step"),
     ({"algo.old_logprobs": OldLogprobs.ROLLOUT, "train.batch_size": 64, "rollout.top_p": 0.9}, "truncated"),
     ({"algo.old_logprobs": OldLogprobs.ROLLOUT, "train.max_epochs": 2, "rollout.top_k": 5}, "truncated"),
     ({"rollout.temperature": 0.0}, "greedy"),
@@ -133,6 +175,45 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.label_key": None}, "--data.label_key"),
     ({"data.label_key": None, "reward.verifier": Verifier.MATH}, "--data.label_key"),
     ({"data.label_key": None, "reward.verifier": Verifier.EXACT_MATCH}, "--data.label_key"),
+    ({"algo.advantage.estimator": "grpo"}, "none of gae"),
+    ({"actor.policy_loss_type": "ppo2"}, "none of ppo"),
+    ({"algo.preset": "dapo"}, "rollgrad.load_config"),
+    ({"algo.advantage.length_adaptive_alpha": 0.05, "algo.advantage.lambd": 0.9}, "--algo.advantage.lambd out"),
+    ({"algo.advantage.estimator": "rloo", "algo.advantage.no_std_norm": True} | GROUPS, "not whitened"),
+    ({"algo.advantage.estimator": "rloo", "algo.advantage.critic_lambd": 0.9} | GROUPS, "does not use"),
+    ({"critic.freezing_steps": 5, "train.max_steps": 5}, "--critic.freezing_steps"),
+    ({**DISTILL, "ref.model_name_or_path": None}, "--ref.model_name_or_path"),
+    (DISTILL | {"algo.kl.estimator": KLEstimator.K2}, "teacher"),
+    ({"actor.policy_loss_type": "sapo", "actor.eps_clip": 0.1}, "does not clip"),
+    ({"actor.policy_loss_type": "gspo", "actor.dual_clip": 3.0}, "--actor.policy_loss_type to ppo"),
+    ({"actor.sapo_tau": (1.0, 2.0)}, "--actor.policy_loss_type to sapo"),
+    ({"actor.cov_share": 0.1}, "clip_cov or kl_cov"),
+    ({"actor.entropy_coef_step": 0.1}, "--actor.entropy_target"),
+    ({"algo.kl.init_coef": 0.1, "algo.kl.estimator": KLEstimator.K3_UNBIASED}, "turn on --algo.kl.use_loss"),
+    ({"algo.kl.init_coef": 0.1, "algo.kl.against": KLAgainst.ROLLOUT}, "turn on --algo.kl.use_loss"),
+    (KL_TO_ROLLOUT | {"ref.model_name_or_path": "r"}, "--ref.model_name_or_path out"),
+    ({"algo.correction.mode": CorrectionMode.MASK}, "level is off"),
+    (TIS | {"algo.correction.low": 0.1}, "does not use"),
+    (TIS | {"algo.correction.threshold": 0.1}, "does not use"),
+    (TIS | {"algo.correction.mode": CorrectionMode.CLIP, "algo.correction.low": 3.0}, "below the upper"),
+    (TIS | {"algo.correction.gate": CorrectionGate.OPSM}, "--algo.correction.level to sequence"),
+    (TIS | {"algo.old_logprobs": OldLogprobs.ROLLOUT}, "--algo.correction.mode to mask"),
+    (TIS | {"rollout.top_p": 0.9}, "truncated"),
+    (KL_TO_ROLLOUT | {"rollout.top_k": 5}, "truncated"),
+    (FILTER, "--rollout.n_samples_per_prompt to 2"),
+    ({"algo.dynamic_filtering_range": (0.1, 0.9)}, "--algo.dynamic_filtering_enable"),
+    ({"algo.dynamic_filtering_budget": 3.0}, "--algo.dynamic_filtering_enable"),
+    ({"rollout.generate_batch_size": 64}, "raise --rollout.generate_batch_size"),
+    ({"rollout.generate_batch_size": 256}, "--algo.preset tis"),
+    ({"algo.old_logprobs": OldLogprobs.INTERPOLATE}, "--algo.old_logprobs to rollout"),
+    ({"reward.normalize": Normalise.DATASET}, "--reward.normalize_mean_std"),
+    ({"reward.normalize_mean_std": (0.0, 1.0)}, "--reward.normalize dataset"),
+    ({"reward.overlong_penalty_factor": 0.5}, "--reward.overlong_buffer_len"),
+    ({"reward.overlong_buffer_len": 2000}, "at most 1024 tokens"),
+    ({"reward.cosine_exceeded": -1.0}, "--reward.cosine_length"),
+    ({"reward.cosine_length": True, "reward.overlong_buffer_len": 10}, "both"),
+    ({"algo.advantage.estimator": "remax", "reward.overlong_buffer_len": 10}, "not shaped by length"),
+    ({"reward.weights": {"a": 1.0}}, "--reward.weights out"),
     ({"eval.steps": 3}, "leave --eval.steps out"),
     ({"eval.dataset": "e.jsonl", "eval.n_samples_per_prompt": 4}, "--eval.temperature above 0"),
 ]
@@ -146,6 +227,17 @@ def test_refuses(settings: dict[str, Any], message: str) -> None:
 
 
 OUT_OF_RANGE = {
+    "sapo_tau": (1.0, 0.0),
+    "cov_range": (5.0, 1.0),
+    "cov_kl_coef": -1.0,
+    "positive_nll_coef": -0.1,
+    "freezing_steps": -1,
+    "critic_lambd": 1.5,
+    "correction.low": -1.0,
+    "dynamic_filtering_range": (1.0, 0.0),
+    "normalize_mean_std": (0.0, 0.0),
+    "stop_properly_penalty_coef": 1.5,
+    "curriculum_range": (0.9, 0.1),
     "adam.lr": -1e-6,
     "adam.betas": (0.9, 1.0),
     "adam.eps": 0.0,
@@ -153,7 +245,7 @@ OUT_OF_RANGE = {
     "lr_warmup_ratio": 1.0,
     "min_lr_ratio": 1.1,
     "max_norm": -1.0,
-    "eps_clip": 1.0,
+    "eps_clip": 1.1,
     "eps_clip_low_high": (-0.1, 0.2),
     "dual_clip": 1.0,
     "entropy_coef": -0.1,
@@ -200,7 +292,7 @@ def test_a_reward_object_stands_for_the_reward_setting() -> None:
 
 def test_evaluation_needs_no_prompts_to_train_on() -> None:
     config = configured({"data.prompt_dataset": "", "eval.dataset": "e.jsonl"})
-    config.algo.advantage.estimator = Estimator.RLOO
+    config.algo.advantage.estimator = "rloo"
     validate_evaluation(config)
     with pytest.raises(ConfigurationError, match=r"--eval\.dataset"):
         validate_evaluation(configured({}))

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.config import Estimator, RLConfig
+from rollgrad.application.config import RLConfig
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.config_io import dump_config, load_config, setting_names, structure_config
 
@@ -30,6 +30,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         if parts[-1] is Ellipsis:
             return st.lists(values(parts[0]), max_size=3).map(tuple)
         return st.tuples(*map(values, parts))
+    if get_origin(kind) is dict:
+        return st.dictionaries(*map(values, get_args(kind)), max_size=3)
     if attrs.has(kind):
         return st.builds(kind, **{field.name: values(field.type) for field in attrs.fields(kind)})
     if issubclass(kind, StrEnum):
@@ -40,6 +42,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 @settings(max_examples=50, deadline=None)
 @given(values(RLConfig))
 def test_what_is_dumped_reads_back_equal(config: RLConfig) -> None:
+    config.algo.preset = None  # expanded when read
     assert structure_config(yaml.safe_load(dump_config(config))) == config
 
 
@@ -47,7 +50,7 @@ def test_a_file_sets_what_it_names_only(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("algo:\n  advantage:\n    estimator: rloo\nactor:\n  adam:\n    lr: 2e-5\ncritic:\n")
     expected = RLConfig()
-    expected.algo.advantage.estimator = Estimator.RLOO
+    expected.algo.advantage.estimator = "rloo"
     expected.actor.adam.lr = 2e-5
     assert load_config(path) == expected
 
@@ -69,9 +72,8 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ({"zzz": 1}, "zzz is not a setting; see"),
         ({5: 1}, "5 is not a setting; see"),
         (
-            {"algo": {"advantage": {"estimator": "ppo"}}},
-            "algo.advantage.estimator is 'ppo', but it must be one of gae, reinforce, reinforce_baseline, rloo, "
-            "group_norm, dr_grpo.",
+            {"actor": {"lr_scheduler": "cosine"}},
+            "actor.lr_scheduler is 'cosine', but it must be one of constant, linear, cosine_with_min_lr.",
         ),
         ({"train": {"max_steps": "x"}}, "train.max_steps is 'x', but it must be an integer or null."),
         ({"train": {"seed": None}}, "train.seed is None, but it must be an integer."),

@@ -1,0 +1,31 @@
+"""Loads a Python file that a user names."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from rollgrad.domain.errors import ConfigurationError
+
+
+def load_python_file(path: str, *, flag: str) -> ModuleType:
+    """The module made of the file; `flag` is what named it.
+
+    Raises:
+        ConfigurationError: there is no such file, it is not Python, or it cannot be imported.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigurationError(f"{flag} is {path!r}, but there is no such file.")
+    name = f"rollgrad_user_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigurationError(f"{flag} is {path!r}: it must be a Python file (.py).")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigurationError(f"{flag} {path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,111 @@
+"""Which algorithms exist and what each asks of a run: importable without torch, so that a bad command is answered at
+once.
+
+The functions themselves stand in `domain.estimators` and `domain.losses.policy`; a user's own file adds to both with
+`@estimator` and `@policy_loss`.
+"""
+
+from typing import TypeVar
+
+from attrs import frozen
+
+from rollgrad.domain.errors import ConfigurationError
+
+Traits = TypeVar("Traits")
+
+NEEDS = ("group", "critic", "greedy_baseline", "teacher", "reward_parts")
+"""What an estimator may need: several samples of a prompt, values, a greedy rollout of each prompt, a teacher's
+log-probs, and rewards that come in named parts."""
+
+WHITENINGS = ("none", "batch", "group")
+"""Over what advantages are centred and scaled after the estimator: nothing, all action tokens, or those of a group."""
+
+
+@frozen(kw_only=True)
+class EstimatorTraits:
+    """`needs`: from `NEEDS`. `uses`: the settings of `algo.advantage` that change its result. `whiten`: its own
+    whitening, from `WHITENINGS`."""
+
+    needs: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+    whiten: str = "none"
+
+
+@frozen(kw_only=True)
+class PolicyLossTraits:
+    """`clip`: its own (lower, upper) clip range, None when it clips nothing. `aggregation`: its own way from tokens to
+    one number. `uses`: the settings of `actor` that it reads besides the clip range. `selects`: tokens are chosen from
+    the whole optimizer step before it is split (see `domain.losses.selection`). `proportional`: a token without an
+    advantage has no gradient, so samples without any may be left out."""
+
+    clip: tuple[float, float] | None = (0.2, 0.2)
+    aggregation: str = "token_mean"
+    uses: tuple[str, ...] = ()
+    selects: bool = False
+    proportional: bool = False
+
+
+ESTIMATORS: dict[str, EstimatorTraits] = {
+    "gae": EstimatorTraits(
+        needs=("critic",), uses=("gamma", "lambd", "critic_lambd", "length_adaptive_alpha"), whiten="batch"
+    ),
+    "turn_gae": EstimatorTraits(needs=("critic",), uses=("gamma", "lambd", "critic_lambd"), whiten="batch"),
+    "reinforce": EstimatorTraits(uses=("gamma",), whiten="batch"),
+    "reinforce_baseline": EstimatorTraits(needs=("group",), whiten="batch"),
+    "rloo": EstimatorTraits(needs=("group",)),
+    "rloo_sequence": EstimatorTraits(needs=("group",)),
+    "group_norm": EstimatorTraits(needs=("group",)),
+    "dr_grpo": EstimatorTraits(needs=("group",)),
+    "opo": EstimatorTraits(needs=("group",)),
+    "gpg": EstimatorTraits(needs=("group",)),
+    "maxrl": EstimatorTraits(needs=("group",)),
+    "gdpo": EstimatorTraits(needs=("group", "reward_parts")),
+    "turn_group_norm": EstimatorTraits(needs=("group",), uses=("gamma",)),
+    "remax": EstimatorTraits(needs=("greedy_baseline",)),
+    "flash_reinforce": EstimatorTraits(),
+    "on_policy_distill": EstimatorTraits(needs=("teacher",)),
+}
+"""The names that `--algo.advantage.estimator` takes."""
+
+POLICY_LOSSES: dict[str, PolicyLossTraits] = {
+    "ppo": PolicyLossTraits(proportional=True, uses=("dual_clip",)),
+    "sequence_ppo": PolicyLossTraits(proportional=True, aggregation="sequence_mean"),
+    "gspo": PolicyLossTraits(proportional=True, clip=(3e-4, 4e-4), aggregation="sequence_mean"),
+    "gspo_token": PolicyLossTraits(proportional=True, clip=(3e-4, 4e-4), aggregation="sequence_mean"),
+    "gmpo": PolicyLossTraits(proportional=True, clip=(0.4, 0.4), aggregation="sequence_mean"),
+    "cispo": PolicyLossTraits(proportional=True, clip=(1.0, 4.0)),
+    "sapo": PolicyLossTraits(proportional=True, clip=None, aggregation="sequence_mean", uses=("sapo_tau",)),
+    "clip_cov": PolicyLossTraits(proportional=True, uses=("cov_share", "cov_range"), selects=True),
+    "kl_cov": PolicyLossTraits(clip=None, uses=("cov_share", "cov_kl_coef"), selects=True),
+    "dppo_tv": PolicyLossTraits(proportional=True, clip=(0.15, 0.15)),
+    "dppo_kl": PolicyLossTraits(proportional=True, clip=(0.05, 0.05)),
+    "policy_gradient": PolicyLossTraits(proportional=True, clip=None),
+}
+"""The names that `--actor.policy_loss_type` takes."""
+
+
+def estimator_traits(name: str) -> EstimatorTraits:
+    """The traits of estimator `name`.
+
+    Raises:
+        ConfigurationError: there is none of that name; the sentence lists the known ones.
+    """
+    return _find(name, ESTIMATORS, "algo.advantage.estimator")
+
+
+def policy_loss_traits(name: str) -> PolicyLossTraits:
+    """The traits of policy loss `name`.
+
+    Raises:
+        ConfigurationError: there is none of that name; the sentence lists the known ones.
+    """
+    return _find(name, POLICY_LOSSES, "actor.policy_loss_type")
+
+
+def _find(name: str, known: dict[str, Traits], key: str) -> Traits:
+    if name not in known:
+        raise ConfigurationError(
+            f"{key} is {name!r}, which is none of {', '.join(known)}: change --{key}, or define it in the file of "
+            "--algo.extension_path."
+        )
+    return known[name]

@@ -1,0 +1,39 @@
+"""The weight of the entropy bonus as a pure state machine."""
+
+from collections.abc import Mapping
+
+from attrs import evolve, frozen
+
+
+@frozen(kw_only=True)
+class EntropyController:
+    """Without a `target`, `weight` is `coef` always. With one, the bonus acts only while the entropy is at or below it,
+    and `coef` grows by `step` then, and shrinks by it otherwise, from 0 to `maximum` (Skywork-OR1, He et al. 2025,
+    section 3.2.5)."""
+
+    coef: float
+    target: float | None = None
+    step: float = 5e-3
+    maximum: float = 1.0
+    low: bool = False
+
+    @property
+    def weight(self) -> float:
+        """Weight of the bonus for the update at hand."""
+        return self.coef if self.target is None or self.low else 0.0
+
+    def observe(self, entropy: float) -> "EntropyController":
+        """The controller when the policy's entropy per token (nats) is `entropy`."""
+        if self.target is None:
+            return self
+        low = entropy <= self.target
+        coef = self.coef + (self.step if low else -self.step)
+        return evolve(self, low=low, coef=min(max(coef, 0.0), self.maximum))
+
+    def state_dict(self) -> dict[str, float]:
+        """The part that changes."""
+        return {"coef": self.coef, "low": float(self.low)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> "EntropyController":
+        """This controller where `state` left it."""
+        return evolve(self, coef=float(state["coef"]), low=bool(state["low"]))

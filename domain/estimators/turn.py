@@ -1,0 +1,72 @@
+"""Estimators whose step is a turn, not a token: they read the per-turn reward vector.
+
+Every action token of a turn has the turn's advantage; `gamma` and `lambd` count turns. Rewards per token (the KL
+penalty) count for the turn they fall into.
+"""
+
+import torch
+
+from rollgrad.domain.estimators.gae import temporal_differences
+from rollgrad.domain.estimators.group import STD_FLOOR, rollouts_of
+from rollgrad.domain.estimators.packing import Turns, action_lengths, to_tokens
+from rollgrad.domain.estimators.registry import estimator
+from rollgrad.domain.estimators.scan import reverse_discounted_sum
+from rollgrad.domain.estimators.types import Advantages, EstimatorInput, EstimatorParams
+
+
+@estimator("turn_gae")
+def turn_gae(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """GAE (Schulman et al. 2016, eq. 16) over turns: V_k is the value at turn k's first token. The critic's target at
+    each token of a turn is the turn's return.
+
+    Raises:
+        ValueError: `values_N` is missing.
+    """
+    if inputs.values_N is None:
+        raise ValueError("turn_gae needs values_N from a critic.")
+    mask_N = inputs.action_mask_N
+    turns = Turns.of(inputs)
+    values_U = inputs.values_N[mask_N][turns.first_U]
+    rewards_U = turns.rewards_U.index_add(0, turns.turn_A, inputs.token_rewards_N[mask_N])
+    lengths_S = torch.bincount(turns.sequence_U, minlength=len(inputs.lengths_S))
+    delta_U = temporal_differences(rewards_U, values_U, lengths_S, params.gamma)
+    advantages_U = reverse_discounted_sum(delta_U, lengths_S, params.gamma * params.lambd)
+    targets_U = advantages_U
+    if params.critic_lambd is not None:
+        targets_U = reverse_discounted_sum(delta_U, lengths_S, params.gamma * params.critic_lambd)
+    return Advantages(
+        advantages_N=to_tokens(advantages_U[turns.turn_A], mask_N),
+        returns_N=to_tokens((targets_U + values_U)[turns.turn_A], mask_N),
+    )
+
+
+@estimator("turn_group_norm")
+def turn_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """GRPO's normalisation (Shao et al. 2024, section 4.1.3, process supervision) turn by turn: the discounted sum of
+    the rewards from turn k of a rollout on, minus the mean and over the unbiased standard deviation of the same among
+    the group's rollouts that reached turn k. A turn that only one rollout reached teaches nothing. Turns are counted
+    over a rollout's branches in their order."""
+    mask_N = inputs.action_mask_N
+    turns = Turns.of(inputs)
+    rollout_S, group_R = rollouts_of(inputs)
+    rollout_U = rollout_S[turns.sequence_U]
+    order_U = torch.argsort(rollout_U, stable=True)
+    lengths_R = torch.bincount(rollout_U, minlength=len(group_R))
+    togo_U = torch.empty_like(turns.rewards_U, dtype=torch.float64)
+    togo_U[order_U] = reverse_discounted_sum(turns.rewards_U.double()[order_U], lengths_R, params.gamma)
+    number_U = torch.empty_like(order_U)
+    starts_R = lengths_R.cumsum(0) - lengths_R
+    number_U[order_U] = torch.arange(len(order_U), device=order_U.device) - starts_R[rollout_U[order_U]]
+    cells = torch.stack([group_R[rollout_U], number_U], dim=1)
+    _, cell_U = torch.unique(cells, dim=0, return_inverse=True)
+
+    def total(values_U: torch.Tensor) -> torch.Tensor:
+        return values_U.new_zeros(len(values_U)).index_add_(0, cell_U, values_U)[cell_U]
+
+    count_U = total(torch.ones_like(togo_U))
+    centred_U = togo_U - total(togo_U) / count_U
+    std_U = (total(centred_U.square()) / (count_U - 1).clamp(min=1)).sqrt()
+    outcome_A = (centred_U / (std_U + STD_FLOOR)).to(inputs.rewards_N.dtype)[turns.turn_A]
+    togo_A = reverse_discounted_sum(inputs.token_rewards_N[mask_N], action_lengths(inputs), 1.0)
+    advantages_N = to_tokens(outcome_A + togo_A, mask_N)
+    return Advantages(advantages_N=advantages_N, returns_N=advantages_N)

@@ -1,0 +1,55 @@
+"""Tokens chosen from a whole optimizer step by the covariance of log-prob and advantage (Cui et al. 2025, "The Entropy
+Mechanism of Reinforcement Learning for Reasoning Language Models", section 4).
+
+Chosen before the step is split, from the log-probs before the update, so the choice is the same for every split, order
+and packing; on the first step of a rollout these are the current ones, as in the paper.
+"""
+
+import torch
+from torch import Tensor
+
+KNUTH = 2654435761
+"""Multiplier of multiplicative hashing (Knuth, TAOCP vol. 3, section 6.4)."""
+
+
+def covariances(logprobs_N: Tensor, advantages_N: Tensor, action_mask_N: Tensor) -> Tensor:
+    """(log p - mean) (A - mean) over the step's action tokens (eq. 11); 0 elsewhere."""
+    count = action_mask_N.sum().clamp(min=1)
+    logprobs_N = torch.where(action_mask_N, logprobs_N, 0.0).double()
+    advantages_N = torch.where(action_mask_N, advantages_N, 0.0).double()
+    product_N = (logprobs_N - logprobs_N.sum() / count) * (advantages_N - advantages_N.sum() / count)
+    return torch.where(action_mask_N, product_N, 0.0)
+
+
+def clip_cov_tokens(
+    logprobs_N: Tensor,
+    advantages_N: Tensor,
+    action_mask_N: Tensor,
+    *,
+    share: float,
+    limits: tuple[float, float],
+    keys_N: Tensor,
+) -> Tensor:
+    """A pseudo-random `share` of the action tokens (at least one) among those whose covariance is within `limits`.
+
+    `keys_N` int64 names each token, e.g. by `token_keys`; which of the eligible are taken depends on the keys alone.
+    """
+    covariance_N = covariances(logprobs_N, advantages_N, action_mask_N)
+    eligible_N = action_mask_N & (covariance_N > limits[0]) & (covariance_N < limits[1])
+    wanted = max(1, int(share * int(action_mask_N.sum())))
+    candidates = eligible_N.nonzero()[:, 0]
+    chosen = candidates[(keys_N[candidates] * KNUTH % 2**32).argsort(stable=True)[:wanted]]
+    return torch.zeros_like(action_mask_N).index_fill_(0, chosen, True)
+
+
+def kl_cov_tokens(logprobs_N: Tensor, advantages_N: Tensor, action_mask_N: Tensor, *, share: float) -> Tensor:
+    """The `share` of the action tokens (at least one, if there is any) with the largest covariance."""
+    covariance_N = covariances(logprobs_N, advantages_N, action_mask_N).masked_fill(~action_mask_N, float("-inf"))
+    actions = int(action_mask_N.sum())
+    chosen = covariance_N.topk(min(actions, max(1, int(share * actions)))).indices
+    return torch.zeros_like(action_mask_N).index_fill_(0, chosen, True)
+
+
+def token_keys(sample_ids_S: Tensor, positions_N: Tensor, lengths_S: Tensor) -> Tensor:
+    """A number for each token that does not depend on where its sequence lies in the batch."""
+    return torch.repeat_interleave(sample_ids_S, lengths_S) * 1_000_003 + positions_N
