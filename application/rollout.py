@@ -95,6 +95,7 @@ class RolloutService:
             )
 
         running = {start() for _ in range(groups)}
+        finished: set[asyncio.Task[RolloutGroup]] = set()
         try:
             while running:
                 finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -108,7 +109,7 @@ class RolloutService:
         finally:
             for task in running:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*running, *finished, return_exceptions=True)
 
     async def collect(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, samples: int, first_group_id: int = 0

@@ -79,7 +79,7 @@ class GroupSampler:
                 if started - rejected.total() >= missing or not _replaced(reason):
                     return False
                 if started >= limit:
-                    raise _exhausted(started, missing, started - rejected.total(), rejected)
+                    raise _exhausted(started, missing, len(played) - rejected.total(), rejected)
                 started += 1
                 return True
 

@@ -178,9 +178,7 @@ def main(work: Work) -> None:
     ours = Contender(
         "rollgrad", lambda: ESTIMATORS["gae"](inputs, params), lambda: ESTIMATORS["reinforce"](inputs, params)
     )
-    loop = Contender(
-        "loop", lambda: loop_gae(padded, work.gamma, work.lambd), lambda: loop_returns(padded, work.gamma)
-    )
+    loop = Contender("loop", lambda: loop_gae(padded, work.gamma, work.lambd), lambda: loop_returns(padded, work.gamma))
     others = OtherProcesses()
     for _ in range(work.rounds + 1):
         ours.round()
@@ -192,8 +190,9 @@ def main(work: Work) -> None:
     least = tokens * (GAE_BYTES + RETURNS_BYTES)
     floor = least / bandwidth
     print(
-        f"{work.sequences:,} sequences of up to {work.longest:,} action tokens: {actions:,} actions of {tokens:,} tokens "
-        f"packed, {slots:,} places padded; float32, {torch.get_num_threads()} threads, other processes took {share:.0%}"
+        f"{work.sequences:,} sequences of up to {work.longest:,} action tokens: {actions:,} actions of {tokens:,} "
+        f"tokens packed, {slots:,} places padded; float32, {torch.get_num_threads()} threads, other processes took "
+        f"{share:.0%}"
     )
     print(
         f"least traffic {tokens * GAE_BYTES / 1e6:.0f} + {tokens * RETURNS_BYTES / 1e6:.0f} MB (GAE + returns) at "

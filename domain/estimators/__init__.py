@@ -1,11 +1,12 @@
 """Rewards to advantages: one table from name to function, and `estimate`, which whitens what a function returns. The
 contract is in `types`."""
 
+import torch
 from attrs import evolve
 
 from rollgrad.domain.catalogue import estimator_traits
 from rollgrad.domain.estimators import distill, gae, group, reinforce, turn
-from rollgrad.domain.estimators.packing import sequence_ids, to_tokens, whiten_over
+from rollgrad.domain.estimators.packing import Actions, whiten_over
 from rollgrad.domain.estimators.registry import ESTIMATORS, estimator
 from rollgrad.domain.estimators.types import Advantages, Estimator, EstimatorInput, EstimatorParams
 
@@ -28,10 +29,12 @@ def estimate(
     result = ESTIMATORS[name](inputs, params)
     if over == "none":
         return result
-    mask_N = inputs.action_mask_N
-    groups_A = inputs.group_ids_S[sequence_ids(inputs.lengths_S)][mask_N] if over == "group" else None
-    whitened_A = whiten_over(result.advantages_N[mask_N], groups_A, std_norm=std_norm)
-    return evolve(result, advantages_N=to_tokens(whitened_A, mask_N))
+    actions = Actions.of(inputs)
+    groups_A = None
+    if over == "group":
+        groups_A = torch.repeat_interleave(inputs.group_ids_S, actions.lengths_S)
+    whitened_A = whiten_over(actions.take(result.advantages_N), groups_A, std_norm=std_norm)
+    return evolve(result, advantages_N=actions.put(whitened_A))
 
 
 __all__ = [

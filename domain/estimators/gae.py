@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from rollgrad.domain.estimators.packing import action_lengths, to_tokens
+from rollgrad.domain.estimators.packing import Actions
 from rollgrad.domain.estimators.registry import estimator
-from rollgrad.domain.estimators.scan import reverse_discounted_sum
+from rollgrad.domain.estimators.scan import last_tokens, reverse_discounted_sum
 from rollgrad.domain.estimators.types import Advantages, EstimatorInput, EstimatorParams
 
 
@@ -22,12 +22,10 @@ def gae(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """
     if inputs.values_N is None:
         raise ValueError("gae needs values_N from a critic.")
-    mask_N = inputs.action_mask_N
-    values_A = inputs.values_N[mask_N]
-    lengths_S = action_lengths(inputs)
-    delta_A = temporal_differences(
-        inputs.rewards_N[mask_N] + inputs.token_rewards_N[mask_N], values_A, lengths_S, params.gamma
-    )
+    actions = Actions.of(inputs)
+    values_A, lengths_S = actions.take(inputs.values_N), actions.lengths_S
+    rewards_A = actions.take(inputs.rewards_N) + actions.take(inputs.token_rewards_N)
+    delta_A = temporal_differences(rewards_A, values_A, lengths_S, params.gamma)
     lambd: float | Tensor = params.lambd
     if params.length_adaptive_alpha is not None:
         lambd = (1.0 - 1.0 / (params.length_adaptive_alpha * lengths_S.double().clamp(min=1))).clamp(min=0)
@@ -35,11 +33,12 @@ def gae(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     targets_A = advantages_A
     if params.critic_lambd is not None:
         targets_A = reverse_discounted_sum(delta_A, lengths_S, params.gamma * params.critic_lambd)
-    return Advantages(advantages_N=to_tokens(advantages_A, mask_N), returns_N=to_tokens(targets_A + values_A, mask_N))
+    return Advantages(advantages_N=actions.put(advantages_A), returns_N=actions.put(targets_A + values_A))
 
 
 def temporal_differences(rewards_A: Tensor, values_A: Tensor, lengths_S: Tensor, gamma: float) -> Tensor:
     """r_t + gamma V_{t+1} - V_t within each sequence of `lengths_S` steps; V is 0 after its end."""
-    next_A = torch.cat([values_A[1:], values_A.new_zeros(1)])[: len(values_A)]
-    next_A[lengths_S.cumsum(0)[lengths_S > 0] - 1] = 0.0
-    return rewards_A + gamma * next_A - values_A
+    next_A = torch.empty_like(values_A)
+    next_A[:-1] = values_A[1:]
+    next_A[last_tokens(lengths_S)] = 0.0
+    return torch.add(rewards_A, next_A, alpha=gamma).sub_(values_A)

@@ -8,7 +8,7 @@ penalty) add their undiscounted sum from that token on. A group of one rollout h
 import torch
 from torch import Tensor
 
-from rollgrad.domain.estimators.packing import action_lengths, sequence_ids, to_tokens
+from rollgrad.domain.estimators.packing import Actions, sequence_ids
 from rollgrad.domain.estimators.registry import estimator
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
 from rollgrad.domain.estimators.types import Advantages, EstimatorInput, EstimatorParams
@@ -36,8 +36,7 @@ def rloo_sequence(inputs: EstimatorInput, params: EstimatorParams) -> Advantages
     al. 2024, section 2.1 and eq. 8): KL enters before the baseline."""
     rollouts = Rollouts(inputs)
     penalised_R = rollouts.outcome_R + rollouts.sum_of(inputs.token_rewards_N)
-    outcome_A = rollouts.to_actions(rollouts.leave_one_out(penalised_R))
-    advantages_N = to_tokens(outcome_A, inputs.action_mask_N)
+    advantages_N = rollouts.actions.put(rollouts.to_actions(rollouts.leave_one_out(penalised_R)))
     return Advantages(advantages_N=advantages_N, returns_N=advantages_N)
 
 
@@ -119,16 +118,17 @@ class Rollouts:
     equal rewards can miss them by a rounding error, which a standard deviation of the same size would blow up to 1."""
 
     def __init__(self, inputs: EstimatorInput) -> None:
-        self._inputs = inputs
+        self.actions = Actions.of(inputs)
         self.rollout_S, self.group_R = rollouts_of(inputs)
-        self._rollout_N = self.rollout_S[sequence_ids(inputs.lengths_S)]
+        self._rollout_A = self.rollout_S[sequence_ids(self.actions.lengths_S)]
+        self._dtype = inputs.rewards_N.dtype
         self.outcome_R = self.sum_of(inputs.rewards_N)
         self.count_R = self.group_sum(torch.ones_like(self.outcome_R))
 
     def sum_of(self, values_N: Tensor) -> Tensor:
         """Each rollout's total over its action tokens."""
-        masked_N = torch.where(self._inputs.action_mask_N, values_N, 0.0).double()
-        return masked_N.new_zeros(len(self.group_R)).index_add_(0, self._rollout_N, masked_N)
+        values_A = self.actions.take(values_N).double()
+        return values_A.new_zeros(len(self.group_R)).index_add_(0, self._rollout_A, values_A)
 
     def group_sum(self, values_R: Tensor) -> Tensor:
         """Each rollout's group total."""
@@ -160,12 +160,12 @@ class Rollouts:
 
     def to_actions(self, values_R: Tensor) -> Tensor:
         """The rollout's value at each of its action tokens, in the rewards' dtype."""
-        return values_R.to(self._inputs.rewards_N.dtype)[self._rollout_N][self._inputs.action_mask_N]
+        return values_R.to(self._dtype)[self._rollout_A]
 
 
 def broadcast(inputs: EstimatorInput, outcome_R: Tensor, rollouts: Rollouts) -> Advantages:
     """Outcome advantages on every action token, plus the token rewards still to come."""
-    mask_N = inputs.action_mask_N
-    togo_A = reverse_discounted_sum(inputs.token_rewards_N[mask_N], action_lengths(inputs), 1.0)
-    advantages_N = to_tokens(rollouts.to_actions(outcome_R) + togo_A, mask_N)
+    actions = rollouts.actions
+    togo_A = reverse_discounted_sum(actions.take(inputs.token_rewards_N), actions.lengths_S, 1.0)
+    advantages_N = actions.put(rollouts.to_actions(outcome_R) + togo_A)
     return Advantages(advantages_N=advantages_N, returns_N=advantages_N)

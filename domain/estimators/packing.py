@@ -15,17 +15,34 @@ def sequence_ids(lengths_S: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
 
 
-def action_lengths(inputs: EstimatorInput) -> Tensor:
-    """Action tokens of each sequence, [S]."""
-    counts_S = torch.zeros_like(inputs.lengths_S)
-    return counts_S.index_add_(0, sequence_ids(inputs.lengths_S), inputs.action_mask_N.to(counts_S.dtype))
+@frozen(kw_only=True, eq=False)
+class Actions:
+    """Action tokens (A) of a batch: `index_A` their places, None where every token is one; `lengths_S` how many each
+    sequence has."""
 
+    tokens: int
+    lengths_S: Tensor
+    index_A: Tensor | None
 
-def to_tokens(values_A: Tensor, action_mask_N: Tensor) -> Tensor:
-    """Values of the action tokens back at their places, 0 elsewhere."""
-    return torch.zeros(action_mask_N.shape, dtype=values_A.dtype, device=values_A.device).masked_scatter(
-        action_mask_N, values_A
-    )
+    @classmethod
+    def of(cls, inputs: EstimatorInput) -> "Actions":
+        """The action tokens of a batch."""
+        tokens = len(inputs.action_mask_N)
+        if bool(inputs.action_mask_N.all()):
+            return cls(tokens=tokens, lengths_S=inputs.lengths_S, index_A=None)
+        index_A = inputs.action_mask_N.nonzero()[:, 0]
+        stops_S = torch.searchsorted(index_A, inputs.lengths_S.cumsum(0))
+        return cls(tokens=tokens, lengths_S=stops_S.diff(prepend=stops_S.new_zeros(1)), index_A=index_A)
+
+    def take(self, values_N: Tensor) -> Tensor:
+        """The values of the action tokens alone."""
+        return values_N if self.index_A is None else values_N.index_select(0, self.index_A)
+
+    def put(self, values_A: Tensor) -> Tensor:
+        """Values of the action tokens back at their places, 0 elsewhere."""
+        if self.index_A is None:
+            return values_A
+        return values_A.new_zeros(self.tokens).scatter_(0, self.index_A, values_A)
 
 
 def whiten_over(values_A: Tensor, groups_A: Tensor | None, *, std_norm: bool) -> Tensor:
@@ -62,21 +79,20 @@ class Turns:
     rewards_U: Tensor
 
     @classmethod
-    def of(cls, inputs: EstimatorInput) -> "Turns":
+    def of(cls, inputs: EstimatorInput, actions: Actions) -> "Turns":
         """The turns of a batch."""
-        mask_N = inputs.action_mask_N
-        sequence_A = sequence_ids(inputs.lengths_S)[mask_N]
+        sequence_A = sequence_ids(actions.lengths_S)
         if inputs.turn_ids_N is None:
-            position_A = mask_N.nonzero()[:, 0]
+            position_A = actions.take(torch.arange(actions.tokens, device=sequence_A.device))
             same_A = position_A[1:] == position_A[:-1] + 1
         else:
-            turn_ids_A = inputs.turn_ids_N[mask_N]
+            turn_ids_A = actions.take(inputs.turn_ids_N)
             same_A = turn_ids_A[1:] == turn_ids_A[:-1]
         opens_A = torch.ones_like(sequence_A, dtype=torch.bool)
         opens_A[1:] = ~(same_A & (sequence_A[1:] == sequence_A[:-1]))
         turn_A = opens_A.cumsum(0) - 1
         first_U = opens_A.nonzero()[:, 0]
-        rewards_A = inputs.rewards_N[mask_N]
+        rewards_A = actions.take(inputs.rewards_N)
         return cls(
             turn_A=turn_A,
             first_U=first_U,

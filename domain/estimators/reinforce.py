@@ -1,7 +1,7 @@
 """Returns of single rollouts: REINFORCE++, its batch-mean relative, and ReMax."""
 
 from rollgrad.domain.estimators.group import Rollouts, broadcast
-from rollgrad.domain.estimators.packing import action_lengths, to_tokens
+from rollgrad.domain.estimators.packing import Actions
 from rollgrad.domain.estimators.registry import estimator
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
 from rollgrad.domain.estimators.types import Advantages, EstimatorInput, EstimatorParams
@@ -11,9 +11,9 @@ from rollgrad.domain.estimators.types import Advantages, EstimatorInput, Estimat
 def reinforce(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """A_t = G_t = r_t + gamma G_{t+1} with the KL penalty in each token's reward (Hu 2025, "REINFORCE++", section 3;
     whitened over the batch's action tokens)."""
-    mask_N = inputs.action_mask_N
-    rewards_A = inputs.rewards_N[mask_N] + inputs.token_rewards_N[mask_N]
-    returns_N = to_tokens(reverse_discounted_sum(rewards_A, action_lengths(inputs), params.gamma), mask_N)
+    actions = Actions.of(inputs)
+    rewards_A = actions.take(inputs.rewards_N) + actions.take(inputs.token_rewards_N)
+    returns_N = actions.put(reverse_discounted_sum(rewards_A, actions.lengths_S, params.gamma))
     return Advantages(advantages_N=returns_N, returns_N=returns_N)
 
 

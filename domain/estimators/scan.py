@@ -10,9 +10,7 @@ BLOCK = 64
 def reverse_discounted_sum(x_N: Tensor, lengths_S: Tensor, discount: float | Tensor) -> Tensor:
     """y_t = x_t + discount * y_{t+1} within each of the sequences laid end to end; y is 0 after their ends.
 
-    Each block is one product with the triangular matrix discount^(j - i); what follows a block enters through the
-    same recursion over blocks with discount^BLOCK. Nothing is divided by powers, so any discount in [0, 1] is exact
-    up to rounding.
+    Nothing is divided by powers and nothing subtracted, so any discount in [0, 1] is exact up to rounding.
 
     Args:
         x_N: float32 or float64.
@@ -23,19 +21,47 @@ def reverse_discounted_sum(x_N: Tensor, lengths_S: Tensor, discount: float | Ten
         return x_N.clone()
     if isinstance(discount, Tensor):
         return _by_doubling(x_N, lengths_S, discount.to(x_N.dtype))
-    blocks_S = -(-lengths_S // BLOCK)
-    shift_S = (blocks_S.cumsum(0) - blocks_S) * BLOCK - (lengths_S.cumsum(0) - lengths_S)
-    slot_N = torch.arange(len(x_N), device=x_N.device) + torch.repeat_interleave(shift_S, lengths_S)
-    padded = x_N.new_zeros(int(blocks_S.sum()) * BLOCK)
-    padded[slot_N] = x_N
-    local = padded.view(-1, BLOCK) @ _powers(discount, x_N)
-    if int(blocks_S.max()) > 1:
-        totals = reverse_discounted_sum(local[:, 0], blocks_S, discount**BLOCK)
-        carry = torch.cat([totals[1:], totals.new_zeros(1)])
-        carry[blocks_S.cumsum(0)[blocks_S > 0] - 1] = 0.0  # nothing follows a sequence's last block
-        exponents = torch.arange(BLOCK, 0, -1, device=x_N.device, dtype=x_N.dtype)
-        local += carry[:, None] * torch.pow(discount, exponents)
-    return local.flatten()[slot_N]
+    return _by_blocks(x_N, last_tokens(lengths_S), discount)
+
+
+def last_tokens(lengths_S: Tensor) -> Tensor:
+    """Index of the last token of each sequence that has any."""
+    return lengths_S.cumsum(0)[lengths_S > 0] - 1
+
+
+def _by_blocks(x_N: Tensor, ends_E: Tensor, discount: float) -> Tensor:
+    """`reverse_discounted_sum` for sequences that end at `ends_E` (ascending, the last of them N - 1).
+
+    Each block of the flat array is one product with the triangular matrix discount^(j - i), as if no sequence ended in
+    it; the few blocks in which one does are done again. What follows a block enters through the same recursion over
+    the blocks' first sums, which a block with an end does not pass on.
+    """
+    blocks_BK = torch.nn.functional.pad(x_N, (0, -len(x_N) % BLOCK)).view(-1, BLOCK)
+    sums_BK = blocks_BK @ _powers(discount, x_N)
+    broken_D, which_E = torch.unique_consecutive(ends_E // BLOCK, return_inverse=True)
+    ended_DK = torch.zeros(len(broken_D), BLOCK, dtype=torch.int64, device=x_N.device)
+    ended_DK[which_E, ends_E % BLOCK] = 1
+    ends_ahead_DK = ended_DK.flip(1).cumsum(1).flip(1)  # from a token to the end of its block
+    sums_BK[broken_D] = _within_blocks(blocks_BK[broken_D], ends_ahead_DK, discount)
+    if len(sums_BK) > 1:
+        totals_B = _by_blocks(sums_BK[:, 0].contiguous(), broken_D, discount**BLOCK)
+        carry_B = torch.cat([totals_B[1:], totals_B.new_zeros(1)])
+        reach_K = torch.pow(discount, torch.arange(BLOCK, 0, -1, device=x_N.device, dtype=x_N.dtype))
+        sums_BK[broken_D] += torch.where(ends_ahead_DK == 0, reach_K * carry_B[broken_D, None], 0.0)
+        carry_B[broken_D] = 0.0
+        sums_BK.addcmul_(carry_B[:, None], reach_K)
+    return sums_BK.view(-1)[: len(x_N)]
+
+
+def _within_blocks(x_DK: Tensor, ends_ahead_DK: Tensor, discount: float) -> Tensor:
+    """Sums over 1, 2, 4, ... tokens of the same sequence: those with as many ends ahead of them."""
+    width = 1
+    while width < BLOCK:
+        same = ends_ahead_DK[:, :-width] == ends_ahead_DK[:, width:]
+        ahead = torch.where(same, discount**width * x_DK[:, width:], 0.0)
+        x_DK = torch.cat([x_DK[:, :-width] + ahead, x_DK[:, -width:]], dim=1)
+        width *= 2
+    return x_DK
 
 
 def _powers(discount: float, like: Tensor) -> Tensor:

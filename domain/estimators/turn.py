@@ -8,7 +8,7 @@ import torch
 
 from rollgrad.domain.estimators.gae import temporal_differences
 from rollgrad.domain.estimators.group import STD_FLOOR, rollouts_of
-from rollgrad.domain.estimators.packing import Turns, action_lengths, to_tokens
+from rollgrad.domain.estimators.packing import Actions, Turns
 from rollgrad.domain.estimators.registry import estimator
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
 from rollgrad.domain.estimators.types import Advantages, EstimatorInput, EstimatorParams
@@ -24,10 +24,10 @@ def turn_gae(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """
     if inputs.values_N is None:
         raise ValueError("turn_gae needs values_N from a critic.")
-    mask_N = inputs.action_mask_N
-    turns = Turns.of(inputs)
-    values_U = inputs.values_N[mask_N][turns.first_U]
-    rewards_U = turns.rewards_U.index_add(0, turns.turn_A, inputs.token_rewards_N[mask_N])
+    actions = Actions.of(inputs)
+    turns = Turns.of(inputs, actions)
+    values_U = actions.take(inputs.values_N)[turns.first_U]
+    rewards_U = turns.rewards_U.index_add(0, turns.turn_A, actions.take(inputs.token_rewards_N))
     lengths_S = torch.bincount(turns.sequence_U, minlength=len(inputs.lengths_S))
     delta_U = temporal_differences(rewards_U, values_U, lengths_S, params.gamma)
     advantages_U = reverse_discounted_sum(delta_U, lengths_S, params.gamma * params.lambd)
@@ -35,8 +35,8 @@ def turn_gae(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     if params.critic_lambd is not None:
         targets_U = reverse_discounted_sum(delta_U, lengths_S, params.gamma * params.critic_lambd)
     return Advantages(
-        advantages_N=to_tokens(advantages_U[turns.turn_A], mask_N),
-        returns_N=to_tokens((targets_U + values_U)[turns.turn_A], mask_N),
+        advantages_N=actions.put(advantages_U[turns.turn_A]),
+        returns_N=actions.put((targets_U + values_U)[turns.turn_A]),
     )
 
 
@@ -46,8 +46,8 @@ def turn_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantag
     the rewards from turn k of a rollout on, minus the mean and over the unbiased standard deviation of the same among
     the group's rollouts that reached turn k. A turn that only one rollout reached teaches nothing. Turns are counted
     over a rollout's branches in their order."""
-    mask_N = inputs.action_mask_N
-    turns = Turns.of(inputs)
+    actions = Actions.of(inputs)
+    turns = Turns.of(inputs, actions)
     rollout_S, group_R = rollouts_of(inputs)
     rollout_U = rollout_S[turns.sequence_U]
     order_U = torch.argsort(rollout_U, stable=True)
@@ -67,6 +67,6 @@ def turn_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantag
     centred_U = togo_U - total(togo_U) / count_U
     std_U = (total(centred_U.square()) / (count_U - 1).clamp(min=1)).sqrt()
     outcome_A = (centred_U / (std_U + STD_FLOOR)).to(inputs.rewards_N.dtype)[turns.turn_A]
-    togo_A = reverse_discounted_sum(inputs.token_rewards_N[mask_N], action_lengths(inputs), 1.0)
-    advantages_N = to_tokens(outcome_A + togo_A, mask_N)
+    togo_A = reverse_discounted_sum(actions.take(inputs.token_rewards_N), actions.lengths_S, 1.0)
+    advantages_N = actions.put(outcome_A + togo_A)
     return Advantages(advantages_N=advantages_N, returns_N=advantages_N)

@@ -5,7 +5,6 @@ from attrs import field, frozen
 from torch import Tensor
 
 from rollgrad.domain.batch import PackedBatch
-from rollgrad.domain.losses import policy as _registers_the_losses  # noqa: F401
 from rollgrad.domain.losses.aggregation import weighted_sum
 from rollgrad.domain.losses.corrections import Correction, correction_weights, interpolated_proximal
 from rollgrad.domain.losses.kl import kl_estimate

@@ -170,7 +170,7 @@ def test_kl_in_the_reward_with_an_adaptive_weight(workspace: Path) -> None:
     assert second["policy/ref_kl"] != 0.0
     assert first["policy/kl_coef"] == 0.1
     assert second["policy/kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * 12 / 100))
-    assert second["mismatch/abs_diff_mean"] < 1e-4
+    assert second["policy/mismatch_abs"] < 1e-4
 
 
 @pytest.mark.slow
@@ -192,7 +192,8 @@ def test_several_epochs_and_minibatches(workspace: Path, old: str) -> None:
     rows = metrics()
     assert all(row["policy/ratio_mean"] != 1.0 for row in rows)
     assert any(row["policy/clip_low_share"] + row["policy/clip_high_share"] > 0 for row in rows)
-    assert ("mismatch/kl" in rows[0]) == (old == "recompute")
+    mismatch = rows[0]["policy/mismatch_equal_share"]
+    assert (mismatch == 1.0) == (old == "rollout")
     # 12 optimizer steps in all: the mean rates of steps 0-5 and 6-11 on a line from 0.01 to 0.
     assert [row["policy/lr"] for row in rows] == pytest.approx([0.01 * (1 - 2.5 / 12), 0.01 * (1 - 8.5 / 12)])
 
@@ -254,7 +255,7 @@ def test_the_command_line_as_a_process(workspace: Path, tiny_model_dir: Path) ->
 @pytest.mark.slow
 def test_evaluation_with_several_samples(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--eval.dataset", "prompts.jsonl", "--eval.n_samples_per_prompt", "4", "--eval.temperature", "1.0")
-    assert main(["eval", "--config", "run.yaml", *flags, "--eval.pass_threshold", "0.5", "--json"]) == 0
+    assert main(["eval", "--config", "run.yaml", *flags, "--reward.pass_threshold", "0.5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert 0 <= found["eval/pass@1"] <= found["eval/pass@2"] <= found["eval/pass@4"] <= 1
     assert main(["eval", "--config", "run.yaml", *flags]) == 0

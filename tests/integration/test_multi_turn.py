@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import string
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 import rollgrad
 from rollgrad.adapters.chat.template_codec import TemplateCodec
@@ -37,6 +39,14 @@ class CountDown:
 
     async def close(self) -> None:
         CountDown.closed += 1
+
+
+class Wordy(CountDown):
+    """Longer replies are worth more."""
+
+    async def step(self, action_text: str, generation: Generation) -> StepResult:
+        result = await super().step(action_text, generation)
+        return evolve(result, reward=float(len(action_text)))
 
 
 class Broken(CountDown):
@@ -86,7 +96,7 @@ def test_a_broken_environment_costs_its_own_episode_and_is_closed(tiny_model_dir
     assert CountDown.closed == closed + 1
 
 
-@pytest.mark.parametrize("estimator", ["gae", "group_norm"])
+@pytest.mark.parametrize("estimator", ["gae", "group_norm", "turn_gae", "turn_group_norm"])
 def test_training_in_an_environment(tiny_model_dir: Path, tmp_path: Path, estimator: str) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"input": f"go {i}"}) + "\n" for i in range(4)))
@@ -95,10 +105,15 @@ def test_training_in_an_environment(tiny_model_dir: Path, tmp_path: Path, estima
     config.algo.advantage.estimator = estimator
     config.data.prompt_dataset = str(data)
     config.rollout.batch_size, config.rollout.n_samples_per_prompt = 2, 2
-    config.rollout.max_new_tokens = 3
+    config.rollout.max_new_tokens = 8
+    config.rollout.stop_strings = ("\ufffd", *string.printable)  # a random model seldom ends a turn by itself
     config.train.max_steps = 1
     config.ckpt.output_dir = str(tmp_path / "out")
     config.logger.console = False
-    result = rollgrad.train(config, environment=CountDown)
+    result = rollgrad.train(config, environment=Wordy)
     assert result.steps == 1
+    (row,) = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    shares = [value for key, value in row.items() if key.startswith("policy/gradient_share_turn_")]
+    assert len(shares) > 1
+    assert sum(shares) == pytest.approx(1.0)
     assert (result.model / "model.safetensors").exists()

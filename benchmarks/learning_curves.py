@@ -1,0 +1,176 @@
+"""Every recipe learns sums with SmolLM2-135M-Instruct: one short run each, and one picture of all.
+
+The settings are those of `examples/sums.yaml` with the recipe's preset. Recipes of a loss take two optimizer steps a
+rollout, so that ratios differ from 1; recipes of a correction are over-sampled, so that a part of each rollout is one
+update old. `--only` runs some of them and keeps the results of the others.
+
+    python benchmarks/learning_curves.py --steps 10
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tyro
+from attrs import define, frozen
+from rich.console import Console
+from rich.table import Table
+
+import rollgrad
+from rollgrad.entrypoints.config_io import structure_config
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "images" / "algorithms.json"
+PICTURE = ROOT / "docs" / "images" / "algorithms.png"
+TEACHER = "grpo"
+"""The recipe whose model teaches `on_policy_distill`."""
+
+_CRITIC = {"critic": {"adam": {"lr": 1e-4}}}
+_TWO_STEPS = {"train": {"batch_size": 32}}
+_STALE = {"rollout": {"generate_batch_size": 12}}
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {},
+    "dapo": {},
+    "rloo": {},
+    "reinforce_pp": {},
+    "reinforce_pp_baseline": {},
+    "opo": {},
+    "gpg": {},
+    "maxrl": {},
+    "gdpo": {"reward": {"verifier": None}},
+    "remax": {},
+    "flash_reinforce": {},
+    "ppo": _CRITIC,
+    "vapo": {"critic": {"adam": {"lr": 1e-4}, "freezing_steps": 2}},
+    "gspo": _TWO_STEPS,
+    "cispo": _TWO_STEPS,
+    "sapo": _TWO_STEPS,
+    "gmpo": _TWO_STEPS,
+    "clip_cov": _TWO_STEPS,
+    "kl_cov": _TWO_STEPS,
+    "dppo": _TWO_STEPS,
+    "dr_grpo,tis": _STALE,
+    "dr_grpo,icepop": _STALE,
+    "dr_grpo,seq_mask_tis": _STALE,
+    "dr_grpo,opsm": _STALE,
+    "on_policy_distill": {},
+}
+"""Presets and what they need besides."""
+
+
+@define(kw_only=True)
+class Options:
+    """Trains with each recipe, and draws all curves."""
+
+    steps: int = 10
+    """Rollouts of each run."""
+    only: tuple[str, ...] = ()
+    """Recipes to run; default: all."""
+    seed: int = 1
+    """Seeds prompts and sampling."""
+
+
+@frozen
+class Curve:
+    """Mean score of each rollout, and held-out greedy accuracy before and after."""
+
+    scores: list[float]
+    before: float
+    after: float
+    value_losses: list[float]
+
+
+def correct_and_short(queries: list[str], prompts: list[str], labels: list[Any]) -> dict[str, Any]:
+    """Two named rewards: the right number last, and few words around it."""
+    replies = [query[len(prompt) :].split() for query, prompt in zip(queries, prompts, strict=True)]
+    numbers = [[word.strip(".,!?=*") for word in reply] for reply in replies]
+    correct = [
+        float(next((n for n in reversed(words) if n.isdigit()), None) == str(label))
+        for words, label in zip(numbers, labels, strict=True)
+    ]
+    return {"rewards": {"correct": correct, "short": [float(len(r) <= 6) for r in replies]}, "scores": correct}
+
+
+def run(recipe: str, options: Options, folder: Path) -> Curve:
+    """One run; its model stays in `folder`."""
+    import yaml
+
+    settings = yaml.safe_load((ROOT / "examples" / "sums.yaml").read_text())
+    for section, values in RECIPES[recipe].items():
+        settings.setdefault(section, {}).update(values)
+    del settings["algo"]
+    config = structure_config(settings, preset=recipe)
+    config.actor.model_name_or_path = str(ROOT / config.actor.model_name_or_path)
+    config.data.prompt_dataset = str(ROOT / config.data.prompt_dataset)
+    config.eval.dataset = str(ROOT / str(config.eval.dataset))
+    config.eval.max_samples = 60
+    config.train.max_steps, config.train.seed = options.steps, options.seed
+    config.logger.console = False
+    config.ckpt.output_dir = str(folder)
+    if recipe == "on_policy_distill":
+        config.ref.model_name_or_path = str(folder.parent / TEACHER / "model")
+    result = rollgrad.train(config, reward=correct_and_short if recipe == "gdpo" else None)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    key = "reward/score_mean_before_filter"
+    return Curve(
+        scores=[row[key] for row in rows if key in row],
+        before=result.before["eval/pass@1"],
+        after=result.after["eval/pass@1"],
+        value_losses=[row["critic/value_loss"] for row in rows if "critic/value_loss" in row],
+    )
+
+
+def draw(curves: dict[str, Curve]) -> None:
+    """Small multiples: each recipe in colour over all others in grey."""
+    from matplotlib.figure import Figure
+
+    columns = 6
+    rows = -(-len(curves) // columns)
+    figure = Figure(figsize=(2.3 * columns, 1.9 * rows), layout="constrained", facecolor="white")
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for axes, (name, curve) in zip(grid, curves.items(), strict=False):
+        for other in curves.values():
+            axes.plot(range(1, len(other.scores) + 1), other.scores, color="#d8dbe2", linewidth=0.7)
+        axes.plot(range(1, len(curve.scores) + 1), curve.scores, color="#2f6fde", linewidth=2)
+        axes.set_title(f"{name}  {curve.before:.0%} → {curve.after:.0%}", fontsize=8, loc="left")
+        axes.set_ylim(0, 1)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=7)
+    for axes in grid[len(curves) :]:
+        axes.set_axis_off()
+    figure.supxlabel("rollout", fontsize=8)
+    figure.supylabel("share of sums right, as sampled", fontsize=8)
+    figure.savefig(PICTURE, dpi=130)
+
+
+def main(options: Options) -> None:
+    """Runs, and writes figures and picture after each run."""
+    found: dict[str, Curve] = {}
+    if RESULTS.exists():
+        found = {name: Curve(**curve) for name, curve in json.loads(RESULTS.read_text()).items()}
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory() as scratch:
+        for recipe in options.only or RECIPES:
+            folder = Path(scratch) / recipe
+            found[recipe] = run(recipe, options, folder)
+            curve = found[recipe]
+            console.print(f"{recipe:24} {curve.scores[0]:.2f} -> {curve.scores[-1]:.2f}, held out {curve.after:.0%}")
+            if recipe != TEACHER:
+                shutil.rmtree(folder)
+            found = {name: found[name] for name in RECIPES if name in found}
+            RESULTS.write_text(
+                json.dumps({n: {k: getattr(c, k) for k in Curve.__annotations__} for n, c in found.items()}) + "\n"
+            )
+            draw(found)
+    table = Table("preset", "first rollout", "last", "held out before", "after")
+    for name, curve in found.items():
+        table.add_row(name, *(f"{x:.0%}" for x in (curve.scores[0], curve.scores[-1], curve.before, curve.after)))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

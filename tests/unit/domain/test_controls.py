@@ -1,0 +1,71 @@
+"""The pure state machines and rules of sampling: filter, curriculum, entropy, balance."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollgrad.domain.batching import balanced_partitions
+from rollgrad.domain.curriculum import Curriculum
+from rollgrad.domain.entropy_control import EntropyController
+from rollgrad.domain.filtering import GroupFilter
+
+
+@pytest.mark.parametrize(
+    ("scores", "reason"),
+    [([0.0, 0.0], "too_hard"), ([1.0, 1.0], "too_easy"), ([0.0, 1.0], None), ([], "empty"), ([0.2, 0.2], None)],
+)
+def test_filter_by_range(scores: list[float], reason: str | None) -> None:
+    assert GroupFilter(score_range=(0.0, 1.0)).rejection(scores, scores) == reason
+
+
+def test_filter_by_spread_looks_at_rewards() -> None:
+    spread = GroupFilter(need_spread=True)
+    assert spread.rejection([0.0, 1.0], [0.5, 0.5]) == "no_spread"
+    assert spread.rejection([1.0, 1.0], [0.5, 0.6]) is None
+
+
+def test_without_rules_only_empty_groups_are_rejected() -> None:
+    assert GroupFilter().rejection([1.0], [1.0]) is None
+    assert GroupFilter().rejection([], []) == "empty"
+
+
+def test_curriculum_skips_what_is_solved_but_comes_back() -> None:
+    curriculum = Curriculum(limits=(0.1, 0.9), revisit=3)
+    plays = []
+    assert curriculum.draw("a")[0], "what has not been seen is played"
+    curriculum = curriculum.record("a", 1.0).record("b", 0.5)
+    for _ in range(6):
+        play, curriculum = curriculum.draw("a")
+        plays.append(play)
+    assert plays == [False, False, True, False, False, True]
+    assert curriculum.draw("b")[0]
+    restored = Curriculum(limits=(0.1, 0.9), revisit=3).load_state_dict(curriculum.state_dict())
+    assert restored == curriculum
+
+
+def test_entropy_bonus_acts_below_the_target_only() -> None:
+    controller = EntropyController(coef=0.0, target=0.5, step=0.1, maximum=0.25)
+    weights = []
+    for entropy in (0.9, 0.4, 0.3, 0.2, 0.6, 0.4):
+        controller = controller.observe(entropy)
+        weights.append(controller.weight)
+    assert weights == pytest.approx([0.0, 0.1, 0.2, 0.25, 0.0, 0.25])
+    assert (
+        EntropyController(coef=0.0, target=0.5, step=0.1, maximum=0.25).load_state_dict(controller.state_dict())
+        == controller
+    )
+
+
+def test_a_fixed_entropy_weight_stays() -> None:
+    assert EntropyController(coef=0.2).observe(5.0).weight == 0.2
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 4096), max_size=40), st.integers(1, 8))
+def test_balanced_partitions(weights: list[int], parts: int) -> None:
+    found = balanced_partitions(weights, parts)
+    assert len(found) == parts
+    assert sorted(index for part in found for index in part) == list(range(len(weights)))
+    sums = [sum(weights[index] for index in part) for part in found]
+    assert max(sums) - min(sums) <= max(weights, default=0)
+    assert all(found) or len(weights) < parts

@@ -1,0 +1,93 @@
+"""Reward shaping by hand, and for rollouts with several turns and branches."""
+
+import math
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollgrad.domain import shaping
+from rollgrad.domain.batch import PackedBatch, pack
+from tests.fakes.agent_executor import make_trajectory
+
+
+def batch(rewards: list[float], lengths: list[int], *, truncated: tuple[int, ...] = ()) -> PackedBatch:
+    packed = pack(
+        [
+            make_trajectory([1], [5] * length, group_id=0, sample_id=index, rewards=[reward])
+            for index, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
+        ]
+    )
+    return evolve(packed, truncated_S=torch.tensor([index in truncated for index in range(len(rewards))]))
+
+
+def outcomes(packed: PackedBatch, rewards_N: torch.Tensor) -> list[float]:
+    return shaping.outcomes(evolve(packed, rewards_N=rewards_N)).tolist()
+
+
+def test_overlong_penalty_grows_over_the_buffer() -> None:
+    packed = batch([1.0] * 5, [5, 6, 7, 8, 10])
+    found = outcomes(packed, shaping.overlong_penalty(packed, limit=10, buffer=4, factor=2.0))
+    assert found == pytest.approx([1.0, 1.0, 0.5, 0.0, -1.0])
+
+
+def test_overlong_counts_sampled_tokens_only() -> None:
+    packed = pack([make_trajectory([1], [5, 5], [9] * 50, [5, 5], rewards=[0.25, 0.5])])
+    assert torch.equal(shaping.overlong_penalty(packed, limit=10, buffer=4, factor=1.0), packed.rewards_N)
+
+
+@pytest.mark.parametrize(
+    ("coef", "wanted"), [(0.5, [0.5, -1.0, 1.0]), (0.0, [0.0, -1.0, 1.0]), (-0.5, [-0.5, -1.0, 1.0]), (1.0, [1, -1, 1])]
+)
+def test_stop_properly_by_hand(coef: float, wanted: list[float]) -> None:
+    packed = batch([1.0, -1.0, 1.0], [3, 3, 3], truncated=(0, 1))
+    assert outcomes(packed, shaping.stop_properly(packed, coef)) == pytest.approx(wanted)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=6), st.floats(-5, 1))
+def test_stop_properly_never_rewards_truncation(rewards: list[float], coef: float) -> None:
+    packed = batch(rewards, [2] * len(rewards), truncated=tuple(range(len(rewards))))
+    found = torch.tensor(outcomes(packed, shaping.stop_properly(packed, coef)))
+    assert (found <= torch.tensor(outcomes(packed, packed.rewards_N)) + 1e-5).all()
+
+
+def test_cosine_length_by_hand() -> None:
+    packed = batch([1.0, 1.0, 0.0, 0.0, 1.0], [10, 5, 10, 5, 10], truncated=(4,))
+    settings_ = shaping.CosineLength(passed=(2.0, 1.0), failed=(-10.0, 0.0), exceeded=-7.0)
+    found = outcomes(packed, shaping.cosine_length(packed, settings_, limit=10, threshold=1.0))
+    assert found == pytest.approx([1.0, 1.5, 0.0, -5.0, -7.0], abs=1e-5)
+
+
+def test_outcome_changes_go_to_the_last_action_token_of_the_last_branch() -> None:
+    branches = [
+        make_trajectory([1], [5, 6], group_id=0, sample_id=0, rewards=[0.25]),
+        make_trajectory([1], [7], [8], [9, 9], group_id=0, sample_id=0, rewards=[0.5, 1.0]),
+    ]
+    packed = pack(branches)
+    shaped = shaping.overlong_penalty(packed, limit=5, buffer=5, factor=1.0)
+    changed = (shaped != packed.rewards_N).nonzero()[:, 0].tolist()
+    assert changed == [packed.token_count - 1]
+    assert outcomes(packed, shaped) == pytest.approx([1.75 - 1.0])
+
+
+def test_normalisation_shifts_outcomes_and_scales_turns() -> None:
+    packed = pack([make_trajectory([1], [5], [8], [6], rewards=[1.0, 3.0])])
+    shaped = shaping.normalise(packed, mean=2.0, std=4.0)
+    assert shaped[packed.action_mask_N].tolist() == pytest.approx([0.25, 0.25])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=7), min_size=1, max_size=5))
+def test_running_moments_are_those_of_everything_seen(parts: list[list[float]]) -> None:
+    moments = shaping.RunningMoments()
+    for part in parts:
+        moments = shaping.RunningMoments.from_state_dict(moments.state_dict()).update(torch.tensor(part))
+    everything = torch.tensor([x for part in parts for x in part]).double()
+    assert moments.mean == pytest.approx(float(everything.mean()), abs=1e-4)
+    spread = float(everything.std(correction=0))
+    assert moments.std == pytest.approx(spread if spread > 1e-6 else moments.std, rel=1e-3, abs=1e-3)
+    assert math.isfinite(moments.std)
+    assert moments.std > 0
