@@ -379,12 +379,20 @@ class RewardConfig:
 
     function_path: str | None = None
     """Python file with reward_func(queries, prompts, labels)."""
+    remote_url: str | None = None
+    """Reward server, POST {query, prompts, labels} -> {rewards, scores, extra_logs}; several separated by commas share
+    the work. The environment variable ROLLGRAD_REWARD_TOKEN is sent as a bearer token."""
+    remote_batch_size: int = 64
+    """Replies sent to a reward server together, at most."""
+    failure_value: float | None = None
+    """Reward of a reply that no reward server judged in time; none makes it a failed episode (see
+    rollout.max_failures)."""
     verifier: Verifier | None = None
     """Built-in reward: last_number, exact_match, math (math-verify) or format."""
     format_pattern: str | None = None
     """Regular expression that the whole reply must match, for the format verifier."""
     timeout: float = 10.0
-    """Seconds one judgement may take."""
+    """Seconds one judgement may take, on a reward server all attempts together."""
     weights: dict[str, float] | None = None
     """Weight of each named reward, for functions that return several: name weight name weight; default: 1 each."""
     pass_threshold: float = 1.0

@@ -83,6 +83,7 @@ RANGES: dict[str, Range] = {
     "data.max_samples": COUNT,
     "data.size": COUNT,
     "reward.timeout": POSITIVE,
+    "reward.remote_batch_size": COUNT,
     "reward.clip_range": INTERVAL,
     "reward.normalize_mean_std": (lambda pair: pair[1] > 0, "a mean, and a standard deviation greater than 0"),
     "reward.overlong_buffer_len": COUNT,

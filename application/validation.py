@@ -509,21 +509,29 @@ def _reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> It
         text
         for text, is_set in (
             (f"reward.function_path {reward.function_path!r}", reward.function_path is not None),
+            (f"reward.remote_url {reward.remote_url!r}", reward.remote_url is not None),
             (f"reward.verifier {reward.verifier}", reward.verifier is not None),
         )
         if is_set
     ]
     generated = all(_is_generated(name) for name in dataset_names(datasets))
     if len(sources) > 1:
-        yield f"{' and '.join(sources)} are both set, but a run has one reward: keep one of them."
+        yield f"{' and '.join(sources[:2])} are both set, but a run has one reward: keep one of them."
     teaches = "teacher" in estimator_traits(config.algo.advantage.estimator).needs
     if not sources and not generated and not has_reward and not teaches:
-        yield "No reward is set: name one with --reward.function_path or --reward.verifier."
-    if reward.weights is not None and reward.function_path is None and not has_reward:
+        yield "No reward is set: name one with --reward.function_path, --reward.remote_url or --reward.verifier."
+    named = reward.function_path is not None or reward.remote_url is not None or has_reward
+    if reward.weights is not None and not named:
         yield (
-            f"reward.weights is {reward.weights}, but only a function returns rewards with names: set "
-            "--reward.function_path, or leave --reward.weights out."
+            f"reward.weights is {reward.weights}, but only a function or a server returns rewards with names: set "
+            "--reward.function_path or --reward.remote_url, or leave --reward.weights out."
         )
+    for key in ("remote_batch_size", "failure_value"):
+        if reward.remote_url is None and getattr(reward, key) != getattr(RewardConfig(), key):
+            yield (
+                f"reward.{key} is {getattr(reward, key)}, but there is no reward server: set --reward.remote_url, or "
+                f"leave --reward.{key} out."
+            )
     if reward.verifier is Verifier.FORMAT and reward.format_pattern is None:
         yield "reward.verifier is format, which needs a regular expression: set --reward.format_pattern."
     if reward.format_pattern is not None:

@@ -17,6 +17,7 @@ from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.datasets.loading import load_dataset
 from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.datasets.source import DatasetPromptSource
+from rollgrad.adapters.http.reward import HttpReward
 from rollgrad.adapters.reasoning_gym.source import ReasoningGymPromptSource, ReasoningGymReward
 from rollgrad.adapters.rewards.function import FunctionReward, load_reward_function
 from rollgrad.adapters.rewards.none import NoReward
@@ -69,10 +70,23 @@ def _dataset_kind(spec: str | None) -> str:
 def _reward_kind(config: RLConfig, spec: str) -> str:
     if config.reward.function_path is not None:
         return "function"
+    if config.reward.remote_url is not None:
+        return "remote"
     if config.reward.verifier is not None:
         return "verifier"
     kind = _dataset_kind(spec)
     return kind if kind == "reasoning_gym" else "none"
+
+
+def _remote_reward(config: RLConfig) -> HttpReward:
+    reward = config.reward
+    return HttpReward(
+        [url.strip() for url in (reward.remote_url or "").split(",") if url.strip()],
+        timeout=reward.timeout,
+        batch_size=reward.remote_batch_size,
+        weights=reward.weights,
+        failure_value=reward.failure_value,
+    )
 
 
 def _rollouts(config: RLConfig, prompts: PromptSource) -> int:
@@ -353,6 +367,7 @@ class Container(containers.DeclarativeContainer):
             format_pattern=config.provided.reward.format_pattern,
         ),
         reasoning_gym=providers.Singleton(ReasoningGymReward, reward_spec, timeout=config.provided.reward.timeout),
+        remote=providers.Singleton(_remote_reward, config),
         none=providers.Singleton(NoReward),
     )
 

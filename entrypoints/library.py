@@ -81,7 +81,7 @@ def train(
         log.unlink(missing_ok=True)
     pipeline: SyncPipeline = container.pipeline()
     try:
-        outcome = _run(pipeline.run())
+        outcome = _run(_closing(pipeline.run(), container.reward()))
     finally:
         _close(container.reward, container.sink)
     report = None
@@ -112,7 +112,7 @@ def evaluate(
     container.reward_spec.override(providers.Object(config.eval.dataset))
     evaluation: EvaluationService = container.evaluation()
     try:
-        return _run(evaluation.run())
+        return _run(_closing(evaluation.run(), container.reward()))
     finally:
         _close(container.reward)
 
@@ -148,6 +148,16 @@ def _close(*providers_used: providers.Provider[Any]) -> None:
         close = getattr(provider(), "close", None)
         if close is not None:
             close()
+
+
+async def _closing(work: Coroutine[Any, Any, Result], used: object) -> Result:
+    """Does `work`, then ends the connections of what it used, in the same event loop."""
+    try:
+        return await work
+    finally:
+        aclose = getattr(used, "aclose", None)
+        if aclose is not None:
+            await aclose()
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:

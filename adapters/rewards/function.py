@@ -7,11 +7,11 @@ outlives its deadline is left behind as a daemon and does not keep the process a
 
 import asyncio
 import inspect
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rollgrad.adapters.rewards.answers import RewardParser, replies
 from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.domain.errors import ConfigurationError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
@@ -54,7 +54,7 @@ class FunctionReward(RewardSource):
         weights: Mapping[str, float] | None = None,
     ) -> None:
         self._func = func
-        self._weights = weights
+        self._parser = RewardParser(name, weights)
         self._timeout = timeout
         self._name = name
         self._is_async = inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
@@ -79,11 +79,11 @@ class FunctionReward(RewardSource):
         except Exception as error:
             if deadline.expired():
                 raise RewardError(
-                    f"{self._name} gave no answer for {_replies(len(requests))} within {self._timeout:g} s: "
+                    f"{self._name} gave no answer for {replies(len(requests))} within {self._timeout:g} s: "
                     "make it faster, or raise --reward.timeout."
                 ) from error
             raise RewardError(f"{self._name} raised {type(error).__name__}: {error}") from error
-        return self._rewards(result, len(requests))
+        return self._parser.parse(result, len(requests))
 
     async def _call(self, arguments: Mapping[str, list[Any]]) -> Any:
         positional = () if self._by_keyword else tuple(arguments.values())
@@ -91,85 +91,6 @@ class FunctionReward(RewardSource):
         if self._is_async:
             return await self._func(*positional, **keywords)
         return await _in_daemon_thread(lambda: self._func(*positional, **keywords))
-
-    def _rewards(self, result: Any, count: int) -> list[Reward]:
-        answer = result if isinstance(result, Mapping) else {"rewards": result}
-        if "rewards" not in answer:
-            raise RewardError(
-                f"{self._name} returned a mapping with {sorted(map(str, answer))}: it needs the key 'rewards'."
-            )
-        parts = self._parts(answer["rewards"], count)
-        if parts:
-            weights = self._weights or dict.fromkeys(parts, 1.0)
-            values = [
-                math.fsum(weights[name] * numbers[index] for name, numbers in parts.items()) for index in range(count)
-            ]
-        else:
-            values = self._numbers(answer["rewards"], "rewards", count)
-        given_scores = answer.get("scores")
-        scores = values if given_scores is None else self._numbers(given_scores, "scores", count)
-        for what, numbers in (("reward", values), ("score", scores)):
-            for index, number in enumerate(numbers):
-                if not math.isfinite(number):
-                    raise RewardError(
-                        f"{self._name} returned the {what} {number} for reply {index} of {count}: "
-                        "each must be a finite number."
-                    )
-        logs = {
-            str(key): self._numbers(value, f"extra_logs[{key!r}]", count, broadcast=True)
-            for key, value in (answer.get("extra_logs") or {}).items()
-        }
-        return [
-            Reward(
-                value=value,
-                score=score,
-                metrics={key: numbers[index] for key, numbers in (logs | parts).items()},
-                parts={key: numbers[index] for key, numbers in parts.items()},
-            )
-            for index, (value, score) in enumerate(zip(values, scores, strict=True))
-        ]
-
-    def _parts(self, rewards: Any, count: int) -> dict[str, list[float]]:
-        """The named rewards, empty if they have no names."""
-        if not isinstance(rewards, Mapping):
-            if self._weights is not None:
-                raise RewardError(
-                    f"{self._name} returned rewards without names, but reward.weights is {dict(self._weights)}: return "
-                    "a mapping of named rewards, or leave --reward.weights out."
-                )
-            return {}
-        parts = {str(name): self._numbers(value, f"rewards[{name!r}]", count) for name, value in rewards.items()}
-        if self._weights is not None and parts.keys() != self._weights.keys():
-            raise RewardError(
-                f"{self._name} returned the rewards {', '.join(parts)}, but reward.weights names "
-                f"{', '.join(self._weights)}: give one weight to each with --reward.weights."
-            )
-        return parts
-
-    def _numbers(self, value: Any, what: str, count: int, *, broadcast: bool = False) -> list[float]:
-        """`value` as `count` floats: a sequence, a tensor or array of any shape, or a number."""
-        if hasattr(value, "reshape"):
-            value = value.reshape(-1).tolist()
-        elif isinstance(value, (int, float)):
-            value = [value] * (count if broadcast else 1)
-        try:
-            items = list(value)
-            if any(isinstance(item, str) for item in items):
-                raise TypeError("text is not a number")
-            numbers = [float(item) for item in items]
-        except (TypeError, ValueError) as error:
-            raise RewardError(f"{self._name} returned {what} that are not numbers ({value!r}): {error}.") from error
-        if broadcast and len(numbers) == 1:
-            numbers *= count
-        if len(numbers) != count:
-            raise RewardError(
-                f"{self._name} returned {len(numbers)} {what} for {_replies(count)}: it must return one each."
-            )
-        return numbers
-
-
-def _replies(count: int) -> str:
-    return "1 reply" if count == 1 else f"{count} replies"
 
 
 def _takes_keywords(func: Callable[..., Any]) -> bool:

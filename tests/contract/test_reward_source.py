@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rollgrad.adapters.http.reward import HttpReward
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
 from rollgrad.application.config import Verifier
@@ -14,6 +15,7 @@ from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import RewardRequest
 from rollgrad.domain.sampling import StopReason
+from tests.fakes.reward_server import RewardServer
 from tests.fakes.reward_source import FakeRewardSource
 
 
@@ -31,8 +33,12 @@ async def asynchronous(queries: list[str], prompts: list[str], labels: list[Any]
     return {"rewards": plain(queries, prompts, labels)}
 
 
-@pytest.fixture(params=["fake", "function", "async_function", "exact_match", "last_number"])
+@pytest.fixture(params=["fake", "function", "async_function", "exact_match", "last_number", "http"])
 def source(request: pytest.FixtureRequest) -> RewardSource:
+    if request.param == "http":
+        server = RewardServer(lambda body: (200, {"rewards": plain(body["query"], body["prompts"], body["labels"])}))
+        request.addfinalizer(server.close)
+        return HttpReward([server.url], timeout=5.0)
     if request.param == "fake":
         return FakeRewardSource()
     if request.param in ("function", "async_function"):

@@ -112,6 +112,7 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"reward.overlong_buffer_len": 100, "reward.overlong_penalty_factor": 0.5},
         {"reward.cosine_length": True, "reward.cosine_exceeded": -1.0, "reward.stop_properly_penalty_coef": 0.5},
         {"reward.verifier": None, "reward.function_path": "r.py", "reward.weights": {"a": 1.0}},
+        {"reward.verifier": None, "reward.remote_url": "http://a,http://b", "reward.failure_value": 0.0},
         {"eval.dataset": "e.jsonl", "eval.n_samples_per_prompt": 4, "eval.temperature": 0.7, "eval.steps": 5},
     ],
 )
@@ -166,7 +167,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.apply_chat_template": False, "data.system_prompt": "Be brief."}, "--data.apply_chat_template"),
     ({"data.input_template": "Q: {}"}, "--data.no_apply_chat_template"),
     ({"data.apply_chat_template": False, "data.input_template": "Q:"}, "no {}"),
-    ({"reward.verifier": None}, "--reward.function_path or --reward.verifier"),
+    ({"reward.verifier": None}, "--reward.function_path, --reward.remote_url or --reward.verifier"),
     ({"data.prompt_dataset": f"{GYM},a.jsonl", "reward.verifier": None}, "No reward"),
     ({"reward.function_path": "r.py"}, "both set"),
     ({"reward.verifier": Verifier.FORMAT}, "--reward.format_pattern"),
@@ -214,6 +215,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reward.cosine_length": True, "reward.overlong_buffer_len": 10}, "both"),
     ({"algo.advantage.estimator": "remax", "reward.overlong_buffer_len": 10}, "not shaped by length"),
     ({"reward.weights": {"a": 1.0}}, "--reward.weights out"),
+    ({"reward.failure_value": 0.0}, "--reward.remote_url"),
+    ({"reward.remote_batch_size": 8}, "--reward.remote_url"),
+    ({"reward.remote_url": "http://a"}, "both set"),
     ({"eval.steps": 3}, "leave --eval.steps out"),
     ({"eval.dataset": "e.jsonl", "eval.n_samples_per_prompt": 4}, "--eval.temperature above 0"),
 ]

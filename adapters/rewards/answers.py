@@ -1,0 +1,105 @@
+"""What a reward function or server answered, as rewards.
+
+Invariant: one finite reward a reply, or one `RewardError` sentence that names who answered what.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rollgrad.domain.errors import RewardError
+from rollgrad.domain.rewards import Reward
+
+
+class RewardParser:
+    """Reads answers of `name`: the rewards (list, tensor, or a number for one reply), or a mapping with `rewards` and
+    optionally `scores` and `extra_logs`. Named rewards are summed by `weights` (default: 1 each)."""
+
+    def __init__(self, name: str, weights: Mapping[str, float] | None = None) -> None:
+        self._name = name
+        self._weights = weights
+
+    def parse(self, result: Any, count: int) -> list[Reward]:
+        """One reward for each of `count` replies.
+
+        Raises:
+            RewardError: the answer has another form or length, or a number that is not finite.
+        """
+        answer = result if isinstance(result, Mapping) else {"rewards": result}
+        if "rewards" not in answer:
+            raise RewardError(
+                f"{self._name} returned a mapping with {sorted(map(str, answer))}: it needs the key 'rewards'."
+            )
+        parts = self._parts(answer["rewards"], count)
+        if parts:
+            weights = self._weights or dict.fromkeys(parts, 1.0)
+            values = [
+                math.fsum(weights[name] * numbers[index] for name, numbers in parts.items()) for index in range(count)
+            ]
+        else:
+            values = self._numbers(answer["rewards"], "rewards", count)
+        given_scores = answer.get("scores")
+        scores = values if given_scores is None else self._numbers(given_scores, "scores", count)
+        for what, numbers in (("reward", values), ("score", scores)):
+            for index, number in enumerate(numbers):
+                if not math.isfinite(number):
+                    raise RewardError(
+                        f"{self._name} returned the {what} {number} for reply {index} of {count}: "
+                        "each must be a finite number."
+                    )
+        logs = {
+            str(key): self._numbers(value, f"extra_logs[{key!r}]", count, broadcast=True)
+            for key, value in (answer.get("extra_logs") or {}).items()
+        }
+        return [
+            Reward(
+                value=value,
+                score=score,
+                metrics={key: numbers[index] for key, numbers in (logs | parts).items()},
+                parts={key: numbers[index] for key, numbers in parts.items()},
+            )
+            for index, (value, score) in enumerate(zip(values, scores, strict=True))
+        ]
+
+    def _parts(self, rewards: Any, count: int) -> dict[str, list[float]]:
+        """The named rewards, empty if they have no names."""
+        if not isinstance(rewards, Mapping):
+            if self._weights is not None:
+                raise RewardError(
+                    f"{self._name} returned rewards without names, but reward.weights is {dict(self._weights)}: return "
+                    "a mapping of named rewards, or leave --reward.weights out."
+                )
+            return {}
+        parts = {str(name): self._numbers(value, f"rewards[{name!r}]", count) for name, value in rewards.items()}
+        if self._weights is not None and parts.keys() != self._weights.keys():
+            raise RewardError(
+                f"{self._name} returned the rewards {', '.join(parts)}, but reward.weights names "
+                f"{', '.join(self._weights)}: give one weight to each with --reward.weights."
+            )
+        return parts
+
+    def _numbers(self, value: Any, what: str, count: int, *, broadcast: bool = False) -> list[float]:
+        """`value` as `count` floats: a sequence, a tensor or array of any shape, or a number."""
+        if hasattr(value, "reshape"):
+            value = value.reshape(-1).tolist()
+        elif isinstance(value, (int, float)):
+            value = [value] * (count if broadcast else 1)
+        try:
+            items = list(value)
+            if any(isinstance(item, str) for item in items):
+                raise TypeError("text is not a number")
+            numbers = [float(item) for item in items]
+        except (TypeError, ValueError) as error:
+            raise RewardError(f"{self._name} returned {what} that are not numbers ({value!r}): {error}.") from error
+        if broadcast and len(numbers) == 1:
+            numbers *= count
+        if len(numbers) != count:
+            raise RewardError(
+                f"{self._name} returned {len(numbers)} {what} for {replies(count)}: it must return one each."
+            )
+        return numbers
+
+
+def replies(count: int) -> str:
+    """A number of replies in words."""
+    return "1 reply" if count == 1 else f"{count} replies"

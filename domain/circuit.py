@@ -1,0 +1,31 @@
+"""A circuit breaker as a pure state machine: leaves a broken server alone for a while, then tries it once."""
+
+from attrs import evolve, frozen
+
+
+@frozen(kw_only=True)
+class Circuit:
+    """Opens after `limit` failures in a row; `cooldown` seconds later one trial is let through, whose outcome closes or
+    opens it again. Times are seconds of any clock that does not go back."""
+
+    limit: int = 3
+    cooldown: float = 10.0
+    failures: int = 0
+    opened_at: float | None = None
+
+    def allows(self, now: float) -> bool:
+        """Whether a call may be made."""
+        return self.opened_at is None or now - self.opened_at >= self.cooldown
+
+    def started(self, now: float) -> "Circuit":
+        """After a call has begun: while one is tried, others wait."""
+        return self if self.opened_at is None else evolve(self, opened_at=now)
+
+    def succeeded(self) -> "Circuit":
+        """After a call went well."""
+        return evolve(self, failures=0, opened_at=None)
+
+    def failed(self, now: float) -> "Circuit":
+        """After a call failed."""
+        failures = self.failures + 1
+        return evolve(self, failures=failures, opened_at=now if failures >= self.limit else None)

@@ -1,0 +1,174 @@
+"""The reward client against real HTTP servers that answer, fail, hang and lie."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rollgrad.adapters.http.reward import TOKEN_VARIABLE, HttpReward
+from rollgrad.domain.circuit import Circuit
+from rollgrad.domain.errors import ConfigurationError, RewardError
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import Reward, RewardRequest
+from rollgrad.domain.sampling import StopReason
+from tests.fakes.reward_server import Answer, RewardServer
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], RewardServer]]:
+    servers: list[RewardServer] = []
+
+    def start(answer: Answer) -> RewardServer:
+        servers.append(RewardServer(answer))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def lengths(body: dict[str, Any]) -> tuple[int, Any]:
+    replies = [q.removeprefix(p) for q, p in zip(body["query"], body["prompts"], strict=True)]
+    return 200, {"rewards": [len(r) for r in replies], "extra_logs": {"words": [len(r.split()) for r in replies]}}
+
+
+def broken(body: dict[str, Any]) -> tuple[int, Any]:
+    return 503, "busy"
+
+
+def ask(response: str) -> RewardRequest:
+    return RewardRequest(
+        prompt=Prompt(token_ids=(1,), text="Say:", label={"any": 1}), response=response, stop_reason=StopReason.STOP
+    )
+
+
+def score(source: HttpReward, *responses: str) -> list[Reward]:
+    """Scores each response by a call of its own, as episodes do."""
+
+    async def scenario() -> list[Reward]:
+        try:
+            found = await asyncio.gather(*(source.score([ask(response)]) for response in responses))
+        finally:
+            await source.aclose()
+        return [reward for (reward,) in found]
+
+    return asyncio.run(scenario())
+
+
+def test_requests_that_wait_together_travel_together(serve: Callable[[Answer], RewardServer]) -> None:
+    server = serve(lengths)
+    found = score(HttpReward([server.url], timeout=5.0, batch_size=4), *["x" * i for i in range(1, 11)])
+    assert [reward.value for reward in found] == list(range(1, 11))
+    assert found[0].metrics == {"words": 1.0}
+    assert sorted(len(body["query"]) for body in server.bodies) == [2, 4, 4]
+    assert server.bodies[0]["labels"][0] == {"any": 1}
+    assert server.bodies[0]["query"][0].startswith("Say:x")
+
+
+def test_several_servers_share_the_work(serve: Callable[[Answer], RewardServer]) -> None:
+    def slowly(body: dict[str, Any]) -> tuple[int, Any]:
+        time.sleep(0.05)
+        return lengths(body)
+
+    servers = [serve(slowly), serve(slowly)]
+    score(HttpReward([s.url for s in servers], timeout=5.0, batch_size=1), *["x"] * 8)
+    assert [len(s.bodies) for s in servers] == [4, 4]
+    assert all(body["query"] for s in servers for body in s.bodies), "nobody is asked about nothing"
+
+
+def test_a_broken_server_is_left_alone_while_another_works(serve: Callable[[Answer], RewardServer]) -> None:
+    bad, good = serve(broken), serve(lengths)
+    source = HttpReward([bad.url, good.url], timeout=10.0, batch_size=1, circuit=Circuit(limit=2, cooldown=60.0))
+    assert [reward.value for reward in score(source, *["xx"] * 12)] == [2.0] * 12
+    assert len(good.bodies) == 12
+    assert len(bad.bodies) <= 8, "the first round may reach it, no later one"
+
+
+def test_a_server_that_recovers_is_used_again(serve: Callable[[Answer], RewardServer]) -> None:
+    calls = iter([503, 503])
+    server = serve(lambda body: (next(calls, 200), lengths(body)[1]))
+    source = HttpReward([server.url], timeout=10.0, circuit=Circuit(limit=2, cooldown=0.3))
+    assert score(source, "abc")[0].value == 3.0
+    assert len(server.bodies) == 3
+
+
+def test_the_deadline_holds_against_a_server_that_hangs(serve: Callable[[Answer], RewardServer]) -> None:
+    release = threading.Event()
+
+    def hang(body: dict[str, Any]) -> tuple[int, Any]:
+        release.wait(20)
+        return lengths(body)
+
+    server = serve(hang)
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"No reward server judged 1 reply within 0\.5 s"):
+        score(HttpReward([server.url], timeout=0.5), "x")
+    release.set()
+    assert time.monotonic() - started < 10
+
+
+def test_final_failure_is_an_error_or_a_value(serve: Callable[[Answer], RewardServer]) -> None:
+    server = serve(broken)
+    with pytest.raises(RewardError, match="answered 503"):
+        score(HttpReward([server.url], timeout=1.5), "x")
+    (reward,) = score(HttpReward([server.url], timeout=1.5, failure_value=-1.0), "x")
+    assert reward == Reward(value=-1.0, metrics={"reward_failed": 1.0})
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(RewardError, match="ConnectError"):
+        score(HttpReward(["http://127.0.0.1:9/"], timeout=1.0), "x")
+
+
+@pytest.mark.parametrize(
+    ("status", "reply", "message"),
+    [
+        (404, "no such page", "answered 404 ('no such page')"),
+        (200, "hello", "which is no JSON"),
+        (200, {"scores": [1.0]}, "needs the key 'rewards'"),
+        (200, {"rewards": [1.0, 2.0]}, "2 rewards for 1 reply"),
+        (200, {"rewards": [None]}, "not numbers"),
+        (200, '{"rewards": [NaN]}', "finite"),
+    ],
+)
+def test_what_another_attempt_would_not_change_is_one_sentence(
+    serve: Callable[[Answer], RewardServer], status: int, reply: Any, message: str
+) -> None:
+    server = serve(lambda body: (status, reply))
+    with pytest.raises(RewardError) as error:
+        score(HttpReward([server.url], timeout=5.0), "x")
+    assert message in str(error.value)
+    assert server.url in str(error.value)
+    assert len(server.bodies) == 1
+
+
+def test_the_token_travels_in_a_header_only(
+    serve: Callable[[Answer], RewardServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "sesame")
+    server = serve(lengths)
+    score(HttpReward([server.url], timeout=5.0), "x")
+    assert server.headers[0]["Authorization"] == "Bearer sesame"
+    assert "sesame" not in json.dumps(server.bodies)
+
+
+def test_an_address_without_a_scheme_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="http://"):
+        HttpReward(["localhost:5000"], timeout=1.0)
+
+
+def test_circuit() -> None:
+    circuit = Circuit(limit=2, cooldown=10.0)
+    circuit = circuit.failed(0.0)
+    assert circuit.allows(0.0)
+    circuit = circuit.failed(1.0)
+    assert not circuit.allows(10.9)
+    assert circuit.allows(11.0)
+    trial = circuit.started(11.0)
+    assert not trial.allows(12.0), "one trial at a time"
+    assert not trial.failed(12.0).allows(21.0)
+    assert trial.succeeded() == Circuit(limit=2, cooldown=10.0)
