@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,16 +35,17 @@ async def asynchronous(queries: list[str], prompts: list[str], labels: list[Any]
 
 
 @pytest.fixture(params=["fake", "function", "async_function", "exact_match", "last_number", "http"])
-def source(request: pytest.FixtureRequest) -> RewardSource:
+def source(request: pytest.FixtureRequest) -> Iterator[RewardSource]:
     if request.param == "http":
         server = RewardServer(lambda body: (200, {"rewards": plain(body["query"], body["prompts"], body["labels"])}))
-        request.addfinalizer(server.close)
-        return HttpReward([server.url], timeout=5.0)
-    if request.param == "fake":
-        return FakeRewardSource()
-    if request.param in ("function", "async_function"):
-        return FunctionReward(plain if request.param == "function" else asynchronous, timeout=5.0)
-    return VerifierReward(Verifier(request.param), timeout=5.0)
+        yield HttpReward([server.url], timeout=5.0)
+        server.close()
+    elif request.param == "fake":
+        yield FakeRewardSource()
+    elif request.param in ("function", "async_function"):
+        yield FunctionReward(plain if request.param == "function" else asynchronous, timeout=5.0)
+    else:
+        yield VerifierReward(Verifier(request.param), timeout=5.0)
 
 
 @pytest.fixture(params=["fake", "function"])
