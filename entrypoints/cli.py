@@ -1,4 +1,4 @@
-"""The command line: `rollgrad train rl`, `rollgrad eval`, `rollgrad doctor`.
+"""The command line: `rollgrad train rl`, `rollgrad eval`, `rollgrad openrlhf`, `rollgrad doctor`.
 
 Exit status: 0 done, 1 a defect (with its traceback), 2 an error that one sentence explains, 130 interrupted. Torch is
 imported by the commands only, so that help and refusals come at once.
@@ -122,12 +122,16 @@ def train_rl(arguments: Sequence[str]) -> int:
     if parsed.print_config:
         sys.stdout.write(dump_config(config))
         return 0
+    return _train(config, dry_run=parsed.dry_run)
+
+
+def _train(config: RLConfig, *, dry_run: bool = False) -> int:
     from rollgrad.entrypoints.dry_run import check_files, show_plan
 
     load_extension(config)
     validate(config)
     check_files(config)
-    if parsed.dry_run:
+    if dry_run:
         show_plan(config)
         return 0
     with _results_only_on_stdout():
@@ -163,6 +167,25 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
+def openrlhf(arguments: Sequence[str]) -> int:
+    """`rollgrad openrlhf`."""
+    from rollgrad.entrypoints.openrlhf import USAGE, changed_settings, check, translated_config
+
+    words = [word for word in arguments if word != "--run"]
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE)
+        return 0
+    config, notes = translated_config(words)
+    sys.stderr.writelines(f"{note}\n" for note in notes)
+    if len(words) < len(arguments):
+        return _train(config)
+    refusal = check(config)
+    if refusal:
+        sys.stderr.write(f"rollgrad train rl will refuse this: {refusal}\n")
+    sys.stdout.write(changed_settings(config))
+    return 0
+
+
 def doctor(arguments: Sequence[str]) -> int:
     """`rollgrad doctor`."""
     parsed = _parse(DoctorArguments(), "doctor", arguments)
@@ -174,6 +197,7 @@ def doctor(arguments: Sequence[str]) -> int:
 COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train rl": (train_rl, "train a model by reinforcement learning"),
     "eval": (evaluate, "evaluate a model on held-out prompts"),
+    "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
     "doctor": (doctor, "show what this machine offers, and whether the installation works"),
 }
 

@@ -60,7 +60,7 @@ def opo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     "On-Policy RL with Optimal Reward Baseline", eq. 8)."""
     rollouts = Rollouts(inputs)
     lengths_R = rollouts.sum_of(torch.ones_like(inputs.rewards_N))
-    baseline_R = rollouts.group_sum(lengths_R * rollouts.outcome_R) / rollouts.group_sum(lengths_R)
+    baseline_R = rollouts.group_sum(lengths_R * rollouts.outcome_R) / rollouts.group_sum(lengths_R).clamp(min=1)
     return broadcast(inputs, rollouts.outcome_R - baseline_R, rollouts)
 
 

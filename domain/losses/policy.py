@@ -80,7 +80,7 @@ def sapo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     clip's place (Gao et al. 2025, "SAPO", eq. 5 and 6)."""
     ratio_N = ratio(inputs.logprobs_N, inputs.old_logprobs_N)
     positive, negative = params.sapo_tau
-    tau_N = torch.where(inputs.advantages_N > 0, positive, negative)
+    tau_N = torch.full_like(ratio_N, negative).masked_fill(inputs.advantages_N > 0, positive)
     return _unclipped(-torch.sigmoid(tau_N * (ratio_N - 1)) * 4 / tau_N * inputs.advantages_N, ratio_N)
 
 

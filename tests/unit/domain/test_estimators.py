@@ -1,19 +1,26 @@
 """Estimators against references written from the papers, and the invariances the design promises."""
 
+import math
+from typing import Any
+
+import attrs
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain.estimators import ESTIMATORS, EstimatorInput, EstimatorParams
+from rollgrad.domain.catalogue import estimator_traits
+from rollgrad.domain.estimators import ESTIMATORS, EstimatorInput, EstimatorParams, estimate
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
-from tests.unit.domain import references
+from tests.unit.domain import estimator_references as references
 from tests.unit.domain.references import Sequence, random_batch
 
 GROUP_ESTIMATORS = ["reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
 EXAMPLES = settings(max_examples=40, deadline=None)
 SEEDS = st.integers(0, 10**6)
+WEIGHTS = [1.0, 0.5]
 
 
 def flat(batch: list[Sequence], name: str, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -33,7 +40,43 @@ def inputs(batch: list[Sequence], dtype: torch.dtype = torch.float64, poison: fl
         lengths_S=torch.tensor([len(s.actions) for s in batch]),
         group_ids_S=torch.tensor([s.group for s in batch]),
         sample_ids_S=torch.tensor([s.sample for s in batch]),
+        baselines_S=torch.tensor(extra_lists(batch)["baselines"], dtype=dtype),
+        reward_parts_SK=torch.tensor(extra_lists(batch)["parts"], dtype=dtype),
+        part_weights_K=torch.tensor(WEIGHTS, dtype=dtype),
     )
+
+
+def extra_lists(batch: list[Sequence]) -> dict[str, Any]:
+    """Greedy baselines (one a prompt) and two named rewards of each sequence, made up from its numbers."""
+    return {
+        "baselines": [math.sin(s.group) for s in batch],
+        "parts": [[math.cos(s.group + 3 * s.sample + len(s.actions)), float(s.sample % 2)] for s in batch],
+        "weights": WEIGHTS,
+    }
+
+
+def with_turns(given_inputs: EstimatorInput, batch: list[Sequence]) -> EstimatorInput:
+    """Turns by number, for sequences whose gaps will be gone."""
+    numbers = []
+    for s in batch:
+        turn = -1
+        for t, action in enumerate(s.actions):
+            turn += action and (t == 0 or not s.actions[t - 1])
+            numbers.append(turn if action else -1)
+    return evolve(given_inputs, turn_ids_N=torch.tensor(numbers))
+
+
+def select(given_inputs: EstimatorInput, order: list[int], lengths: list[int]) -> EstimatorInput:
+    """The sequences in another order."""
+    index_N = torch.cat([torch.arange(sum(lengths)).split(lengths)[i] for i in order])
+    changed = {}
+    for field in attrs.fields(EstimatorInput):
+        value = getattr(given_inputs, field.name)
+        if value is not None and not field.name.endswith("_K"):
+            changed[field.name] = value[index_N] if field.name.endswith("_N") else value[order]
+        if field.name == "reward_parts_SK":
+            changed[field.name] = value[order]
+    return evolve(given_inputs, **changed)
 
 
 def expected(rows: list[list[float | None]]) -> Tensor:
@@ -47,24 +90,42 @@ def expected(rows: list[list[float | None]]) -> Tensor:
     long=st.booleans(),
     gamma=st.sampled_from([1.0, 0.99, 0.5]),
     lambd=st.sampled_from([1.0, 0.95, 0.0]),
+    whiten=st.sampled_from([None, "none", "batch", "group"]),
     std_norm=st.booleans(),
 )
-def test_equals_the_reference(name: str, seed: int, long: bool, gamma: float, lambd: float, std_norm: bool) -> None:
+def test_equals_the_reference(
+    name: str, seed: int, long: bool, gamma: float, lambd: float, whiten: str | None, std_norm: bool
+) -> None:
     batch = random_batch(seed, long=long)
-    params = EstimatorParams(gamma=gamma, lambd=lambd, std_norm=std_norm)
-    want = expected(references.estimate(name, batch, gamma, lambd, std_norm))
-    exact = ESTIMATORS[name](inputs(batch), params).advantages_N
-    torch.testing.assert_close(exact, want, rtol=1e-9, atol=1e-9)
-    single = ESTIMATORS[name](inputs(batch, torch.float32), params).advantages_N
+    params = EstimatorParams(gamma=gamma, lambd=lambd)
+    rows = references.estimate(name, batch, gamma=gamma, lambd=lambd, **extra_lists(batch))
+    rows = references.whitened(batch, rows, whiten or estimator_traits(name).whiten, std_norm=std_norm)
+    want = expected(rows)
+    exact = estimate(name, inputs(batch), params, whiten=whiten, std_norm=std_norm).advantages_N
+    torch.testing.assert_close(exact, want, rtol=1e-8, atol=1e-8)
+    if std_norm and whiten is not None:
+        return  # in float32 a whitened spread of rounding errors is noise
+    single = estimate(name, inputs(batch, torch.float32), params, whiten=whiten, std_norm=std_norm).advantages_N
     torch.testing.assert_close(single.double(), want, rtol=1e-3, atol=1e-3)
 
 
 @EXAMPLES
-@given(seed=SEEDS, gamma=st.sampled_from([1.0, 0.9]), lambd=st.sampled_from([1.0, 0.95]))
-def test_returns_are_the_critics_targets(seed: int, gamma: float, lambd: float) -> None:
-    batch = random_batch(seed)
-    found = ESTIMATORS["gae"](inputs(batch), EstimatorParams(gamma=gamma, lambd=lambd)).returns_N
-    torch.testing.assert_close(found, expected(references.gae(batch, gamma, lambd)[1]), rtol=1e-9, atol=1e-9)
+@given(
+    seed=SEEDS,
+    gamma=st.sampled_from([1.0, 0.9]),
+    lambd=st.sampled_from([1.0, 0.95]),
+    critic_lambd=st.sampled_from([None, 1.0, 0.8]),
+    alpha=st.sampled_from([None, 0.05, 0.5]),
+)
+def test_vapos_lambdas_and_the_critics_targets(
+    seed: int, gamma: float, lambd: float, critic_lambd: float | None, alpha: float | None
+) -> None:
+    batch = random_batch(seed, long=True)
+    params = EstimatorParams(gamma=gamma, lambd=lambd, critic_lambd=critic_lambd, length_adaptive_alpha=alpha)
+    found = estimate("gae", inputs(batch), params, whiten="none")
+    advantages, returns = references.gae(batch, gamma, lambd, critic_lambd, alpha)
+    torch.testing.assert_close(found.advantages_N, expected(advantages), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.returns_N, expected(returns), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -72,11 +133,15 @@ def test_returns_are_the_critics_targets(seed: int, gamma: float, lambd: float) 
 @given(seed=SEEDS)
 def test_order_and_packing_do_not_matter(name: str, seed: int) -> None:
     batch = random_batch(seed)
-    params = EstimatorParams(gamma=0.9 if name in ("gae", "reinforce") else 1.0, lambd=0.9)
+    params = EstimatorParams(gamma=0.9, lambd=0.9)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
+    for s in {(s.group, s.sample) for s in batch}:  # branches of a rollout keep their order
+        places = [place for place, i in enumerate(order) if (batch[i].group, batch[i].sample) == s]
+        for place, i in zip(places, sorted(order[place] for place in places), strict=True):
+            order[place] = i
     lengths = [len(s.actions) for s in batch]
-    before = ESTIMATORS[name](inputs(batch), params).advantages_N.split(lengths)
-    after = ESTIMATORS[name](inputs([batch[i] for i in order]), params).advantages_N
+    before = estimate(name, inputs(batch), params).advantages_N.split(lengths)
+    after = estimate(name, select(inputs(batch), order, lengths), params).advantages_N
     torch.testing.assert_close(after, torch.cat([before[i] for i in order]), rtol=1e-9, atol=1e-12)
 
 
@@ -87,8 +152,8 @@ def test_order_and_packing_do_not_matter(name: str, seed: int) -> None:
 def test_what_is_masked_changes_nothing(name: str, poison: float, seed: int) -> None:
     batch = random_batch(seed)
     params = EstimatorParams(gamma=0.9, lambd=0.9)
-    clean = ESTIMATORS[name](inputs(batch), params)
-    poisoned = ESTIMATORS[name](inputs(batch, poison=poison), params)
+    clean = estimate(name, inputs(batch), params)
+    poisoned = estimate(name, inputs(batch, poison=poison), params)
     assert torch.equal(clean.advantages_N, poisoned.advantages_N)
     assert torch.equal(clean.returns_N, poisoned.returns_N)
 
@@ -98,19 +163,56 @@ def test_what_is_masked_changes_nothing(name: str, poison: float, seed: int) -> 
 @given(seed=SEEDS)
 def test_a_gap_equals_the_compacted_sequence(name: str, seed: int) -> None:
     batch = random_batch(seed)
-    compact = [
-        Sequence(
-            s.group,
-            s.sample,
-            *([x for x, a in zip(column, s.actions, strict=True) if a] for column in (s.rewards, s.extras, s.values)),
-            [True] * sum(s.actions),
-        )
-        for s in batch
-    ]
+    gapped = with_turns(inputs(batch), batch)
+    mask = gapped.action_mask_N
+    compact = evolve(
+        gapped,
+        lengths_S=torch.tensor([sum(s.actions) for s in batch]),
+        **{
+            field: getattr(gapped, field)[mask]
+            for field in ("rewards_N", "token_rewards_N", "values_N", "action_mask_N", "turn_ids_N")
+        },
+    )
     params = EstimatorParams(gamma=0.9, lambd=0.8)
-    gapped = ESTIMATORS[name](inputs(batch), params).advantages_N
-    dense = ESTIMATORS[name](inputs(compact), params).advantages_N
-    torch.testing.assert_close(gapped[flat(batch, "actions", torch.bool)], dense, rtol=1e-12, atol=1e-12)
+    found = estimate(name, gapped, params).advantages_N
+    dense = estimate(name, compact, params).advantages_N
+    torch.testing.assert_close(found[mask], dense, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@EXAMPLES
+@given(seed=SEEDS, factor=st.sampled_from([0.1, 3.0]))
+def test_scaled_rewards_scale_advantages_or_leave_them(name: str, seed: int, factor: float) -> None:
+    batch = random_batch(seed)
+    given_inputs = inputs(batch)
+    zero = torch.zeros_like(given_inputs.rewards_N)
+    plain = evolve(given_inputs, token_rewards_N=zero, values_N=zero)
+    scaled = evolve(
+        plain,
+        rewards_N=plain.rewards_N * factor,
+        baselines_S=None if plain.baselines_S is None else plain.baselines_S * factor,
+        reward_parts_SK=None if plain.reward_parts_SK is None else plain.reward_parts_SK * factor,
+    )
+    before, after = (estimate(name, x, EstimatorParams(), whiten="none").advantages_N for x in (plain, scaled))
+    scale_free = ("group_norm", "turn_group_norm", "maxrl", "gdpo")
+    torch.testing.assert_close(after, before * (1.0 if name in scale_free else factor), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in ESTIMATORS if "group" in estimator_traits(n).needs])
+@EXAMPLES
+@given(seed=SEEDS)
+def test_what_all_of_a_group_got_teaches_nothing(name: str, seed: int) -> None:
+    """Equal outcomes have no advantage; a constant added to them matters to maxrl alone, which divides by it."""
+    if name == "gdpo":
+        return  # its parts are apart from the reward
+    rewards = [0.1 * (seed % 10)] * 4 + torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
+    groups = [0] * 4 + [1] * 4
+    found = estimate(name, one_token_each(rewards, groups), EstimatorParams(), whiten="none").advantages_N[1::2]
+    assert found[:4].abs().max() < 1e-6
+    if name != "maxrl":
+        more = one_token_each([r + 2.0 for r in rewards], groups)
+        shifted = estimate(name, more, EstimatorParams(), whiten="none").advantages_N[1::2]
+        torch.testing.assert_close(shifted, found, rtol=1e-3, atol=1e-4)
 
 
 def test_a_calibrated_critic_sees_no_advantage_across_a_gap() -> None:
@@ -118,7 +220,7 @@ def test_a_calibrated_critic_sees_no_advantage_across_a_gap() -> None:
     reward = [0.0] * (len(actions) - 1) + [0.5]
     zeros, values = [0.0] * len(actions), [0.5] * len(actions)
     given_inputs = inputs([Sequence(0, 0, reward, zeros, values, actions)])
-    found = ESTIMATORS["gae"](given_inputs, EstimatorParams(lambd=0.95, std_norm=False))
+    found = estimate("gae", given_inputs, EstimatorParams(lambd=0.95), whiten="none")
     assert found.advantages_N.abs().max() < 1e-12
 
 
@@ -170,8 +272,6 @@ def test_group_norm_ignores_scale_and_shift(seed: int, scale: float, shift: floa
 
 
 def test_gae_without_a_critic_is_refused() -> None:
-    from attrs import evolve
-
     with pytest.raises(ValueError, match="values_N"):
         ESTIMATORS["gae"](evolve(one_token_each([1.0]), values_N=None), EstimatorParams())
 
