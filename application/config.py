@@ -314,6 +314,10 @@ class RolloutConfig:
     """Sampled tokens per reply."""
     max_turns: int = 8
     """Turns after which an episode in an environment counts as truncated."""
+    max_episode_tokens: int | None = None
+    """Tokens of an episode in an environment, prompt and observations included; none sets no limit."""
+    max_episode_seconds: float | None = None
+    """Wall clock of an episode in an environment, after which it counts as truncated; none sets no limit."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a reply, besides the model's own end token."""
     max_concurrent: int = 4096
@@ -328,6 +332,9 @@ class RolloutConfig:
 class TrainConfig:
     """How samples become optimizer steps."""
 
+    agent_func_path: str | None = None
+    """Python file with a class Environment (reset, step, close), or with OpenRLHF's AgentExecutor: episodes then have
+    several turns, and rewards come from their steps."""
     max_steps: int | None = None
     """Rollouts to train on; default: num_episodes passes over the prompts."""
     num_episodes: int = 1

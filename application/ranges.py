@@ -69,6 +69,8 @@ RANGES: dict[str, Range] = {
     "rollout.top_k": NOT_NEGATIVE,
     "rollout.max_new_tokens": COUNT,
     "rollout.max_turns": COUNT,
+    "rollout.max_episode_tokens": COUNT,
+    "rollout.max_episode_seconds": POSITIVE,
     "rollout.stop_strings": (all, "texts that are not empty"),
     "rollout.max_concurrent": COUNT,
     "rollout.max_failures": NOT_NEGATIVE,

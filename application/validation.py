@@ -59,6 +59,7 @@ def validate(config: RLConfig, *, has_reward: bool = False, has_environment: boo
     """
     estimator_traits(config.algo.advantage.estimator)
     policy_loss_traits(config.actor.policy_loss_type)
+    has_environment = has_environment or config.train.agent_func_path is not None
     _raise_first(
         _model_problems(config),
         _required_data_problems(config),
@@ -84,6 +85,7 @@ def validate_evaluation(config: RLConfig, *, has_reward: bool = False, has_envir
     Raises:
         ConfigurationError: the first rule that is broken.
     """
+    has_environment = has_environment or config.train.agent_func_path is not None
     _raise_first(
         _model_problems(config),
         _required_eval_problems(config),
@@ -496,11 +498,21 @@ def _prompt_form_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _turn_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
-    if config.rollout.max_turns != RolloutConfig().max_turns and not has_environment:
-        yield (
-            f"rollout.max_turns is {config.rollout.max_turns}, but episodes have one turn without an environment: "
-            "pass environment= to rollgrad.train, or remove --rollout.max_turns."
-        )
+    for key in ("max_turns", "max_episode_tokens", "max_episode_seconds"):
+        value = getattr(config.rollout, key)
+        if value != getattr(RolloutConfig(), key) and not has_environment:
+            yield (
+                f"rollout.{key} is {value}, but episodes have one turn without an environment: name one with "
+                f"--train.agent_func_path (environment= in Python), or leave --rollout.{key} out."
+            )
+    if config.train.agent_func_path is not None:
+        reward = config.reward
+        for key in ("function_path", "remote_url", "verifier"):
+            if getattr(reward, key) is not None:
+                yield (
+                    f"reward.{key} is {getattr(reward, key)!r}, but rewards come from the steps of the environment in "
+                    f"train.agent_func_path: leave --reward.{key} out (set it to None over a file)."
+                )
 
 
 def _reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Iterator[str]:

@@ -110,6 +110,11 @@ class TrajectoryBuilder:
         """All tokens so far: what the engine must be given next."""
         return tuple(self._tokens)
 
+    @property
+    def has_action(self) -> bool:
+        """Whether anything has been sampled."""
+        return any(segment.kind is SegmentKind.ACTION for segment in self._segments)
+
     def add_action(self, generation: Generation) -> None:
         """Appends what the engine sampled.
 
@@ -174,7 +179,7 @@ class TrajectoryBuilder:
         Raises:
             TrajectoryError: no action was sampled, or the score is not finite.
         """
-        if not any(s.kind is SegmentKind.ACTION for s in self._segments):
+        if not self.has_action:
             raise TrajectoryError("The episode has no sampled token: there is nothing to learn from.")
         outcome = math.fsum(s.reward for s in self._segments) if score is None else float(score)
         if not math.isfinite(outcome):

@@ -18,6 +18,9 @@ from rollgrad.adapters.datasets.loading import load_dataset
 from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.datasets.source import DatasetPromptSource
 from rollgrad.adapters.http.reward import HttpReward
+from rollgrad.adapters.openrlhf.environment import AgentInstanceEnvironment
+from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
+from rollgrad.adapters.openrlhf.loading import load_agent_file
 from rollgrad.adapters.reasoning_gym.source import ReasoningGymPromptSource, ReasoningGymReward
 from rollgrad.adapters.rewards.function import FunctionReward, load_reward_function
 from rollgrad.adapters.rewards.none import NoReward
@@ -34,7 +37,7 @@ from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
 from rollgrad.adapters.transformers.engine import EmbeddedEngine, SharedWeights
 from rollgrad.application.config import ActorConfig, CorrectionLevel, CriticConfig, KLAgainst, OldLogprobs, RLConfig
 from rollgrad.application.evaluation import EvaluationService
-from rollgrad.application.executors.multi_turn import MultiTurnExecutor
+from rollgrad.application.executors.multi_turn import EnvironmentFactory, MultiTurnExecutor
 from rollgrad.application.executors.single_turn import SingleTurnExecutor
 from rollgrad.application.experience import ExperienceService
 from rollgrad.application.rollout import RolloutService
@@ -52,8 +55,11 @@ from rollgrad.domain.losses.corrections import Correction
 from rollgrad.domain.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.losses.registry import PolicyLossParams
 from rollgrad.domain.losses.selection import clip_cov_tokens, kl_cov_tokens, token_keys
+from rollgrad.domain.ports.agent_executor import AgentExecutor
+from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.models import PolicyObjective
 from rollgrad.domain.ports.prompt_source import PromptSource
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams
 
@@ -68,6 +74,8 @@ def _dataset_kind(spec: str | None) -> str:
 
 
 def _reward_kind(config: RLConfig, spec: str) -> str:
+    if config.train.agent_func_path is not None:
+        return "none"
     if config.reward.function_path is not None:
         return "function"
     if config.reward.remote_url is not None:
@@ -318,6 +326,45 @@ def _critic_kind(config: RLConfig) -> str:
     return "loaded" if "critic" in estimator_traits(config.algo.advantage.estimator).needs else "none"
 
 
+def _executor_kind(config: RLConfig, environment: Any) -> str:
+    if environment is not None:
+        return "environment"
+    return "single_turn" if config.train.agent_func_path is None else "agent_file"
+
+
+def _multi_turn(
+    config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, environment: Callable[[], Environment]
+) -> MultiTurnExecutor:
+    return _turns(config, engine, codec, lambda params: environment())
+
+
+def _agent_file(config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, tokenizer: Any) -> AgentExecutor:
+    """What plays the episodes that the file of `train.agent_func_path` describes."""
+    assert config.train.agent_func_path is not None
+    file = load_agent_file(config.train.agent_func_path)
+    if file.environment is not None:
+        return _multi_turn(config, engine, codec, file.environment)
+    if file.instance is not None:
+        make = file.instance
+        return _turns(config, engine, codec, lambda params: AgentInstanceEnvironment(make(), params))
+    limit = config.rollout.max_episode_tokens or config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return CustomAgentExecutor(file.executor, engine, codec, tokenizer, max_length=limit)
+
+
+def _turns(
+    config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, environment: EnvironmentFactory
+) -> MultiTurnExecutor:
+    rollout = config.rollout
+    return MultiTurnExecutor(
+        engine,
+        codec,
+        environment,
+        max_turns=rollout.max_turns,
+        max_tokens=rollout.max_episode_tokens,
+        max_seconds=rollout.max_episode_seconds,
+    )
+
+
 def _sinks(config: RLConfig, rollouts: int) -> MultiSink:
     output = Path(config.ckpt.output_dir)
     sinks: list[Any] = [JsonlSink(output / METRICS_FILE)]
@@ -404,11 +451,10 @@ class Container(containers.DeclarativeContainer):
     channel = providers.Singleton(SharedWeights, engine)
     environment: providers.Object[Any] = providers.Object(None)
     executor = providers.Selector(
-        providers.Callable(lambda made: "single_turn" if made is None else "multi_turn", environment),
+        providers.Callable(_executor_kind, config, environment),
         single_turn=providers.Singleton(SingleTurnExecutor, engine, codec, reward),
-        multi_turn=providers.Singleton(
-            MultiTurnExecutor, engine, codec, environment, max_turns=config.provided.rollout.max_turns
-        ),
+        environment=providers.Singleton(_multi_turn, config, engine, codec, environment),
+        agent_file=providers.Singleton(_agent_file, config, engine, codec, tokenizer),
     )
     rollout = providers.Singleton(
         RolloutService,

@@ -6,12 +6,13 @@ from typing import Any, Protocol, runtime_checkable
 from attrs import field, frozen
 
 from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import Generation
+from rollgrad.domain.sampling import Generation, SamplingParams
 
 
 @frozen(kw_only=True)
 class StepResult:
-    """What the environment answers (Gymnasium's names). `score` defaults to the sum of rewards so far."""
+    """What the environment answers (Gymnasium's names). `score` defaults to the sum of rewards so far. `sampling`
+    replaces the sampling settings of the turns to come (but for their seed). `metrics` of the last step are logged."""
 
     observation: str = ""
     reward: float = 0.0
@@ -19,6 +20,8 @@ class StepResult:
     truncated: bool = False
     score: float | None = None
     info: Mapping[str, Any] = field(factory=dict)
+    sampling: SamplingParams | None = None
+    metrics: Mapping[str, float] = field(factory=dict)
 
 
 @runtime_checkable

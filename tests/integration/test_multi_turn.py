@@ -4,6 +4,7 @@ import asyncio
 import json
 import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -54,14 +55,16 @@ class Broken(CountDown):
         raise ValueError("no such door")
 
 
-def play(model_dir: Path, environment: type[CountDown], max_turns: int = 8) -> object:
+def play(model_dir: Path, environment: type[CountDown], max_turns: int = 8, **limits: Any) -> Any:
     import torch
 
     tokenizer = load_tokenizer(str(model_dir), flag="model")
     model = load_causal_lm(str(model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")
     # No token ends a turn here; a stop string that always matches does.
     engine = EmbeddedEngine(model, eos_token_ids=[], decode=tokenizer.decode)
-    executor = MultiTurnExecutor(engine, TemplateCodec(tokenizer), environment, max_turns=max_turns)
+    executor = MultiTurnExecutor(
+        engine, TemplateCodec(tokenizer), lambda params: environment(), max_turns=max_turns, **limits
+    )
     params = SamplingParams(max_new_tokens=4, stop_token_ids=tuple(range(len(tokenizer))), seed=5)
     prompt = Prompt(token_ids=tuple(tokenizer("go")["input_ids"]), text="go")
     request = EpisodeRequest(prompt=prompt, params=params, group_id=0, sample_id=0)

@@ -1,0 +1,1 @@
+"""Runs agent files written for OpenRLHF."""

@@ -1,0 +1,106 @@
+"""An OpenRLHF agent instance as an `Environment`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import evolve
+
+from rollgrad.adapters.openrlhf.shim import SamplingParams as AgentSampling
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.ports.environment import Environment, StepResult
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.sampling import Generation, SamplingParams
+
+UNLIMITED = -1
+"""vLLM's top_k for the full distribution."""
+
+
+class AgentInstanceEnvironment(Environment):
+    """Plays `instance`, an `AgentInstanceBase`. Feedback after the last turn is not appended: nothing follows it.
+
+    `params`: the run's sampling settings, which the instance is shown and may replace for its later turns.
+    """
+
+    def __init__(self, instance: Any, params: SamplingParams) -> None:
+        self._instance = instance
+        self._params = params
+        self._shown = to_agent(params)
+        self._text = ""
+        self._label: Any = None
+
+    async def reset(self, prompt: Prompt) -> str:
+        """Starts the episode.
+
+        Raises:
+            ConfigurationError: the instance rewrites the prompt rather than adding to it.
+        """
+        self._label = prompt.label
+        observation = (await self._instance.reset({"observation": prompt.text, "label": prompt.label}))["observation"]
+        if not observation.startswith(prompt.text):
+            raise ConfigurationError(
+                "The agent's reset() returned an observation that does not begin with the prompt: it may add text "
+                "after the prompt, but not rewrite it (render prompts with --data.* instead)."
+            )
+        self._text = observation
+        return str(observation[len(prompt.text) :])
+
+    async def step(self, action_text: str, generation: Generation) -> StepResult:
+        """Answers an action."""
+        states = {
+            "observation_text": self._text,
+            "action_text": action_text,
+            "label": self._label,
+            "sampling_params": self._shown,
+        }
+        answer: Mapping[str, Any] = await self._instance.step(states)
+        if answer.get("environment_images"):
+            raise ConfigurationError("The agent returned environment_images, which this run cannot show to its model.")
+        feedback = str(answer.get("environment_feedback") or "")
+        self._text += action_text + feedback
+        replaced = answer.get("sampling_params")
+        if replaced is not None:
+            self._shown = replaced
+        score = answer.get("scores")
+        return StepResult(
+            observation=feedback,
+            reward=float(answer["rewards"]),
+            terminated=bool(answer["done"]),
+            score=None if score is None else float(score),
+            metrics={str(key): float(value) for key, value in (answer.get("extra_logs") or {}).items()},
+            sampling=from_agent(self._shown, self._params),
+        )
+
+    async def close(self) -> None:
+        """Calls the instance's own `close`, if it has one."""
+        close = getattr(self._instance, "close", None)
+        if close is not None:
+            result = close()
+            if hasattr(result, "__await__"):
+                await result
+
+
+def to_agent(params: SamplingParams) -> AgentSampling:
+    """Sampling settings as an agent file reads them."""
+    return AgentSampling(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k or UNLIMITED,
+        max_tokens=params.max_new_tokens,
+        min_tokens=params.min_new_tokens,
+        stop=list(params.stop_strings) or None,
+        stop_token_ids=list(params.stop_token_ids) or None,
+        seed=params.seed,
+    )
+
+
+def from_agent(agent: Any, base: SamplingParams) -> SamplingParams:
+    """Sampling settings as an agent file left them; the seed stays the run's own."""
+    return evolve(
+        base,
+        temperature=float(agent.temperature),
+        top_p=float(agent.top_p),
+        top_k=max(0, int(agent.top_k)),
+        max_new_tokens=int(agent.max_tokens or base.max_new_tokens),
+        stop_strings=tuple(agent.stop or ()),
+        stop_token_ids=tuple(agent.stop_token_ids or ()),
+    )

@@ -1,0 +1,119 @@
+"""Executors that play a whole episode by themselves (`AgentExecutorBase.execute`), behind the `AgentExecutor` port."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import evolve
+
+from rollgrad.adapters.openrlhf.environment import from_agent, to_agent
+from rollgrad.adapters.openrlhf.shim import CompletionOutput, Logprob, RequestOutput
+from rollgrad.domain.errors import EngineError, RollgradError
+from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
+from rollgrad.domain.ports.chat_codec import ChatCodec
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
+from rollgrad.domain.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
+
+
+class CustomAgentExecutor(AgentExecutor):
+    """Plays `agent.execute(...)`, and makes a trajectory of the token ids and ranges that it returns.
+
+    Args:
+        agent: an instance of the file's `AgentExecutor`.
+        engine: samples for it, in vLLM's shapes.
+        codec: decodes its text.
+        tokenizer: handed to it.
+        max_length: tokens of an episode, prompt included.
+    """
+
+    def __init__(self, agent: Any, engine: RolloutEngine, codec: ChatCodec, tokenizer: Any, *, max_length: int) -> None:
+        self._agent = agent
+        self._engine = engine
+        self._codec = codec
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+
+    async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+        """See `AgentExecutor.run`."""
+        engine = _EngineFacade(self._engine, self._codec, request.params)
+        try:
+            answer = await self._agent.execute(
+                prompt=request.prompt.text,
+                label=request.prompt.label,
+                sampling_params=to_agent(request.params),
+                max_length=self._max_length,
+                hf_tokenizer=self._tokenizer,
+                llm_engine=engine,
+            )
+            return [_trajectory(answer, engine, request)]
+        except EngineError as error:
+            return request.failure(FailureKind.INFRASTRUCTURE, str(error))
+        except RollgradError as error:
+            return request.failure(FailureKind.ENVIRONMENT, str(error))
+        except Exception as error:  # whatever a user's agent raises costs its own episode only
+            return request.failure(FailureKind.ENVIRONMENT, f"The agent raised {type(error).__name__}: {error}")
+
+
+class _EngineFacade:
+    """`generate(token_ids, sampling_params)` in vLLM's shapes; remembers which policy sampled."""
+
+    def __init__(self, engine: RolloutEngine, codec: ChatCodec, params: SamplingParams) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._params = params
+        self.calls: list[Generation] = []
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling_params: Any, multi_modal_data: Any = None
+    ) -> RequestOutput:
+        params = from_agent(sampling_params, self._params)
+        params = evolve(params, seed=(self._params.seed + len(self.calls)) % 2**63)
+        generation = await self._engine.generate(
+            GenerationRequest(prompt_token_ids=tuple(prompt_token_ids), params=params)
+        )
+        self.calls.append(generation)
+        pairs = zip(generation.token_ids, generation.logprobs, strict=True)
+        output = CompletionOutput(
+            token_ids=list(generation.token_ids),
+            text=self._codec.decode(generation.token_ids),
+            logprobs=[{token: Logprob(logprob)} for token, logprob in pairs],
+            finish_reason=generation.stop_reason.value,
+        )
+        return RequestOutput(prompt_token_ids=list(prompt_token_ids), outputs=[output])
+
+
+def _trajectory(answer: dict[str, Any], engine: _EngineFacade, request: EpisodeRequest) -> Trajectory:
+    tokens = [int(token) for token in answer["observation_tokens"]]
+    ranges = [(int(start), min(int(stop), len(tokens))) for start, stop in answer["action_ranges"]]
+    ranges = [(start, stop) for start, stop in ranges if start < stop]
+    logprobs = answer.get("rollout_log_probs")
+    if logprobs is None:
+        sampled = [logprob for call in engine.calls for logprob in call.logprobs]
+        logprobs = [0.0] * len(tokens)
+        for start, stop in ranges:
+            logprobs[start:stop], sampled = sampled[: stop - start], sampled[stop - start :]
+    version = engine.calls[-1].versions[-1] if engine.calls and engine.calls[-1].versions else 0
+    builder = TrajectoryBuilder(
+        tokens[: ranges[0][0]] if ranges else tokens, group_id=request.group_id, sample_id=request.sample_id
+    )
+    end = ranges[0][0] if ranges else len(tokens)
+    for start, stop in ranges:
+        builder.add_observation(tokens[end:start])
+        builder.add_action(
+            Generation(
+                token_ids=tokens[start:stop],
+                logprobs=[float(x) for x in logprobs[start:stop]],
+                versions=[version] * (stop - start),
+                stop_reason=StopReason.STOP,
+            )
+        )
+        end = stop
+    builder.add_observation(tokens[end:])
+    builder.set_reward(float(answer["reward"]))
+    score = answer.get("scores")
+    return builder.build(
+        stop_reason=StopReason.LENGTH if answer.get("truncated") else StopReason.ENVIRONMENT,
+        score=None if score is None else float(score),
+        metrics={str(key): float(value) for key, value in (answer.get("extra_logs") or {}).items()},
+    )

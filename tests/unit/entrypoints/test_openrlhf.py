@@ -1,0 +1,561 @@
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rollgrad.application.config import RLConfig
+from rollgrad.application.validation import validate
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints import cli
+from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.config_io import setting_names, structure_config
+from rollgrad.entrypoints.openrlhf import Given, changed_settings, parse, translate, translated_config
+from rollgrad.entrypoints.openrlhf_flags import FLAGS, FLAT, IMPLIED
+
+COMMANDS = Path(__file__).with_name("openrlhf_commands.txt").read_text().split("\n\n")
+MODULE = ("python3", "-m", "openrlhf.cli.train_ppo_ray")
+LEAST = ("--pretrain", "m", "--prompt_data", "d.jsonl", "--remote_rm_url", "reward.py")
+GROUP = ("--n_samples_per_prompt", "8")
+
+
+def config_of(*flags: str) -> RLConfig:
+    """Of a command that lacks nothing; it must be one that can be trained."""
+    config, _ = translated_config([*MODULE, *LEAST, *flags])
+    validate(config)
+    return config
+
+
+def notes_of(*flags: str) -> list[str]:
+    return translate([*MODULE, *LEAST, *flags]).notes
+
+
+def at(config: RLConfig, name: str) -> Any:
+    value: Any = config
+    for key in name.split("."):
+        value = getattr(value, key)
+    return value
+
+
+# The commands of OpenRLHF's documents.
+
+
+def test_the_documents_have_seven_commands() -> None:
+    assert len(COMMANDS) == 7
+    assert all("openrlhf.cli.train_ppo_ray" in command for command in COMMANDS)
+
+
+@pytest.mark.parametrize("index", range(len(COMMANDS)))
+@pytest.mark.parametrize("words", ["split by a shell", "one text", "continuations kept"])
+def test_documented_commands_translate_to_a_run(index: int, words: str) -> None:
+    command = COMMANDS[index]
+    elided = "..." in command
+    argv = {
+        "split by a shell": shlex.split(command.replace("\\\n", " "), comments=True),
+        "one text": [command],
+        "continuations kept": [word.strip("'\"") for word in command.replace("\\\n", " \\ ").split()],
+    }[words]
+    config, notes = translated_config(argv)
+    if elided:  # they leave out what every run needs
+        config.actor.model_name_or_path = config.actor.model_name_or_path or "m"
+        config.data.prompt_dataset = config.data.prompt_dataset or "d.jsonl"
+    else:
+        assert config.data.prompt_dataset == "OpenRLHF/prompt-collection-v0.1"
+        assert config.data.input_key == "context_messages"
+        assert config.actor.adam.lr == 5e-7
+        assert str(config.actor.dtype) == "bfloat16"
+        assert config.data.apply_chat_template
+        assert config.critic.model_name_or_path is not None
+        assert config.critic.model_name_or_path.startswith("OpenRLHF/Llama-3-8b-rm")
+    # Reward models are not there yet, which their notes say.
+    sources = (config.reward.function_path, config.reward.remote_url, config.train.agent_func_path)
+    has_reward = any(source is not None for source in sources)
+    assert has_reward or any("reward.function_path" in note for note in notes)
+    validate(config, has_reward=not has_reward)
+    assert config.algo.kl.init_coef == 0.01
+
+
+def test_every_flag_of_the_documents_is_known() -> None:
+    flags = {word for command in COMMANDS for word in command.split("train_ppo_ray")[1].split() if word[:2] == "--"}
+    assert {flag[2:] for flag in flags} <= {*FLAT, *IMPLIED}
+
+
+# The tables.
+
+
+def test_flat_names_lead_to_dotted_ones() -> None:
+    targets = {name for names in FLAT.values() for name in names} | {name for name, _ in IMPLIED.values()}
+    assert targets <= set(FLAGS)
+
+
+def test_every_setting_named_in_the_table_exists() -> None:
+    assert {flag.to for flag in FLAGS.values() if flag.to} <= set(setting_names())
+
+
+def test_every_flag_has_one_fate() -> None:
+    assert all(flag.to is None or flag.reason is None for flag in FLAGS.values())
+    source = (Path(cli.__file__).parent / "openrlhf.py").read_text()
+    for name in (name for name, flag in FLAGS.items() if flag.to is None and flag.reason is None):
+        key = name.rpartition(".")[2].removeprefix("is_correction_")
+        assert key in source or name == "ckpt.save_hf"  # always saved that way
+
+
+# Reading a command line.
+
+
+def test_parse() -> None:
+    argv = ["--a", "--b=1", "\\", "--c", "x", "-1", "\\\n", "...", "--d", "", "--e", "# ", "#", "a", "b", "--f=a=b"]
+    assert parse(argv) == [
+        Given("--a"),
+        Given("--b", ("1",)),
+        Given("--c", ("x", "-1")),
+        Given("--d", ("",)),
+        Given("--e", ("# ",)),
+        Given("--f", ("a=b",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        MODULE,
+        ("ray", "job", "submit", "--address=http://127.0.0.1:8265", "--runtime-env-json={}", "--", *MODULE),
+        ("deepspeed", "--module", "openrlhf.cli.train_ppo_ray"),
+        ("python", "/opt/openrlhf/cli/train_ppo_ray.py"),
+        (),
+    ],
+)
+def test_ways_to_start_it(prefix: tuple[str, ...]) -> None:
+    assert translate([*prefix, "--seed", "7"]).settings["train"]["seed"] == 7
+
+
+def test_quotes_in_one_text() -> None:
+    command = "python3 -m openrlhf.cli.train_ppo_ray --input_template 'Question: {}' # --seed 1"
+    settings = translate([command]).settings
+    assert settings["data"]["input_template"] == "Question: {}"
+    assert "seed" not in settings["train"]
+
+
+def test_the_last_of_two_counts_whatever_its_spelling() -> None:
+    assert config_of("--seed", "1", "--train.seed", "2").train.seed == 2
+    assert config_of("--train.seed", "2", "--seed", "1").train.seed == 1
+
+
+def test_flat_and_dotted_flags_are_one_command() -> None:
+    flat = "--eps_clip_low_high 0.2 0.28 --l2 0.1 --lr_warmup_ratio 0.1 --rollout_batch_size 64 --seed 3 --top_p 0.9"
+    dotted = (
+        "--actor.eps_clip_low_high 0.2 0.28 --actor.adam.weight_decay 0.1 --critic.adam.weight_decay 0.1 "
+        "--actor.lr_warmup_ratio 0.1 --critic.lr_warmup_ratio 0.1 --rollout.batch_size 64 --train.seed 3 "
+        "--rollout.top_p 0.9"
+    )
+    assert config_of(*flat.split()) == config_of(*dotted.split()) != config_of()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--init_kl_coeff", "0"], "--init_kl_coeff is not a flag of .*; did you mean --init_kl_coef?"),
+        (["--algo.advantage.estimatr", "rloo"], "did you mean --algo.advantage.estimator?"),
+        (["--qqqq"], "--qqqq is not a flag of openrlhf.cli.train_ppo_ray; remove it."),
+        (["--seed", "much"], "--seed is much, but it takes one integer"),
+        (["--seed", "1.5"], "--seed is 1.5, but it takes one integer"),
+        (["--seed", "inf"], "--seed is inf, but it takes one integer"),
+        (["--seed"], "--seed is without a value, but it takes one integer"),
+        (["--bf16", "yes"], "--bf16 is yes, but it takes no value"),
+        (["--async_train", "Optional:"], "--async_train is Optional:, but it takes no value"),
+        (["--pretrain", "a", "b"], r"--pretrain is a b, but it takes one word"),
+        (["--eps_clip_low_high", "0.2"], "--eps_clip_low_high is 0.2, but it takes two numbers"),
+        (["word", "--seed", "1"], "The command names no module of OpenRLHF"),
+        ([*MODULE, "word"], "'word' belongs to no flag"),
+        (["python3 -m openrlhf.cli.train_ppo_ray --save_path 'a"], "cannot be split into words"),
+        (["--enable_vllm_is_correction", "--vllm_is_correction_type", "x"], "x is none of tis, icepop, seq-mask-tis"),
+    ],
+)
+def test_errors(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        translate(argv)
+
+
+@pytest.mark.parametrize("module", ["train_sft", "train_rm", "train_dpo", "train_kto", "serve_rm", "lora_combiner"])
+def test_other_commands_are_one_sentence(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["openrlhf", "deepspeed", "--module", f"openrlhf.cli.{module}", "--max_len", "4096"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"error: openrlhf.cli.{module} has no counterpart in rollgrad yet")
+    assert output.err.count("\n") == 1
+
+
+# What flags mean.
+
+
+def test_without_flags_openrlhf_s_defaults_count() -> None:
+    expected = {
+        "algo.advantage.estimator": "gae",
+        "algo.advantage.gamma": 1.0,
+        "algo.advantage.lambd": 1.0,
+        "algo.kl.init_coef": 0.01,
+        "algo.kl.estimator": "k1",
+        "algo.kl.use_loss": False,
+        "actor.adam.lr": 1e-6,
+        "actor.lr_scheduler": "cosine_with_min_lr",
+        "actor.lr_warmup_ratio": 0.03,
+        "actor.min_lr_ratio": 0.1,
+        "actor.eps_clip": None,
+        "actor.loss_aggregation": None,
+        "critic.adam.lr": 9e-6,
+        "critic.lr_scheduler": "cosine_with_min_lr",
+        "critic.lr_warmup_ratio": 0.03,
+        "critic.value_clip": 0.5,
+        "critic.freezing_steps": 0,
+        "rollout.batch_size": 1024,
+        "rollout.n_samples_per_prompt": 1,
+        "rollout.max_new_tokens": 1024,
+        "train.batch_size": 128,
+        "data.max_prompt_tokens": 1024,
+        "data.apply_chat_template": False,
+        "reward.clip_range": (-10.0, 10.0),
+        "reward.function_path": "reward.py",
+        "ckpt.output_dir": "./ckpt",
+    }
+    config = config_of()
+    assert {name: at(config, name) for name in expected} == expected
+    assert notes_of() == []
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"])
+def test_estimators_with_flags_that_do_not_fit_all_of_them(estimator: str) -> None:
+    flags = (
+        *("--advantage_estimator", estimator, *GROUP, "--gamma", "0.9", "--lambd", "0.95"),
+        *("--no_advantage_std_norm", "--critic_learning_rate", "1e-5", "--value_clip", "0.2", "--l2", "0.1"),
+        *("--critic_pretrain", "c", "--freezing_actor_steps", "2", "--critic.min_lr_ratio", "0.2"),
+    )
+    config, notes = config_of(*flags), "\n".join(notes_of(*flags))
+    assert config.algo.advantage.estimator == estimator
+    assert config.actor.loss_aggregation is None  # token_mean, that of the ppo loss
+    critic = estimator == "gae"
+    assert config.critic.adam.lr == (1e-5 if critic else 9e-6)
+    assert config.critic.model_name_or_path == ("c" if critic else None)
+    for flag in ("--critic_learning_rate", "--value_clip", "--critic_pretrain", "--critic.min_lr_ratio"):
+        assert (f"{flag} " in notes) is not critic
+    assert "--l2" not in notes
+    assert ("--gamma 0.9" in notes) is (estimator not in ("gae", "reinforce"))
+    assert ("--lambd 0.95" in notes) is not critic
+    assert ("--no_advantage_std_norm" in notes) is (estimator in ("rloo", "group_norm", "dr_grpo"))
+
+
+def test_freezing_counts_from_zero() -> None:
+    config = config_of("--freezing_actor_steps", "2")
+    assert config.critic.freezing_steps == 3
+    assert notes_of("--freezing_actor_steps", "2") == [
+        "not identical: --freezing_actor_steps 2: 3 rollouts, since OpenRLHF counts from 0"
+    ]
+
+
+def test_the_critic_starts_from_the_reward_model() -> None:
+    argv = [*MODULE, "--pretrain", "m", "--prompt_data", "d", "--reward_pretrain", "r"]
+    assert translated_config(argv)[0].critic.model_name_or_path == "r"
+    assert translated_config([*argv, "--critic_pretrain", "c"])[0].critic.model_name_or_path == "c"
+    assert translated_config([*argv, "--remote_rm_url", "f.py"])[0].critic.model_name_or_path is None
+    assert translated_config([*argv, "--advantage_estimator", "reinforce"])[0].critic.model_name_or_path is None
+
+
+CORRECTION = ("--enable_vllm_is_correction",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "level", "mode", "low", "high"),
+    [
+        ((), "off", "truncate", 0.5, 2.0),
+        (CORRECTION, "token", "clip", 0.5, 5.0),
+        ((*CORRECTION, "--vllm_is_truncated_threshold", "0.1", "3"), "token", "clip", 0.1, 3.0),
+        ((*CORRECTION, "--vllm_is_truncated_threshold", "3"), "token", "truncate", 0.5, 3.0),
+        ((*CORRECTION, "--use_icepop"), "token", "mask", 0.5, 5.0),
+        ((*CORRECTION, "--vllm_is_correction_type", "seq-mask-tis"), "geometric", "mask", 0.5, 5.0),
+        (
+            (
+                "--algo.advantage.is_correction_enable",
+                *("--algo.advantage.is_correction_type", "icepop"),
+                *("--algo.advantage.is_correction_threshold", "0.8", "1.2"),
+            ),
+            *("token", "mask", 0.8, 1.2),
+        ),
+    ],
+)
+def test_corrections(flags: tuple[str, ...], level: str, mode: str, low: float, high: float) -> None:
+    correction = config_of(*flags).algo.correction
+    assert (correction.level, correction.mode, correction.low, correction.high) == (level, mode, low, high)
+    assert notes_of(*flags) == []
+
+
+def test_icepop_without_a_correction_does_nothing() -> None:
+    assert config_of("--use_icepop").algo.correction.level == "off"
+    assert notes_of("--use_icepop") == [
+        "not honoured: --use_icepop: no correction is made without --enable_vllm_is_correction"
+    ]
+
+
+def test_gspo() -> None:
+    config = config_of("--policy_loss_type", "gspo")
+    assert (config.actor.policy_loss_type, config.actor.eps_clip) == ("gspo", 0.2)  # OpenRLHF's one default
+    assert config.actor.loss_aggregation is None  # sequence_mean, its own
+    config = config_of("--policy_loss_type", "gspo", "--eps_clip_low_high", "3e-4", "4e-4", *CORRECTION)
+    assert config.actor.eps_clip_low_high == (3e-4, 4e-4)
+    assert config.actor.eps_clip is None
+    # It takes its ratio against the rollout, and makes no other correction.
+    assert (config.algo.old_logprobs, config.algo.correction.level) == ("rollout", "off")
+    assert config_of("--policy_loss_type", "gspo", "--dual_clip", "3").actor.dual_clip is None
+    assert len(notes_of("--policy_loss_type", "gspo", "--dual_clip", "3")) == 1
+
+
+def test_clips() -> None:
+    assert config_of("--eps_clip", "0.1", "--dual_clip", "3").actor.eps_clip == 0.1
+    assert config_of("--dual_clip", "3").actor.dual_clip == 3
+    both = ("--eps_clip", "0.1", "--eps_clip_low_high", "0.2", "0.3")
+    assert config_of(*both).actor.eps_clip_low_high == (0.2, 0.3)
+    assert notes_of(*both) == ["not honoured: --eps_clip 0.1: --eps_clip_low_high replaces it"]
+
+
+def test_kl() -> None:
+    kl = config_of("--init_kl_coef", "0.001", "--use_kl_loss", "--kl_estimator", "k3").algo.kl
+    assert (kl.init_coef, kl.use_loss, kl.estimator) == (0.001, True, "k3")
+    kl = config_of("--kl_target", "0.1", "--kl_horizon", "5000").algo.kl
+    assert (kl.target, kl.horizon) == (0.1, 5000)
+    assert config_of("--use_kl_loss").algo.kl.estimator == "k2"
+    assert "becomes k2" in notes_of("--use_kl_loss")[0]
+    off = ("--init_kl_coef", "0", "--use_kl_loss", "--kl_estimator", "k3", "--kl_target", "1", "--kl_horizon", "9")
+    assert config_of(*off).algo.kl == RLConfig().algo.kl
+    assert len(notes_of(*off)) == 4
+    assert len(notes_of("--kl_horizon", "9")) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt", "reply", "noted"),
+    [
+        (("--prompt_max_len", "512", "--generate_max_len", "2048"), 512, 2048, 1),
+        (("--generate_max_len", "8192"), 1024, 8192, 0),
+        (("--rollout.max_new_tokens", "3000", "--data.max_len", "4096"), 1096, 3000, 1),
+        (("--data.max_len", "4096"), 1024, 3072, 1),
+        (("--max_len", "512"), 256, 256, 1),
+        (("--max_len", "4096", "--prompt_max_len", "1000"), 1000, 3096, 2),
+        (("--max_len", "4096", "--prompt_max_len", "1000", "--generate_max_len", "10"), 1000, 10, 2),
+    ],
+)
+def test_lengths(flags: tuple[str, ...], prompt: int, reply: int, noted: int) -> None:
+    config = config_of(*flags)
+    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens) == (prompt, reply)
+    assert len(notes_of(*flags)) == noted
+
+
+def test_batches() -> None:
+    config = config_of("--rollout_batch_size", "128", *GROUP, "--train_batch_size", "1024", "--max_epochs", "2")
+    assert (config.rollout.batch_size, config.rollout.n_samples_per_prompt) == (128, 8)
+    assert (config.train.batch_size, config.train.max_epochs) == (1024, 2)
+    assert config_of("--rollout_batch_size", "16").train.batch_size == 16
+    assert "--train_batch_size 64: 16" in notes_of("--rollout_batch_size", "16", "--train_batch_size", "64")[0]
+    assert config_of("--use_dynamic_batch").train.max_tokens_per_micro_batch == 16192
+    tokens = ("--train_max_tokens_per_gpu", "8192")
+    assert config_of("--use_dynamic_batch", *tokens).train.max_tokens_per_micro_batch == 8192
+    assert config_of(*tokens).train.max_tokens_per_micro_batch == RLConfig().train.max_tokens_per_micro_batch
+    assert len(notes_of(*tokens)) == 1
+
+
+def test_over_sampling_needs_a_correction() -> None:
+    more = ("--vllm_generate_batch_size", "2048")
+    assert config_of(*more).rollout.generate_batch_size is None
+    assert len(notes_of(*more)) == 1
+    assert config_of(*more, *CORRECTION).rollout.generate_batch_size == 2048
+    assert notes_of("--vllm_generate_batch_size", "1024") == []
+
+
+def test_filtering() -> None:
+    algo = config_of("--dynamic_filtering", "--dynamic_filtering_reward_range", "0.1", "0.9", *GROUP).algo
+    assert (algo.dynamic_filtering_enable, algo.dynamic_filtering_range) == (True, (0.1, 0.9))
+    assert not config_of("--dynamic_filtering_reward_range", "0.1", "0.9").algo.dynamic_filtering_enable
+    assert len(notes_of("--dynamic_filtering_reward_range", "0.1", "0.9")) == 1
+
+
+def test_rewards() -> None:
+    http = config_of("--remote_rm_url", "http://a:5000/get_reward,http://b:5000/get_reward").reward
+    assert (http.function_path, http.timeout) == (None, 180)
+    assert http.remote_url == "http://a:5000/get_reward,http://b:5000/get_reward"
+    assert "not identical" in notes_of("--remote_rm_url", "http://a")[0]
+    reward = config_of(
+        *("--reward_clip_range", "-1", "1", "--overlong_buffer_len", "128", "--overlong_penalty_factor", "0.5"),
+        *("--stop_properly_penalty_coef", "0.5"),
+    ).reward
+    assert reward.clip_range == (-1, 1)
+    assert (reward.overlong_buffer_len, reward.overlong_penalty_factor) == (128, 0.5)
+    assert reward.stop_properly_penalty_coef == 0.5
+    assert config_of("--overlong_penalty_factor", "2").reward.overlong_penalty_factor == 1
+    assert len(notes_of("--overlong_penalty_factor", "2")) == 1
+    assert notes_of("--reward_pretrain", "r") == ["not honoured: --reward_pretrain r: --remote_rm_url replaces it"]
+    clip = ("--reward_clip_range", "-1", "1")
+    assert notes_of(*clip) == []
+    assert "before the group" in notes_of(*clip, *GROUP, "--advantage_estimator", "rloo")[0]
+    assert "--normalize_reward" in notes_of("--normalize_reward")[0]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "ours", "warmup", "floor"),
+    [
+        ("constant", "constant", 0.0, 0.1),
+        ("constant_with_warmup", "constant", 0.03, 0.1),
+        ("linear", "linear", 0.03, 0.0),
+        ("cosine", "cosine_with_min_lr", 0.03, 0.0),
+        ("cosine_with_min_lr", "cosine_with_min_lr", 0.03, 0.1),
+        ("polynomial", "cosine_with_min_lr", 0.03, 0.1),
+    ],
+)
+def test_schedules(scheduler: str, ours: str, warmup: float, floor: float) -> None:
+    config = config_of("--lr_scheduler", scheduler)
+    for model in (config.actor, config.critic):
+        assert (model.lr_scheduler, model.lr_warmup_ratio, model.min_lr_ratio) == (ours, warmup, floor)
+    assert len(notes_of("--lr_scheduler", scheduler)) == (scheduler == "polynomial")
+
+
+def test_optimizer() -> None:
+    flags = ("--adam_betas", "0.8", "0.9", "--l2", "0.1", "--max_norm", "0.5", "--actor_learning_rate", "2e-6")
+    config = config_of(*flags, "--critic_learning_rate", "3e-6", "--actor.optim", "adam")
+    for model, lr in ((config.actor, 2e-6), (config.critic, 3e-6)):
+        assert (model.adam.betas, model.adam.weight_decay, model.max_norm) == ((0.8, 0.9), 0.1, 0.5)
+        assert model.adam.lr == lr
+    assert notes_of("--actor.optim", "adam") == []
+    assert len(notes_of("--actor.optim", "muon", "--actor.muon.lr", "0.02")) == 2
+
+
+def test_data() -> None:
+    data = config_of(
+        *("--prompt_data", "a.jsonl,b.jsonl", "--prompt_data_probs", "0.25,0.75", "--prompt_split", "x"),
+        *("--input_key", "q", "--label_key", "a", "--input_template", "Q: {}", "--max_samples", "100"),
+    ).data
+    assert (data.prompt_dataset, data.prompt_probs, data.prompt_split) == ("a.jsonl,b.jsonl", (0.25, 0.75), "x")
+    assert (data.input_key, data.label_key, data.input_template, data.max_samples) == ("q", "a", "Q: {}", 100)
+    for extra in (("--apply_chat_template", "--input_template", "Q: {}"), ("--input_template", "Q:")):
+        assert config_of(*extra).data.input_template is None
+        assert len(notes_of(*extra)) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "noted"),
+    [
+        ((), "auto", 0),
+        (("--bf16",), "bfloat16", 0),
+        (("--param_dtype", "bf16"), "bfloat16", 0),
+        (("--param_dtype", "fp16"), "auto", 1),
+    ],
+)
+def test_dtype(flags: tuple[str, ...], dtype: str, noted: int) -> None:
+    assert config_of(*flags).actor.dtype == dtype
+    assert len(notes_of(*flags)) == noted
+
+
+def test_evaluation() -> None:
+    evaluation = config_of("--eval_dataset", "e.jsonl", "--eval_steps", "5", "--max_samples", "10").eval
+    assert (evaluation.dataset, evaluation.split, evaluation.steps) == ("e.jsonl", "train", 5)
+    assert (evaluation.temperature, evaluation.n_samples_per_prompt, evaluation.max_samples) == (0.6, 4, 10)
+    assert config_of("--eval_dataset", "e.jsonl", "--eval_temperature", "0").eval.n_samples_per_prompt == 1
+    assert config_of("--eval_split", "test", "--eval_steps", "5").eval == RLConfig().eval
+    assert len(notes_of("--eval_split", "test", "--eval_steps", "5")) == 2
+    assert notes_of("--eval_steps", "-1") == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--async_train",),
+        ("--vllm_num_engines", "4"),
+        ("--zero_stage", "3"),
+        ("--packing_samples",),
+        ("--lora_rank", "8"),
+        ("--load_checkpoint",),
+        ("--use_wandb", "key"),
+        ("--enable_ema",),
+        ("--aux_loss_coef", "0.1"),
+        ("--data.max_images_per_prompt", "2"),
+        ("--ref_reward_offload",),
+        ("--flash_attn",),
+    ],
+)
+def test_what_has_no_counterpart_is_one_line_that_says_why(flags: tuple[str, ...]) -> None:
+    (note,) = notes_of(*flags)
+    assert note.startswith(f"not honoured: {' '.join(flags)}: ")
+    assert config_of(*flags) == config_of()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(("--lora_rank", "0"), ("--zpg", "1"), ("--ring_attn_size", "1"), ("--logging_steps", "1")),
+        *(("--aux_loss_coef", "0"), ("--save_hf_ckpt",), ("--zero_stage", "0"), ("--ckpt.best_metric_key", "none")),
+    ],
+)
+def test_flags_that_ask_for_nothing_are_passed_over(flags: tuple[str, ...]) -> None:
+    assert notes_of(*flags) == []
+
+
+# The command.
+
+
+def test_it_prints_what_differs_as_yaml_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*MODULE, *LEAST, *GROUP, "--advantage_estimator", "group_norm", "--actor_learning_rate", "5e-7", "--bf16"]
+    assert main(["openrlhf", *argv, "--zero_stage", "3"]) == 0
+    output = capsys.readouterr()
+    assert output.err.splitlines() == [
+        "not honoured: --zero_stage 3: one process trains and generates; clusters are not there yet"
+    ]
+    printed = yaml.safe_load(output.out)
+    assert printed["algo"] == {"advantage": {"estimator": "group_norm"}, "kl": {"init_coef": 0.01}}
+    assert structure_config(printed) == translated_config(argv)[0]
+    path = tmp_path / "run.yaml"
+    path.write_text(output.out)
+    assert main(["train", "rl", "--config", str(path), "--print-config"]) == 0
+    assert structure_config(yaml.safe_load(capsys.readouterr().out)) == translated_config(argv)[0]
+
+
+def test_the_defaults_have_no_lines() -> None:
+    assert yaml.safe_load(changed_settings(RLConfig())) == {}
+    config = RLConfig()
+    config.reward.weights = {"a": 2.0}
+    config.critic.value_clip = None
+    assert yaml.safe_load(changed_settings(config)) == {"critic": {"value_clip": None}, "reward": {"weights": {"a": 2}}}
+
+
+def test_it_says_what_a_run_would_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["openrlhf", *MODULE, "--pretrain", "m", "--prompt_data", "d.jsonl"]) == 0
+    assert "rollgrad train rl will refuse this: No reward is set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_run_trains(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    trained: list[RLConfig] = []
+
+    def record(config: RLConfig) -> int:
+        trained.append(config)
+        return 0
+
+    monkeypatch.setattr(cli, "_train", record)
+    argv = [*MODULE, *LEAST, "--zpg", "2"]
+    assert main(["openrlhf", "--run", *argv] if place == "first" else ["openrlhf", *argv, "--run"]) == 0
+    output = capsys.readouterr()
+    assert trained == [translated_config(argv)[0]]
+    assert output.out == ""
+    assert "--zpg 2" in output.err
+
+
+def test_run_refuses_as_train_rl_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["openrlhf", "--run", *MODULE, "--pretrain", "m", "--prompt_data", "d.jsonl"]) == 2
+    assert "error: No reward is set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["openrlhf", *arguments]) == 0
+    assert capsys.readouterr().out.startswith("usage: rollgrad openrlhf")
+
+
+def test_it_translates_without_torch() -> None:
+    code = "import sys, rollgrad.entrypoints.openrlhf; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
