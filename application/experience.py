@@ -72,7 +72,7 @@ class ExperienceService:
         metrics: dict[str, float] = {}
         batch = self._shaped(pack(trajectories), metrics)
         batch = evolve(batch, baselines_S=self._baselines(batch, baselines or {}))
-        batch = self._with_old_logprobs(batch, metrics)
+        batch = self._with_old_logprobs(batch)
         token_rewards_N = torch.zeros(batch.token_count)
         if self._reference is not None:
             batch = evolve(
@@ -133,7 +133,7 @@ class ExperienceService:
         baselines_S = (baselines_S - mean) / std
         return baselines_S if reward.clip_range is None else shaping.clip_rewards(baselines_S, reward.clip_range)
 
-    def _with_old_logprobs(self, batch: PackedBatch, metrics: dict[str, float]) -> PackedBatch:
+    def _with_old_logprobs(self, batch: PackedBatch) -> PackedBatch:
         """Adds `old_logprobs_N` where the ratio or the KL penalty needs it."""
         source = self._algo.old_logprobs
         if source is OldLogprobs.ROLLOUT:

@@ -43,6 +43,14 @@ class RolloutGroup:
         """What the samples are filtered and evaluated by."""
         return [trajectory.score for trajectory in self.trajectories]
 
+    @property
+    def rewards(self) -> list[float]:
+        """Reward of each sample, its branches together."""
+        totals: dict[int, float] = {}
+        for trajectory in self.trajectories:
+            totals[trajectory.sample_id] = totals.get(trajectory.sample_id, 0.0) + trajectory.reward
+        return list(totals.values())
+
 
 class RolloutService:
     """Plays groups of episodes.

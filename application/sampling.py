@@ -13,7 +13,7 @@ from attrs import field, frozen
 from rollgrad.application.rollout import RolloutGroup, RolloutService
 from rollgrad.domain.curriculum import Curriculum
 from rollgrad.domain.errors import RewardError
-from rollgrad.domain.filtering import GroupFilter
+from rollgrad.domain.filtering import EMPTY, GroupFilter
 from rollgrad.domain.ports.prompt_source import PromptSource
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams
@@ -72,11 +72,11 @@ class GroupSampler:
             def refill(group: RolloutGroup) -> bool:
                 nonlocal started
                 played.append(group)
-                reason = plan.group_filter.rejection(group.scores, [t.reward for t in group.trajectories])
-                if reason is None:
-                    return False
-                rejected[reason] += 1
-                if started - rejected.total() >= missing or not _replaced(reason):
+                reason = plan.group_filter.rejection(group.scores, group.rewards)
+                if reason is not None:
+                    rejected[reason] += 1
+                # A group whose episodes all failed counts against the failure budget; no other takes its place.
+                if reason in (None, EMPTY) or started - rejected.total() + rejected[EMPTY] >= missing:
                     return False
                 if started >= limit:
                     raise _exhausted(started, missing, len(played) - rejected.total(), rejected)
@@ -96,7 +96,7 @@ class GroupSampler:
                 pass
             self._next_group += started
         played.sort(key=lambda group: group.group_id)
-        kept = [g for g in played if plan.group_filter.rejection(g.scores, [t.reward for t in g.trajectories]) is None]
+        kept = [group for group in played if plan.group_filter.rejection(group.scores, group.rewards) is None]
         self._ready += kept
         taken, self._ready = self._ready[: plan.groups], self._ready[plan.groups :]
         self._learn(played)
@@ -131,12 +131,6 @@ class GroupSampler:
         for group in played:
             if group.scores:
                 self._curriculum = self._curriculum.record(group.prompt.text, sum(group.scores) / len(group.scores))
-
-
-def _replaced(reason: str) -> bool:
-    """Whether another prompt takes the place of a group rejected for `reason`: a group all of whose episodes failed has
-    been counted against the failure budget."""
-    return reason != "empty"
 
 
 def _exhausted(started: int, wanted: int, kept: int, rejected: "Counter[str]") -> RewardError:

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 from attrs import frozen
 
+EMPTY = "empty"
+"""Why a group without any sample is rejected."""
+
 
 @frozen(kw_only=True)
 class GroupFilter:
@@ -16,7 +19,7 @@ class GroupFilter:
     def rejection(self, scores: Sequence[float], rewards: Sequence[float]) -> str | None:
         """Why a group is not trained on (`empty`, `too_hard`, `too_easy`, `no_spread`), or None."""
         if not scores:
-            return "empty"
+            return EMPTY
         if self.score_range is not None:
             mean = sum(scores) / len(scores)
             if mean <= self.score_range[0]:
