@@ -455,6 +455,11 @@ class CheckpointConfig:
     """Directory of the run: model, metrics, report."""
     save_steps: int = -1
     """Rollouts between model checkpoints; -1 saves only at the end."""
+    state_steps: int = -1
+    """Rollouts between training states (weights, optimizer, position), from which resume continues; the newest is kept,
+    also when the run is interrupted. -1 saves none."""
+    resume: bool = False
+    """Continue the run in output_dir from its training state."""
 
 
 @define(kw_only=True)

@@ -18,7 +18,7 @@ from rollgrad.application.rollout import RolloutGroup
 from rollgrad.application.sampling import GroupSampler
 from rollgrad.application.update import UpdateService
 from rollgrad.domain.entropy_control import EntropyController
-from rollgrad.domain.errors import RewardError
+from rollgrad.domain.errors import CheckpointError, RewardError
 from rollgrad.domain.kl_control import KLController
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.clock import Clock
@@ -39,11 +39,13 @@ FINAL_MODEL = "model"
 @frozen(kw_only=True)
 class Schedule:
     """`steps` rollouts, the first `freezing_steps` of which train the critic alone; evaluation and model checkpoints
-    every so many steps (-1: only at the ends). A sample passes from a score of `pass_threshold` on."""
+    every so many steps (-1: only at the ends), and the state from which training continues (-1: never). A sample passes
+    from a score of `pass_threshold` on."""
 
     steps: int
     eval_steps: int = -1
     save_steps: int = -1
+    state_steps: int = -1
     freezing_steps: int = 0
     pass_threshold: float = 1.0
 
@@ -104,26 +106,33 @@ class SyncPipeline:
         self._clock = clock
         self._sample_log = sample_log
         self._done = 0
+        self._before: Mapping[str, float] = {}
 
     async def run(self) -> RunOutcome:
         """Trains to the end of the schedule, or until the task is cancelled (Ctrl-C), and saves the model."""
-        before: Mapping[str, float] = {}
         after: Mapping[str, float] = {}
         interrupted = False
         try:
-            before = await self._evaluate()
+            if self._done:
+                await self._channel.push(self._policy, self._done)
+            else:
+                self._before = await self._evaluate()
             while self._done < self._schedule.steps:
                 await self._step()
                 if self._due(self._schedule.eval_steps):
                     await self._evaluate()
                 if self._due(self._schedule.save_steps):
                     self._save(f"step_{self._done}")
+                if self._due(self._schedule.state_steps):
+                    self._checkpoints.save_training(self.training_state())
             after = await self._evaluate()
         except asyncio.CancelledError:
             interrupted = True
             log.info("interrupted: saving the model", step=self._done)
         self._save(FINAL_MODEL)
-        return RunOutcome(steps=self._done, before=before, after=after, interrupted=interrupted)
+        if self._schedule.state_steps > 0:
+            self._checkpoints.save_training(self.training_state())
+        return RunOutcome(steps=self._done, before=self._before, after=after, interrupted=interrupted)
 
     async def _step(self) -> None:
         """One rollout and the update it feeds."""
@@ -188,6 +197,30 @@ class SyncPipeline:
             "entropy": self._entropy.state_dict(),
             "experience": self._experience.state_dict(),
         }
+
+    def training_state(self) -> dict[str, Any]:
+        """All that a run needs to continue as if it had never been interrupted."""
+        return {"run": self.state_dict(), "update": self._update.state_dict(), "before": dict(self._before)}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continues from `training_state` when `run` is called.
+
+        Raises:
+            CheckpointError: it is of a run with other settings.
+        """
+        run = state["run"]
+        try:
+            self._update.load_state_dict(state["update"])
+            self._sampler.load_state_dict(run)
+            self._experience.load_state_dict(run["experience"])
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"The training state is of a run with another model, optimizer or data ({type(error).__name__}: "
+                f"{str(error)[:200]}): continue with the settings that the run started with."
+            ) from error
+        self._kl = self._kl.load_state_dict(run["kl"])
+        self._entropy = self._entropy.load_state_dict(run["entropy"])
+        self._done, self._before = int(run["step"]), dict(state["before"])
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> dict[str, float]:

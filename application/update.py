@@ -1,6 +1,7 @@
 """Update: epochs over a rollout's samples, minibatches (one optimizer step each), micro-batches within a budget."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from attrs import evolve
@@ -91,6 +92,18 @@ class UpdateService:
                 totals[name] = totals.get(name, 0.0) + value
             steps += 1
         return {name: value / steps for name, value in totals.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The models under training and the order of their samples."""
+        critic = {} if self._critic is None else {"critic": self._critic.state_dict()}
+        return {"policy": self._policy.state_dict(), "shuffle": self._generator.get_state(), **critic}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state`."""
+        self._policy.load_state_dict(state["policy"])
+        self._generator.set_state(state["shuffle"])
+        if self._critic is not None:
+            self._critic.load_state_dict(state["critic"])
 
     def _update_policy(self, step_batch: PackedBatch, objective: PolicyObjective) -> dict[str, float]:
         """One optimizer step; means are over the tokens that were passed through the model."""

@@ -518,6 +518,7 @@ class Container(containers.DeclarativeContainer):
             steps=rollouts,
             eval_steps=config.provided.eval.steps,
             save_steps=config.provided.ckpt.save_steps,
+            state_steps=config.provided.ckpt.state_steps,
             freezing_steps=config.provided.critic.freezing_steps,
             pass_threshold=config.provided.reward.pass_threshold,
         ),

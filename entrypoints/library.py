@@ -1,6 +1,7 @@
 """The library face: the same runs as the command line, with any adapter replaced by keyword."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -15,7 +16,8 @@ from rollgrad.application.config import RLConfig
 from rollgrad.application.evaluation import EvaluationService
 from rollgrad.application.sync_pipeline import SyncPipeline
 from rollgrad.application.validation import validate, validate_evaluation
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.config_io import load_config as load_config
@@ -75,11 +77,14 @@ def train(
     validate(config, has_reward=reward is not None, has_environment=environment is not None)
     container = _container(config, reward, environment, adapters)
     output_dir = Path(config.ckpt.output_dir)
-    container.checkpoints()  # refuses an unwritable output before anything is loaded
+    store: CheckpointStore = container.checkpoints()  # refuses an unwritable output before anything is loaded
+    state = _training_state(store, config) if config.ckpt.resume else None
     metrics_path = output_dir / METRICS_FILE
     for log in (metrics_path, output_dir / SAMPLES_FILE):
-        log.unlink(missing_ok=True)
+        _keep_steps(log, until=-1 if state is None else state["run"]["step"])
     pipeline: SyncPipeline = container.pipeline()
+    if state is not None:
+        pipeline.resume(state)
     try:
         outcome = _run(_closing(pipeline.run(), container.reward()))
     finally:
@@ -115,6 +120,25 @@ def evaluate(
         return _run(_closing(evaluation.run(), container.reward()))
     finally:
         _close(container.reward)
+
+
+def _training_state(store: CheckpointStore, config: RLConfig) -> Mapping[str, Any]:
+    state = store.load_training()
+    if state is None:
+        raise CheckpointError(
+            f"--ckpt.resume is on, but {config.ckpt.output_dir} holds no training state: leave it out to start anew, "
+            "and set --ckpt.state_steps to be able to continue."
+        )
+    return state
+
+
+def _keep_steps(log: Path, *, until: int) -> None:
+    """Takes the lines of later steps out of a JSONL file; without any left, removes it."""
+    if log.exists():
+        kept = [line for line in log.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= until]
+        log.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        if not kept:
+            log.unlink()
 
 
 def _container(

@@ -35,7 +35,9 @@ CLUSTER = "one process trains and generates; clusters are not there yet"
 DEEPSPEED = "training runs in one process without DeepSpeed"
 ASYNC = "rollouts and training take turns in one process; asynchronous training is not there yet"
 LORA = "all weights are trained; LoRA and quantised training are not there yet"
-CHECKPOINTS = "models are saved in the run's directory (ckpt.output_dir); resuming a run is not there yet"
+CHECKPOINTS = (
+    "models are saved in the run's directory (ckpt.output_dir), and runs continue by ckpt.state_steps and ckpt.resume"
+)
 WANDB = "metrics go to metrics.jsonl, and to TensorBoard with --use_tensorboard; wandb is not there yet"
 VISION = "prompts and replies are text; images are not there yet"
 MUON = "the optimizer is AdamW; Muon is not there yet"

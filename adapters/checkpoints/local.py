@@ -16,9 +16,12 @@ from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.models import PolicyModel
 
+TRAINING_STATE = "training_state.pt"
+
 
 class LocalCheckpointStore(CheckpointStore):
-    """Models as `output_dir/name/`, run state as `output_dir/name.state.json`. Makes the directory.
+    """Models as `output_dir/name/`, run state as `output_dir/name.state.json`, training state as
+    `output_dir/training_state.pt`. Makes the directory.
 
     Raises:
         CheckpointError: the directory cannot be made or written.
@@ -77,3 +80,43 @@ class LocalCheckpointStore(CheckpointStore):
         except (OSError, TypeError, ValueError) as error:
             raise CheckpointError(f"The run state {name!r} cannot be written to {self._root}: {error}.") from error
         return target
+
+    def save_training(self, state: Mapping[str, Any]) -> Path:
+        """Writes `state` to `output_dir/training_state.pt`, in place of an older one; returns that file.
+
+        Raises:
+            CheckpointError: it cannot be written; an older one is then still there.
+        """
+        import torch
+
+        target, fresh = self._root / TRAINING_STATE, self._root / f".{TRAINING_STATE}.new"
+        try:
+            torch.save(dict(state), fresh)
+            os.replace(fresh, target)
+        except (OSError, RuntimeError) as error:
+            fresh.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"The training state cannot be written to {self._root} ({error}): make room there, or choose another "
+                "--ckpt.output-dir."
+            ) from error
+        return target
+
+    def load_training(self) -> Mapping[str, Any] | None:
+        """What `output_dir/training_state.pt` holds, None if there is no such file; nothing but data is unpickled.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        import pickle
+
+        import torch
+
+        path = self._root / TRAINING_STATE
+        if not path.exists():
+            return None
+        try:
+            state: Mapping[str, Any] = torch.load(path, weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            first_line = str(error).strip().split("\n")[0]
+            raise CheckpointError(f"The training state {path} cannot be read: {first_line}") from error
+        return state

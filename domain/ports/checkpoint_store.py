@@ -22,3 +22,20 @@ class CheckpointStore(Protocol):
     def save_state(self, state: Mapping[str, Any], name: str) -> Path:
         """Writes JSON-serialisable run state beside the model called `name`."""
         ...
+
+    def save_training(self, state: Mapping[str, Any]) -> Path:
+        """Writes all that a run needs to continue (nested mappings and lists of numbers, texts and tensors), in place
+        of an older one; returns the file.
+
+        Raises:
+            CheckpointError: it cannot be written; an older one is then still there.
+        """
+        ...
+
+    def load_training(self) -> Mapping[str, Any] | None:
+        """What `save_training` wrote last, None if nothing has been.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        ...

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.domain.errors import CheckpointError
@@ -60,3 +61,16 @@ def test_state_is_beside_the_model_and_replaced(store: CheckpointStore) -> None:
 def test_a_model_that_cannot_be_written_is_an_error(store: CheckpointStore) -> None:
     with pytest.raises(CheckpointError, match="No space left"):
         store.save_model(policy("a", fails=True), "final")
+
+
+def test_training_state_comes_back_as_it_was(store: CheckpointStore) -> None:
+    assert store.load_training() is None
+    state = {"step": 3, "update": {"masters": {"a": torch.arange(3.0)}, "adam": [1, {"lr": 0.5}]}, "before": {"x": 0.5}}
+    store.save_training({"step": 1})
+    store.save_training(state)
+    found = store.load_training()
+    assert found is not None
+    assert found["step"] == 3
+    assert found["before"] == {"x": 0.5}
+    assert torch.equal(found["update"]["masters"]["a"], torch.arange(3.0))
+    assert found["update"]["adam"] == [1, {"lr": 0.5}]

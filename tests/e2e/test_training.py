@@ -15,6 +15,7 @@ import torch
 import yaml
 
 import rollgrad
+from rollgrad.adapters.transformers.engine import SharedWeights
 from rollgrad.domain.catalogue import ESTIMATORS
 from rollgrad.domain.rewards import Reward, RewardRequest
 from rollgrad.entrypoints.cli import main
@@ -145,6 +146,51 @@ def test_the_same_seed_gives_the_same_run(workspace: Path) -> None:
     first, second = weights(workspace / "a" / "model"), weights(workspace / "b" / "model")
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert Path("a/samples.jsonl").read_text() == Path("b/samples.jsonl").read_text()
+
+
+RESUMABLE = {
+    "grpo": ("--algo.kl.init_coef", "0.1", "--algo.kl.target", "0.001", "--reward.normalize", "running"),
+    "ppo": ("--algo.advantage.estimator", "gae", "--train.batch_size", "5", "--actor.lr_scheduler", "linear"),
+    "bf16": ("--actor.dtype", "bfloat16", "--data.curriculum_range", "0.0", "0.4"),
+}
+
+
+@pytest.mark.parametrize("flags", RESUMABLE.values(), ids=RESUMABLE)
+def test_a_resumed_run_is_the_run_that_was_never_interrupted(
+    workspace: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = (*flags, "--eval.dataset", "prompts.jsonl", "--eval.max_samples", "3")
+    assert train(*flags, "--train.max_steps", "4", "--ckpt.output_dir", "whole") == 0
+    push = SharedWeights.push
+
+    async def interrupt(self: SharedWeights, policy: Any, version: int) -> dict[str, float]:
+        result = await push(self, policy, version)
+        if version == 3:  # after the state of step 2, before that of step 4
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(SharedWeights, "push", interrupt)
+    stated = (*flags, "--train.max_steps", "4", "--ckpt.state_steps", "2")
+    assert train(*stated) == 130
+    monkeypatch.setattr(SharedWeights, "push", push)
+    assert train(*stated, "--ckpt.resume") == 0
+    assert timeless(metrics()) == timeless(metrics("whole"))
+    resumed, whole = weights(Path("out/model")), weights(Path("whole/model"))
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    assert Path("out/samples.jsonl").read_text() == Path("whole/samples.jsonl").read_text()
+
+
+def test_resuming_from_nothing_or_something_else_is_refused(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--ckpt.resume") == 2
+    assert "holds no training state" in capsys.readouterr().err
+    assert train("--ckpt.state_steps", "1", "--train.max_steps", "1") == 0
+    assert train("--ckpt.resume", "--algo.advantage.estimator", "gae") == 2
+    assert "settings that the run started with" in capsys.readouterr().err
+    Path("out/training_state.pt").write_bytes(b"not a state")
+    assert train("--ckpt.resume") == 2
+    assert "cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ class FakeCheckpointStore(CheckpointStore):
         self._root = root
         self.models: list[str] = []
         self.states: dict[str, dict[str, Any]] = {}
+        self.training: dict[str, Any] | None = None
 
     def save_model(self, policy: PolicyModel, name: str) -> Path:
         path = self._root / name
@@ -32,3 +33,10 @@ class FakeCheckpointStore(CheckpointStore):
         path.write_text(json.dumps(dict(state)))
         self.states[name] = dict(state)
         return path
+
+    def save_training(self, state: Mapping[str, Any]) -> Path:
+        self.training = dict(state)
+        return self._root / "training"
+
+    def load_training(self) -> Mapping[str, Any] | None:
+        return self.training

@@ -206,6 +206,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.dynamic_filtering_budget": 3.0}, "--algo.dynamic_filtering_enable"),
     ({"rollout.generate_batch_size": 64}, "raise --rollout.generate_batch_size"),
     ({"rollout.generate_batch_size": 256}, "--algo.preset tis"),
+    (TIS | {"rollout.generate_batch_size": 256, "ckpt.state_steps": 1}, "leave --ckpt.state_steps"),
+    (TIS | {"rollout.generate_batch_size": 256, "ckpt.resume": True}, "leave --ckpt.resume"),
     ({"algo.old_logprobs": OldLogprobs.INTERPOLATE}, "--algo.old_logprobs to rollout"),
     ({"reward.normalize": Normalise.DATASET}, "--reward.normalize_mean_std"),
     ({"reward.normalize_mean_std": (0.0, 1.0)}, "--reward.normalize dataset"),
@@ -270,6 +272,7 @@ OUT_OF_RANGE = {
     "steps": 0,
     "output_dir": "",
     "save_steps": 0,
+    "state_steps": 0,
     "log_samples": -1,
 }
 
