@@ -4,109 +4,22 @@ Importable without torch. `entrypoints` builds the command line from these class
 `application.validation` holds the rules across fields.
 """
 
-from enum import StrEnum
-
 from attrs import Factory, define
 
-
-class KLEstimator(StrEnum):
-    """Schulman's approximations of the KL divergence, and k3 weighed by the importance ratio."""
-
-    K1 = "k1"
-    K2 = "k2"
-    K3 = "k3"
-    K3_UNBIASED = "k3_unbiased"
-
-
-class KLAgainst(StrEnum):
-    """What the policy is kept near."""
-
-    REFERENCE = "reference"
-    ROLLOUT = "rollout"
-
-
-class Whiten(StrEnum):
-    """Over what advantages are centred and scaled."""
-
-    NONE = "none"
-    BATCH = "batch"
-    GROUP = "group"
-
-
-class CorrectionLevel(StrEnum):
-    """Where the importance ratio of an off-policy correction is taken."""
-
-    OFF = "off"
-    TOKEN = "token"
-    SEQUENCE = "sequence"
-    GEOMETRIC = "geometric"
-
-
-class CorrectionMode(StrEnum):
-    """What becomes of a ratio outside the bounds."""
-
-    TRUNCATE = "truncate"
-    CLIP = "clip"
-    MASK = "mask"
-
-
-class CorrectionGate(StrEnum):
-    """What else leaves a token or a sequence out."""
-
-    RATIO = "ratio"
-    BINARY_KL = "binary_kl"
-    TV = "tv"
-    OPSM = "opsm"
-
-
-class Normalise(StrEnum):
-    """What rewards are centred and scaled by before any baseline."""
-
-    NONE = "none"
-    RUNNING = "running"
-    DATASET = "dataset"
-
-
-class Aggregation(StrEnum):
-    """How token losses become one number."""
-
-    TOKEN_MEAN = "token_mean"
-    SEQUENCE_MEAN = "sequence_mean"
-    PROMPT_MEAN = "prompt_mean"
-    CONSTANT_LENGTH = "constant_length"
-
-
-class OldLogprobs(StrEnum):
-    """Where the log-probs of the policy before the update come from."""
-
-    RECOMPUTE = "recompute"
-    ROLLOUT = "rollout"
-    INTERPOLATE = "interpolate"
-
-
-class DType(StrEnum):
-    """Number format of forward and backward; master weights and losses stay float32."""
-
-    AUTO = "auto"
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-
-
-class LRScheduler(StrEnum):
-    """Learning rate over the run, after warm-up."""
-
-    CONSTANT = "constant"
-    LINEAR = "linear"
-    COSINE_WITH_MIN_LR = "cosine_with_min_lr"
-
-
-class Verifier(StrEnum):
-    """Built-in verifiable rewards."""
-
-    LAST_NUMBER = "last_number"
-    EXACT_MATCH = "exact_match"
-    MATH = "math"
-    FORMAT = "format"
+from rollgrad.application.choices import (
+    Aggregation,
+    CorrectionGate,
+    CorrectionLevel,
+    CorrectionMode,
+    DType,
+    KLAgainst,
+    KLEstimator,
+    LRScheduler,
+    Normalise,
+    OldLogprobs,
+    Verifier,
+    Whiten,
+)
 
 
 @define(kw_only=True)

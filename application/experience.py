@@ -7,7 +7,8 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from rollgrad.application.config import AlgoConfig, Normalise, OldLogprobs, RewardConfig
+from rollgrad.application.choices import Normalise, OldLogprobs
+from rollgrad.application.config import AlgoConfig, RewardConfig
 from rollgrad.application.microbatch import per_token
 from rollgrad.domain import shaping
 from rollgrad.domain.batch import PackedBatch, pack

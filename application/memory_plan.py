@@ -9,7 +9,8 @@ from enum import StrEnum
 
 from attrs import frozen
 
-from rollgrad.application.config import KLAgainst, RLConfig
+from rollgrad.application.choices import KLAgainst
+from rollgrad.application.config import RLConfig
 from rollgrad.domain.catalogue import estimator_traits
 
 FLOAT32_BYTES = 4

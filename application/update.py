@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.application.config import Aggregation
+from rollgrad.application.choices import Aggregation
 from rollgrad.application.microbatch import split
 from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.batching import minibatches

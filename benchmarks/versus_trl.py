@@ -118,7 +118,8 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
     from dependency_injector import providers
 
     from rollgrad.adapters.rewards.function import FunctionReward
-    from rollgrad.application.config import DType, RLConfig
+    from rollgrad.application.choices import DType
+    from rollgrad.application.config import RLConfig
     from rollgrad.domain.sampling import SamplingParams
     from rollgrad.entrypoints.container import Container
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from rollgrad.application.config import RLConfig
 from rollgrad.application.memory_plan import MemoryRow, ModelShape, memory_plan, peak_bytes
-from rollgrad.application.validation import REASONING_GYM, dataset_names, optimizer_steps_per_rollout
+from rollgrad.application.rules_common import optimizer_steps_per_rollout
+from rollgrad.application.rules_inputs import REASONING_GYM, dataset_names
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.config_io import dump_config
 

@@ -21,8 +21,9 @@ from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.config_io import load_config as load_config
-from rollgrad.entrypoints.container import METRICS_FILE, SAMPLES_FILE, Container
+from rollgrad.entrypoints.container import Container
 from rollgrad.entrypoints.extensions import load_extension
+from rollgrad.entrypoints.factories import METRICS_FILE, SAMPLES_FILE
 
 Result = TypeVar("Result")
 

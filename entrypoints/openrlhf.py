@@ -4,8 +4,6 @@ Flags with a counterpart of the same meaning, and those without one, stand in `e
 ones that depend on each other. OpenRLHF's defaults are applied, for they differ from ours. Importable without torch.
 """
 
-import re
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +14,9 @@ from rollgrad.application.config import RLConfig
 from rollgrad.application.validation import validate
 from rollgrad.domain.catalogue import ESTIMATORS, EstimatorTraits
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.config_io import dump_config, nearest, structure_config
-from rollgrad.entrypoints.openrlhf_flags import FLAGS, FLAT, IMPLIED, REWARD_MODEL, Flag, Kind
+from rollgrad.entrypoints.config_io import dump_config, structure_config
+from rollgrad.entrypoints.openrlhf_flags import FLAGS, REWARD_MODEL
+from rollgrad.entrypoints.openrlhf_words import Given, command_flags, options, parse, read_values
 
 USAGE = """usage: rollgrad openrlhf [--run] COMMAND...
 
@@ -27,9 +26,6 @@ rollgrad train rl --config. What has no counterpart, or not the same one, is lis
 
   --run   train instead of printing
 """
-
-TRAINER = "train_ppo_ray"
-MODULE = re.compile(r"(?:^|.*/)openrlhf[./]cli[./](\w+?)(?:\.py)?$")
 
 SCHEDULERS = {
     "constant": ("constant", False, None),
@@ -50,19 +46,6 @@ HTTP_TIMEOUT = 180.0
 
 
 @frozen
-class Given:
-    """A flag as it was written, and its values."""
-
-    flag: str
-    values: tuple[str, ...] = ()
-    implied: bool = False
-    """The values follow from the flag and were not written."""
-
-    def __str__(self) -> str:
-        return self.flag if self.implied else " ".join((self.flag, *self.values))
-
-
-@frozen
 class Translation:
     """`settings`: nested, for `structure_config`. `notes`: one line for each flag that has no counterpart, or one that
     is not identical."""
@@ -71,42 +54,13 @@ class Translation:
     notes: list[str]
 
 
-def parse(argv: Sequence[str]) -> list[Given]:
-    """The flags of a command line, in order, each with the words up to the next one.
-
-    Lone backslashes (line continuations) and comments are skipped, and so are `...`.
-
-    >>> parse(["--zero_stage", "3", "\\\\", "--reward_clip_range", "-1", "1", "--top_p=0.9"])[1]
-    Given(flag='--reward_clip_range', values=('-1', '1'), implied=False)
-
-    Raises:
-        ConfigurationError: a word belongs to no flag.
-    """
-    found: list[Given] = []
-    comment = False
-    for word in argv:
-        if word.startswith("--") and len(word) > 2:
-            comment = False
-            flag, equals, value = word.partition("=")
-            found.append(Given(flag, (value,) if equals else ()))
-        elif word == "#" or comment:
-            comment = True
-        elif word and (word in ("...", "\u2026") or not word.strip("\\ \r\n\t")):
-            continue
-        elif not found:
-            raise ConfigurationError(f"{word!r} belongs to no flag: write --flag value.")
-        else:
-            found[-1] = Given(found[-1].flag, (*found[-1].values, word))
-    return found
-
-
 def translate(argv: Sequence[str]) -> Translation:
     """Translates an OpenRLHF command.
 
     Raises:
         ConfigurationError: it is not a `train_ppo_ray` command, or a flag or a value is none of OpenRLHF's.
     """
-    return _Translator(_options(parse(_arguments(argv)))).translate()
+    return _Translator(options(parse(command_flags(argv)))).translate()
 
 
 def changed_settings(config: RLConfig) -> str:
@@ -134,106 +88,6 @@ def _difference(values: Mapping[str, Any], default: Mapping[str, Any]) -> dict[s
     return result
 
 
-def _arguments(argv: Sequence[str]) -> list[str]:
-    """What follows the module's name; a command in one word is split as a shell would."""
-    words = list(argv)
-    if len(words) == 1 and len(words[0].split()) > 1:
-        try:
-            words = shlex.split(words[0].replace("\\\n", " "), comments=True)
-        except ValueError as error:
-            raise ConfigurationError(f"The command cannot be split into words ({error}): check its quotes.") from error
-    for index, word in enumerate(words):
-        match = MODULE.match(word)
-        if match is None:
-            continue
-        if match[1] != TRAINER:
-            raise ConfigurationError(
-                f"openrlhf.cli.{match[1]} has no counterpart in rollgrad yet, which translates openrlhf.cli.{TRAINER} "
-                "only: run this step with OpenRLHF."
-            )
-        return words[index + 1 :]
-    if words and words[0].startswith("--"):
-        return words
-    raise ConfigurationError(
-        f"The command names no module of OpenRLHF: write rollgrad openrlhf python3 -m openrlhf.cli.{TRAINER} --flag "
-        "value ..."
-    )
-
-
-def _options(flags: Sequence[Given]) -> dict[str, Given]:
-    """By dotted name; of a flag that is repeated the last one counts."""
-    options: dict[str, Given] = {}
-    for given in flags:
-        name = given.flag.removeprefix("--").replace("-", "_")
-        if name in IMPLIED:
-            _read(Flag(Kind.SWITCH), given)
-            dotted, value = IMPLIED[name]
-            options[dotted] = Given(given.flag, (value,), implied=True)
-        elif name in FLAT or name in FLAGS:
-            for dotted in FLAT.get(name, (name,)):
-                options[dotted] = given
-        else:
-            suggestion = nearest(name, (*FLAT, *IMPLIED, *FLAGS))
-            hint = f"did you mean --{suggestion}?" if suggestion else "remove it."
-            raise ConfigurationError(f"{given.flag} is not a flag of openrlhf.cli.{TRAINER}; {hint}")
-    return options
-
-
-def _read(flag: Flag, given: Given) -> Any:
-    """The value of a flag.
-
-    Raises:
-        ConfigurationError: it is not of the flag's kind.
-    """
-    words = given.values
-    try:
-        match flag.kind:
-            case Kind.SWITCH:
-                return {(): True, ("true",): True, ("false",): False}[tuple(word.lower() for word in words)]
-            case Kind.INTEGER:
-                (word,) = words
-                number = float(word)
-                if number != int(number):
-                    raise ValueError(word)
-                return int(number)
-            case Kind.NUMBER:
-                (word,) = words
-                return float(word)
-            case Kind.TEXT:
-                (word,) = words
-                return word
-            case Kind.WORDS:
-                return list(words)
-            case Kind.PAIR:
-                low, high = _numbers(words)
-                return [low, high]
-            case Kind.BOUNDS:
-                numbers = _numbers(words)
-                if len(numbers) not in (1, 2):
-                    raise ValueError(words)
-                return numbers
-            case Kind.PROBABILITIES:
-                return _numbers(words)
-    except (ValueError, KeyError, OverflowError) as error:
-        shown = " ".join(words) or "without a value"
-        raise ConfigurationError(f"{given.flag} is {shown}, but it takes {_KINDS[flag.kind]}: change it.") from error
-
-
-_KINDS = {
-    Kind.SWITCH: "no value",
-    Kind.INTEGER: "one integer",
-    Kind.NUMBER: "one number",
-    Kind.TEXT: "one word (quote what has spaces)",
-    Kind.PAIR: "two numbers",
-    Kind.BOUNDS: "a lower and an upper number",
-    Kind.PROBABILITIES: "numbers with commas between",
-}
-
-
-def _numbers(words: Sequence[str]) -> list[float]:
-    return [float(part) for word in words for part in word.split(",")]
-
-
 @define
 class _Translator:
     options: dict[str, Given]
@@ -244,7 +98,7 @@ class _Translator:
     def translate(self) -> Translation:
         for name, given in self.options.items():
             flag = FLAGS[name]
-            value = _read(flag, given)
+            value = read_values(flag, given)
             if flag.reason is not None and value is not False and given.values not in [(idle,) for idle in flag.idle]:
                 self.lose(name, flag.reason)
         for name, flag in FLAGS.items():
@@ -269,7 +123,7 @@ class _Translator:
 
     def value(self, name: str, default: Any = None) -> Any:
         given = self.options.get(name)
-        return default if given is None else _read(FLAGS[name], given)
+        return default if given is None else read_values(FLAGS[name], given)
 
     def set(self, name: str, value: Any) -> None:
         *sections, key = name.split(".")

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollgrad.adapters.rewards import math_worker
 from rollgrad.adapters.rewards.judge_pool import JudgePool
-from rollgrad.application.config import Verifier
+from rollgrad.application.choices import Verifier
 from rollgrad.domain.errors import ConfigurationError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.rewards import Reward, RewardRequest

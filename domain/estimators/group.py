@@ -15,6 +15,8 @@ from rollgrad.domain.estimators.types import Advantages, EstimatorInput, Estimat
 
 STD_FLOOR = 1e-9
 """Added to a group's standard deviation, as in OpenRLHF's group_norm."""
+SAME = 1e-6
+"""Relative difference within which rewards are equal: several roundings of float32."""
 
 
 @estimator("reinforce_baseline")
@@ -69,7 +71,7 @@ def gpg(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """alpha (r_i - mean), alpha = rollouts / rollouts of groups whose rewards differ: the groups that teach nothing do
     not dilute the gradient (Chu et al. 2025, "GPG", eq. 9 to 11 with F_norm = 1)."""
     rollouts = Rollouts(inputs)
-    useful = rollouts.has_spread().sum()
+    useful = rollouts.has_spread(rollouts.outcome_R).sum()
     alpha = len(rollouts.outcome_R) / useful.clamp(min=1).double()
     return broadcast(inputs, alpha * rollouts.centred(rollouts.outcome_R), rollouts)
 
@@ -143,20 +145,19 @@ class Rollouts:
         return self.centred(values_R) * self.count_R / (self.count_R - 1).clamp(min=1)
 
     def normalised(self, values_R: Tensor) -> Tensor:
-        """Values minus their group's mean, over its unbiased standard deviation."""
+        """Values minus their group's mean, over its unbiased standard deviation; 0 for a group without spread."""
         centred_R = self.centred(values_R)
         std_R = (self.group_sum(centred_R.square()) / (self.count_R - 1).clamp(min=1)).sqrt()
-        return centred_R / (std_R + STD_FLOOR)
+        return torch.where(self.has_spread(values_R), centred_R / (std_R + STD_FLOOR), 0.0)
 
-    def has_spread(self) -> Tensor:
-        """Whether the outcomes of a rollout's group differ."""
+    def has_spread(self, values_R: Tensor) -> Tensor:
+        """Whether the values of a rollout's group differ by more than float32's rounding (0.1 + 0.2 is 0.3)."""
         low, high = (
-            torch.zeros_like(self.outcome_R).scatter_reduce(
-                0, self.group_R, self.outcome_R, reduce, include_self=False
-            )[self.group_R]
+            torch.zeros_like(values_R).scatter_reduce(0, self.group_R, values_R, reduce, include_self=False)
             for reduce in ("amin", "amax")
         )
-        return low < high
+        size = torch.maximum(low.abs(), high.abs()).clamp(min=1.0)
+        return (high - low > SAME * size)[self.group_R]
 
     def to_actions(self, values_R: Tensor) -> Tensor:
         """The rollout's value at each of its action tokens, in the rewards' dtype."""

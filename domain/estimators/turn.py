@@ -1,13 +1,14 @@
 """Estimators whose step is a turn, not a token: they read the per-turn reward vector.
 
 Every action token of a turn has the turn's advantage; `gamma` and `lambd` count turns. Rewards per token (the KL
-penalty) count for the turn they fall into.
+penalty) count for the turn they fall into in `turn_gae`, and add their undiscounted sum from a token on in
+`turn_group_norm`, as in `group`.
 """
 
 import torch
 
 from rollgrad.domain.estimators.gae import temporal_differences
-from rollgrad.domain.estimators.group import STD_FLOOR, rollouts_of
+from rollgrad.domain.estimators.group import SAME, STD_FLOOR, rollouts_of
 from rollgrad.domain.estimators.packing import Actions, Turns
 from rollgrad.domain.estimators.registry import estimator
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
@@ -66,6 +67,7 @@ def turn_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantag
     count_U = total(torch.ones_like(togo_U))
     centred_U = togo_U - total(togo_U) / count_U
     std_U = (total(centred_U.square()) / (count_U - 1).clamp(min=1)).sqrt()
+    centred_U = torch.where(std_U > SAME * (1 + togo_U.abs()), centred_U, 0.0)
     outcome_A = (centred_U / (std_U + STD_FLOOR)).to(inputs.rewards_N.dtype)[turns.turn_A]
     togo_A = reverse_discounted_sum(actions.take(inputs.token_rewards_N), actions.lengths_S, 1.0)
     advantages_N = actions.put(outcome_A + togo_A)

@@ -88,7 +88,7 @@ def correction_weights(
                 kept_N = kept_N & (level_N >= correction.low) & (level_N <= correction.high)
         case _:
             raise ValueError(f"Unknown correction mode {correction.mode!r}: use truncate, clip or mask.")
-    return torch.where(kept_N, 1.0 if correction.bypass else weight_N, 0.0)
+    return torch.where(kept_N, torch.ones_like(weight_N) if correction.bypass else weight_N, 0.0)
 
 
 def _passes(

@@ -10,7 +10,7 @@ import pytest
 from rollgrad.adapters.http.reward import HttpReward
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
-from rollgrad.application.config import Verifier
+from rollgrad.application.choices import Verifier
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.prompts import Prompt

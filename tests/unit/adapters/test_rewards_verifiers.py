@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollgrad.adapters.rewards.judge_pool import JudgePool
 from rollgrad.adapters.rewards.math_worker import warm_up
 from rollgrad.adapters.rewards.verifiers import VerifierReward
-from rollgrad.application.config import Verifier
+from rollgrad.application.choices import Verifier
 from rollgrad.domain.errors import ConfigurationError, RewardError
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import Reward, RewardRequest

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rollgrad.application.config import AdvantageConfig, AlgoConfig, KLConfig, KLEstimator, OldLogprobs, RewardConfig
+from rollgrad.application.choices import KLEstimator, OldLogprobs
+from rollgrad.application.config import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
 from rollgrad.application.experience import Experience, ExperienceService
 from rollgrad.domain.catalogue import ESTIMATORS
 from rollgrad.domain.losses.kl import kl_estimate

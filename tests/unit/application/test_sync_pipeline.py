@@ -8,7 +8,8 @@ import pytest
 import torch
 from attrs import define, field
 
-from rollgrad.application.config import AdvantageConfig, Aggregation, AlgoConfig, KLConfig, RewardConfig
+from rollgrad.application.choices import Aggregation
+from rollgrad.application.config import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
 from rollgrad.application.evaluation import EvaluationService
 from rollgrad.application.executors.single_turn import SingleTurnExecutor
 from rollgrad.application.experience import ExperienceService

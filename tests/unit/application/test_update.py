@@ -8,7 +8,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.config import Aggregation
+from rollgrad.application.choices import Aggregation
 from rollgrad.application.update import UpdateService
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.losses.aggregation import loss_weights

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from rollgrad.application.config import (
+from rollgrad.application.choices import (
     CorrectionGate,
     CorrectionLevel,
     CorrectionMode,
@@ -12,17 +12,14 @@ from rollgrad.application.config import (
     LRScheduler,
     Normalise,
     OldLogprobs,
-    RLConfig,
     Verifier,
     Whiten,
 )
+from rollgrad.application.config import RLConfig
 from rollgrad.application.ranges import RANGES
-from rollgrad.application.validation import (
-    dataset_names,
-    optimizer_steps_per_rollout,
-    validate,
-    validate_evaluation,
-)
+from rollgrad.application.rules_common import optimizer_steps_per_rollout
+from rollgrad.application.rules_inputs import dataset_names
+from rollgrad.application.validation import validate, validate_evaluation
 from rollgrad.domain.errors import ConfigurationError
 
 VALID: dict[str, Any] = {

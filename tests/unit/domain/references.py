@@ -1,13 +1,21 @@
-"""Random batches for the references: sequences as plain lists."""
+"""Float64 references, written from the papers as plain loops; they share no code with the domain."""
 
+import math
 import random
 
 import attrs
 
+Rows = list[list[float | None]]
+"""One row for each sequence, one entry for each token: None where it is not an action."""
+
+PART_WEIGHTS = (1.0, 0.5)
+"""Weights of the two named rewards of a random batch."""
+
 
 @attrs.define
 class Sequence:
-    """One sequence: per token its reward, KL addition, value and whether it is an action."""
+    """One sequence: per token its reward, KL addition, value and whether it is an action, and the turn of each token
+    (None: runs of adjacent action tokens); the reward of its prompt's greedy rollout; its named rewards."""
 
     group: int
     sample: int
@@ -15,21 +23,279 @@ class Sequence:
     extras: list[float]
     values: list[float]
     actions: list[bool]
+    turns: list[int] | None = None
+    baseline: float = 0.0
+    parts: list[float] = attrs.field(factory=lambda: [0.0] * len(PART_WEIGHTS))
+
+
+@attrs.frozen
+class Settings:
+    """The options of an estimator and of the whitening after it."""
+
+    gamma: float = 1.0
+    lambd: float = 1.0
+    critic_lambd: float | None = None
+    length_adaptive_alpha: float | None = None
+
+
+Rollout = tuple[int, int]
+"""(group, sample)."""
 
 
 def action_positions(sequence: Sequence) -> list[int]:
     return [t for t, action in enumerate(sequence.actions) if action]
 
 
+def turns_of(sequence: Sequence) -> list[list[int]]:
+    """Positions of the action tokens of each turn."""
+    turns: list[list[int]] = []
+    for t in action_positions(sequence):
+        if turns and sequence.turns is not None:
+            joins = sequence.turns[turns[-1][-1]] == sequence.turns[t]
+        else:
+            joins = bool(turns) and turns[-1][-1] == t - 1
+        if joins:
+            turns[-1].append(t)
+        else:
+            turns.append([t])
+    return turns
+
+
+def turn_numbers(sequence: Sequence) -> list[int]:
+    """Turn of each token, -1 where it is not an action."""
+    numbers = [-1] * len(sequence.actions)
+    for k, turn in enumerate(turns_of(sequence)):
+        for t in turn:
+            numbers[t] = k
+    return numbers
+
+
 def blank(sequence: Sequence) -> list[float | None]:
     return [None] * len(sequence.actions)
 
 
+def mean_of(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def unbiased_std(values: list[float]) -> float:
+    if len(values) == 1:
+        return 0.0
+    mean = mean_of(values)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1))
+
+
+def standard(value: float, values: list[float]) -> float:
+    return (value - mean_of(values)) / (unbiased_std(values) + 1e-9)
+
+
+def whitened(rows: Rows, std_norm: bool = True) -> Rows:
+    flat = [x for row in rows for x in row if x is not None]
+    if not flat:
+        return rows
+    mean = mean_of(flat)
+    variance = math.fsum((x - mean) ** 2 for x in flat) / len(flat)
+    scale = math.sqrt(max(variance, 1e-8)) if std_norm else 1.0
+    return [[None if x is None else (x - mean) / scale for x in row] for row in rows]
+
+
+def whitened_over(batch: list[Sequence], rows: Rows, over: str, std_norm: bool) -> Rows:
+    """Over nothing, the batch, or each group by itself."""
+    if over == "none":
+        return rows
+    if over == "batch":
+        return whitened(rows, std_norm)
+    result = list(rows)
+    for group in {s.group for s in batch}:
+        mine = [i for i, s in enumerate(batch) if s.group == group]
+        for i, row in zip(mine, whitened([rows[i] for i in mine], std_norm), strict=True):
+            result[i] = row
+    return result
+
+
+def gae(
+    batch: list[Sequence],
+    gamma: float,
+    lambd: float,
+    critic_lambd: float | None = None,
+    length_adaptive_alpha: float | None = None,
+) -> tuple[Rows, Rows]:
+    """Schulman et al. 2016, eq. 11 and 16, over action tokens; VAPO's lambdas; (raw advantages, returns)."""
+    advantages, returns = [], []
+    for s in batch:
+        row_a, row_r = blank(s), blank(s)
+        policy_lambd = lambd
+        if length_adaptive_alpha is not None and any(s.actions):
+            policy_lambd = max(0.0, 1.0 - 1.0 / (length_adaptive_alpha * sum(s.actions)))
+        target_lambd = policy_lambd if critic_lambd is None else critic_lambd
+        running, target, next_value = 0.0, 0.0, 0.0
+        for t in reversed(action_positions(s)):
+            delta = s.rewards[t] + s.extras[t] + gamma * next_value - s.values[t]
+            running = delta + gamma * policy_lambd * running
+            target = delta + gamma * target_lambd * target
+            next_value = s.values[t]
+            row_a[t], row_r[t] = running, target + s.values[t]
+        advantages.append(row_a)
+        returns.append(row_r)
+    return advantages, returns
+
+
+def turn_gae(batch: list[Sequence], gamma: float, lambd: float, critic_lambd: float | None = None) -> tuple[Rows, Rows]:
+    """GAE with a turn for a step: the value at its first token, the rewards and KL of all its tokens."""
+    advantages, returns = [], []
+    for s in batch:
+        row_a, row_r = blank(s), blank(s)
+        running, target, next_value = 0.0, 0.0, 0.0
+        for turn in reversed(turns_of(s)):
+            value = s.values[turn[0]]
+            delta = math.fsum(s.rewards[t] + s.extras[t] for t in turn) + gamma * next_value - value
+            running = delta + gamma * lambd * running
+            target = delta + gamma * (lambd if critic_lambd is None else critic_lambd) * target
+            next_value = value
+            for t in turn:
+                row_a[t], row_r[t] = running, target + value
+        advantages.append(row_a)
+        returns.append(row_r)
+    return advantages, returns
+
+
+def returns_to_go(batch: list[Sequence], gamma: float, *, extras_only: bool = False) -> Rows:
+    rows = []
+    for s in batch:
+        row, running = blank(s), 0.0
+        for t in reversed(action_positions(s)):
+            running = (0.0 if extras_only else s.rewards[t]) + s.extras[t] + gamma * running
+            row[t] = running
+        rows.append(row)
+    return rows
+
+
+def outcomes(batch: list[Sequence], *, extras: bool = False) -> dict[Rollout, float]:
+    """Outcome of each rollout: all its branches together, with the KL of its tokens if `extras`."""
+    total: dict[Rollout, float] = {}
+    for s in batch:
+        got = math.fsum(s.rewards[t] + (s.extras[t] if extras else 0.0) for t in action_positions(s))
+        total[s.group, s.sample] = total.get((s.group, s.sample), 0.0) + got
+    return total
+
+
+def members(total: dict[Rollout, float], group: int) -> list[float]:
+    return [r for (g, _), r in total.items() if g == group]
+
+
+def leave_one_out(total: dict[Rollout, float], rollout: Rollout) -> float:
+    others = [r for key, r in total.items() if key[0] == rollout[0] and key != rollout]
+    return total[rollout] - mean_of(others) if others else 0.0
+
+
+def gpg_scale(total: dict[Rollout, float]) -> float:
+    """Rollouts over rollouts of groups whose rewards differ."""
+    useful = sum(len(set(members(total, group))) > 1 for group, _ in total)
+    return len(total) / max(1, useful)
+
+
+def optimal_baseline(batch: list[Sequence], total: dict[Rollout, float], group: int) -> float:
+    """Mean of a group's outcomes weighted by the rollouts' action tokens; 0 for a group without any."""
+    tokens = {key: sum(sum(s.actions) for s in batch if (s.group, s.sample) == key) for key in total if key[0] == group}
+    weight = sum(tokens.values())
+    return math.fsum(tokens[key] * total[key] for key in tokens) / weight if weight else 0.0
+
+
+def decoupled(batch: list[Sequence], keys: list[Rollout]) -> dict[Rollout, float]:
+    """GDPO: each part normalised in its group, summed by weight, normalised over the batch."""
+    mixed = dict.fromkeys(keys, 0.0)
+    for k, weight in enumerate(PART_WEIGHTS):
+        part = {key: math.fsum(s.parts[k] for s in batch if (s.group, s.sample) == key) for key in keys}
+        for key in keys:
+            mixed[key] += weight * standard(part[key], members(part, key[0]))
+    return {key: standard(value, list(mixed.values())) for key, value in mixed.items()}
+
+
+def outcome_advantages(kind: str, batch: list[Sequence]) -> dict[Rollout, float]:
+    """Advantage of each rollout of the estimators that give every token of a rollout the same."""
+    total = outcomes(batch, extras=kind == "rloo_sequence")
+    if kind == "gdpo":
+        return decoupled(batch, list(total))
+    baselines = {(s.group, s.sample): s.baseline for s in batch}
+    batch_mean = mean_of(list(total.values()))
+    result = {}
+    for rollout, mine in total.items():
+        everyone = members(total, rollout[0])
+        mean = mean_of(everyone)
+        match kind:
+            case "rloo" | "rloo_sequence":
+                result[rollout] = leave_one_out(total, rollout)
+            case "group_norm":
+                result[rollout] = standard(mine, everyone)
+            case "dr_grpo" | "reinforce_baseline":
+                result[rollout] = mine - mean
+            case "opo":
+                result[rollout] = mine - optimal_baseline(batch, total, rollout[0])
+            case "gpg":
+                result[rollout] = gpg_scale(total) * (mine - mean)
+            case "maxrl":
+                result[rollout] = (mine - mean) / mean if mean > 0 else 0.0
+            case "remax":
+                result[rollout] = mine - baselines[rollout]
+            case "flash_reinforce":
+                result[rollout] = mine - batch_mean
+            case _:
+                raise AssertionError(f"no reference for estimator {kind}")
+    return result
+
+
+def turn_group_norm(batch: list[Sequence], gamma: float) -> Rows:
+    """Rewards to go of turn k of a rollout, turns counted over its branches, normalised among the group's rollouts that
+    reached turn k; the KL still to come of the token's sequence is added."""
+    togo: dict[Rollout, list[float]] = {}
+    first: list[int] = []
+    for s in batch:
+        turns = togo.setdefault((s.group, s.sample), [])
+        first.append(len(turns))
+        turns += [math.fsum(s.rewards[t] for t in turn) for turn in turns_of(s)]
+    for turns in togo.values():
+        for k in reversed(range(len(turns) - 1)):
+            turns[k] += gamma * turns[k + 1]
+    rows = returns_to_go(batch, 1.0, extras_only=True)
+    for s, row, start in zip(batch, rows, first, strict=True):
+        for k, turn in enumerate(turns_of(s), start):
+            reached = [other[k] for (g, _), other in togo.items() if g == s.group and len(other) > k]
+            for t in turn:
+                row[t] = (row[t] or 0.0) + standard(togo[s.group, s.sample][k], reached)
+    return rows
+
+
+def raw(kind: str, batch: list[Sequence], settings: Settings) -> tuple[Rows, Rows]:
+    """(advantages before whitening, returns) of every estimator."""
+    match kind:
+        case "gae":
+            return gae(batch, settings.gamma, settings.lambd, settings.critic_lambd, settings.length_adaptive_alpha)
+        case "turn_gae":
+            return turn_gae(batch, settings.gamma, settings.lambd, settings.critic_lambd)
+        case "reinforce":
+            rows = returns_to_go(batch, settings.gamma)
+        case "turn_group_norm":
+            rows = turn_group_norm(batch, settings.gamma)
+        case "on_policy_distill":
+            rows = [[x if a else None for x, a in zip(s.extras, s.actions, strict=True)] for s in batch]
+        case _:
+            advantage = outcome_advantages(kind, batch)
+            to_go = returns_to_go(batch, 1.0, extras_only=True)
+            if kind == "rloo_sequence":
+                to_go = [[None if x is None else 0.0 for x in row] for row in to_go]
+            rows = [
+                [None if x is None else advantage[s.group, s.sample] + x for x in row]
+                for s, row in zip(batch, to_go, strict=True)
+            ]
+    return rows, rows
+
+
 def random_batch(seed: int, *, long: bool = False) -> list[Sequence]:
     """Ragged groups in random order, several turns with observations between, branches, empty of actions at times."""
-    rng = random.Random(seed)
+    rng, own = random.Random(seed), random.Random(seed + 1)
     batch = []
     for group in range(rng.randint(1, 4)):
+        greedy = own.choice([0.0, 1.0, 0.25])
         for sample in range(rng.randint(1, 5)):
             for _ in range(2 if rng.random() < 0.2 else 1):
                 actions = [False] * rng.randint(1, 4)
@@ -46,9 +312,232 @@ def random_batch(seed: int, *, long: bool = False) -> list[Sequence]:
                         extras=[rng.gauss(0, 0.1) if a else 0.0 for a in actions],
                         values=[rng.gauss(0, 1) if a else 0.0 for a in actions],
                         actions=actions,
+                        baseline=greedy,
+                        parts=[own.choice([0.0, 1.0, 0.5, -2.0]), own.choice([0.0, 3.0, 1.0])],
                     )
                 )
     if not any(any(s.actions) for s in batch):
         batch[0].actions[-1] = True
     rng.shuffle(batch)
     return batch
+
+
+def clamp(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def ratio_of(x: float) -> float:
+    return math.exp(clamp(x, -20.0, 20.0))
+
+
+def bernoulli_kl(base_logprob: float, logprob: float) -> float:
+    """KL of "this token or another"."""
+    p, q = min(base_logprob, -1e-7), min(logprob, -1e-7)
+    rest_p, rest_q = -math.expm1(p), -math.expm1(q)
+    others = rest_p * clamp(math.log(rest_p) - math.log(rest_q), -20.0, 20.0)
+    return max(0.0, math.exp(p) * clamp(p - q, -20.0, 20.0) + others)
+
+
+@attrs.define
+class Tokens:
+    """A micro-batch for the losses: per token; `sequence` numbers from 0."""
+
+    logprobs: list[float]
+    old: list[float]
+    advantages: list[float]
+    actions: list[bool]
+    sequence: list[int]
+    selected: list[bool]
+
+    @property
+    def sequences(self) -> int:
+        return max(self.sequence) + 1
+
+    def of(self, sequence: int) -> list[int]:
+        """The action tokens of a sequence."""
+        return [t for t, s in enumerate(self.sequence) if s == sequence and self.actions[t]]
+
+
+@attrs.frozen
+class LossSettings:
+    """The options of a policy loss, named as the domain's."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    sapo_tau: tuple[float, float] = (1.0, 1.05)
+    cov_kl_coef: float = 1.0
+
+
+def surrogate(rho: float, advantage: float, settings: LossSettings) -> float:
+    """PPO's clipped loss of one token."""
+    gain = min(rho * advantage, clamp(rho, 1 - settings.clip_low, 1 + settings.clip_high) * advantage)
+    if settings.dual_clip is not None and advantage < 0:
+        gain = max(gain, settings.dual_clip * advantage)
+    return -gain
+
+
+def sequence_ratio(kind: str, t: int, tokens: Tokens, logprobs: list[float], anchor: list[float]) -> float:
+    """The ratio of a token's whole sequence; of gspo_token at `anchor`, moved by the token's own log-prob."""
+    mine = tokens.of(tokens.sequence[t])
+    if kind == "sequence_ppo":
+        return ratio_of(math.fsum(logprobs[i] - tokens.old[i] for i in mine))
+    if kind == "gspo":
+        return ratio_of(math.fsum(logprobs[i] - tokens.old[i] for i in mine) / len(mine))
+    fixed = ratio_of(math.fsum(anchor[i] - tokens.old[i] for i in mine) / len(mine))
+    return fixed * math.exp(logprobs[t] - anchor[t])
+
+
+def gmpo(t: int, tokens: Tokens, logprobs: list[float], settings: LossSettings) -> float:
+    mine = tokens.of(tokens.sequence[t])
+    kept = []
+    for i in mine:
+        x, advantage = clamp(logprobs[i] - tokens.old[i], -20.0, 20.0), tokens.advantages[i]
+        sign = (advantage > 0) - (advantage < 0)
+        kept.append(sign * min(sign * x, sign * clamp(x, -settings.clip_low, settings.clip_high)))
+    return -math.exp(mean_of(kept)) * mean_of([tokens.advantages[i] for i in mine])
+
+
+def policy_loss(
+    kind: str, tokens: Tokens, settings: LossSettings, logprobs: list[float], anchor: list[float]
+) -> list[float]:
+    """Loss of each action token at `logprobs`, 0 elsewhere; what the loss takes for a constant is taken at `anchor`."""
+    result = [0.0] * len(logprobs)
+    for t, action in enumerate(tokens.actions):
+        if not action:
+            continue
+        old, advantage = tokens.old[t], tokens.advantages[t]
+        rho, fixed = ratio_of(logprobs[t] - old), ratio_of(anchor[t] - old)
+        match kind:
+            case "ppo":
+                loss = surrogate(rho, advantage, settings)
+            case "sequence_ppo" | "gspo" | "gspo_token":
+                loss = surrogate(sequence_ratio(kind, t, tokens, logprobs, anchor), advantage, settings)
+            case "gmpo":
+                loss = gmpo(t, tokens, logprobs, settings)
+            case "cispo":
+                loss = -clamp(fixed, 1 - settings.clip_low, 1 + settings.clip_high) * advantage * logprobs[t]
+            case "sapo":
+                tau = settings.sapo_tau[0] if advantage > 0 else settings.sapo_tau[1]
+                loss = -4 / tau / (1 + math.exp(-tau * (rho - 1))) * advantage
+            case "clip_cov":
+                loss = 0.0 if tokens.selected[t] else surrogate(rho, advantage, settings)
+            case "kl_cov":
+                loss = -rho * advantage
+                if tokens.selected[t]:
+                    loss += settings.cov_kl_coef * abs(logprobs[t] - old)
+            case "dppo_tv" | "dppo_kl":
+                change = math.exp(anchor[t]) - math.exp(old)
+                size = abs(change) if kind == "dppo_tv" else bernoulli_kl(old, anchor[t])
+                leaves_up = change > 0 and advantage > 0 and size > settings.clip_high
+                leaves_down = change < 0 and advantage < 0 and size > settings.clip_low
+                loss = 0.0 if leaves_up or leaves_down else -rho * advantage
+            case "policy_gradient":
+                loss = -advantage * logprobs[t]
+            case _:
+                raise AssertionError(f"no reference for policy loss {kind}")
+        result[t] = loss
+    return result
+
+
+def policy_loss_gradient(
+    kind: str, tokens: Tokens, settings: LossSettings, weights: list[float], step: float = 1e-6
+) -> list[float]:
+    """Central finite difference of the weighted sum of the reference."""
+
+    def total(t: int, moved: float) -> float:
+        logprobs = list(tokens.logprobs)
+        logprobs[t] += moved
+        losses = policy_loss(kind, tokens, settings, logprobs, tokens.logprobs)
+        return math.fsum(w * x for w, x in zip(weights, losses, strict=True))
+
+    return [(total(t, step) - total(t, -step)) / (2 * step) for t in range(len(tokens.logprobs))]
+
+
+def kl_estimate(kind: str, logprob: float, reference: float, old: float) -> float:
+    """One token; k3_unbiased takes the importance ratio over `old`."""
+    x = logprob - reference
+    bounded = clamp(x, -20.0, 20.0)
+    k3 = math.exp(-bounded) - 1 + bounded
+    return {"k1": x, "k2": x * x / 2, "k3": k3, "k3_unbiased": ratio_of(logprob - old) * k3}[kind]
+
+
+def loss_weights(mode: str, actions: list[bool], lengths: list[int], groups: list[int], max_length: int) -> list[float]:
+    """Weight of each token from the mean that the mode is."""
+    rows, start = [], 0
+    for length in lengths:
+        rows.append(actions[start : start + length])
+        start += length
+    live = sum(any(row) for row in rows)
+    of_group = {g: sum(sum(row) for row, mine in zip(rows, groups, strict=True) if mine == g) for g in groups}
+    live_groups = sum(count > 0 for count in of_group.values())
+    result = []
+    for row, group in zip(rows, groups, strict=True):
+        for action in row:
+            if not action:
+                result.append(0.0)
+                continue
+            shares = {
+                "token_mean": sum(actions),
+                "sequence_mean": live * sum(row),
+                "prompt_mean": live_groups * of_group[group],
+                "constant_length": live * max_length,
+            }
+            result.append(1 / shares[mode])
+    return result
+
+
+@attrs.frozen
+class CorrectionSettings:
+    """The options of an off-policy correction, named as the domain's."""
+
+    level: str
+    mode: str
+    gate: str
+    low: float
+    high: float
+    threshold: float
+    bypass: bool
+
+
+def correction_weight(settings: CorrectionSettings, t: int, tokens: Tokens) -> float:
+    """The weight of one token; `tokens.old` are the sampler's log-probs."""
+    if not tokens.actions[t]:
+        return 0.0
+
+    def log_ratio(i: int) -> float:
+        return clamp(tokens.logprobs[i] - tokens.old[i], -20.0, 20.0)
+
+    def statistic(i: int) -> float:
+        base, new = tokens.old[i], tokens.logprobs[i]
+        match settings.gate:
+            case "binary_kl":
+                return bernoulli_kl(base, new)
+            case "tv":
+                return abs(math.exp(base) - math.exp(new))
+            case _:
+                return base - new
+
+    mine = tokens.of(tokens.sequence[t])
+    match settings.level:
+        case "token":
+            level = ratio_of(log_ratio(t))
+        case "sequence":
+            level = ratio_of(math.fsum(log_ratio(i) for i in mine))
+        case _:
+            level = ratio_of(mean_of([log_ratio(i) for i in mine]))
+    if settings.gate != "ratio":
+        measured = statistic(t) if settings.level == "token" else mean_of([statistic(i) for i in mine])
+        exempt = settings.gate == "opsm" and tokens.advantages[t] >= 0
+        if measured > settings.threshold and not exempt:
+            return 0.0
+    match settings.mode:
+        case "truncate":
+            weight = min(level, settings.high)
+        case "clip":
+            weight = clamp(level, settings.low, settings.high)
+        case _:
+            if settings.gate == "ratio" and not settings.low <= level <= settings.high:
+                return 0.0
+            weight = ratio_of(log_ratio(t))
+    return 1.0 if settings.bypass else weight

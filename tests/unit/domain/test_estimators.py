@@ -1,26 +1,49 @@
 """Estimators against references written from the papers, and the invariances the design promises."""
 
-import math
-from typing import Any
+import random
 
 import attrs
 import pytest
 import torch
-from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain.catalogue import estimator_traits
+from rollgrad.domain import catalogue
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.estimators import ESTIMATORS, EstimatorInput, EstimatorParams, estimate
+from rollgrad.domain.estimators.packing import whiten_over
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
-from tests.unit.domain import estimator_references as references
-from tests.unit.domain.references import Sequence, random_batch
+from tests.unit.domain import references
+from tests.unit.domain.references import PART_WEIGHTS, Sequence, Settings, random_batch
 
-GROUP_ESTIMATORS = ["reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
-EXAMPLES = settings(max_examples=40, deadline=None)
+NAMES = list(catalogue.ESTIMATORS)
+BASELINED = [
+    "reinforce_baseline",
+    "rloo",
+    "rloo_sequence",
+    "group_norm",
+    "dr_grpo",
+    "opo",
+    "gpg",
+    "gdpo",
+    "turn_group_norm",
+]
+"""Whose baseline is the group's."""
+GROUP_ESTIMATORS = [*BASELINED, "maxrl"]
+SCALE_FREE = ["group_norm", "gdpo", "maxrl", "turn_group_norm"]
+LINEAR = ["reinforce_baseline", "rloo", "rloo_sequence", "dr_grpo", "opo", "gpg", "remax", "flash_reinforce"]
+EXAMPLES = settings(max_examples=25, deadline=None)
 SEEDS = st.integers(0, 10**6)
-WEIGHTS = [1.0, 0.5]
+WHITENINGS = st.sampled_from([None, *catalogue.WHITENINGS])
+PARAMS = EstimatorParams(gamma=0.9, lambd=0.8)
+SETTINGS = st.builds(
+    Settings,
+    gamma=st.sampled_from([1.0, 0.99, 0.5]),
+    lambd=st.sampled_from([1.0, 0.95, 0.0]),
+    critic_lambd=st.sampled_from([None, 1.0, 0.7]),
+    length_adaptive_alpha=st.sampled_from([None, 0.05, 0.5]),
+)
 
 
 def flat(batch: list[Sequence], name: str, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -32,212 +55,248 @@ def inputs(batch: list[Sequence], dtype: torch.dtype = torch.float64, poison: fl
     columns = {name: flat(batch, name, dtype) for name in ("rewards", "extras", "values")}
     if poison is not None:
         columns = {name: torch.where(mask, column, poison) for name, column in columns.items()}
+    has_turns = all(s.turns is not None for s in batch)
     return EstimatorInput(
         rewards_N=columns["rewards"],
         token_rewards_N=columns["extras"],
         values_N=columns["values"],
         action_mask_N=mask,
+        turn_ids_N=flat(batch, "turns", torch.int64) if has_turns else None,
         lengths_S=torch.tensor([len(s.actions) for s in batch]),
         group_ids_S=torch.tensor([s.group for s in batch]),
         sample_ids_S=torch.tensor([s.sample for s in batch]),
-        baselines_S=torch.tensor(extra_lists(batch)["baselines"], dtype=dtype),
-        reward_parts_SK=torch.tensor(extra_lists(batch)["parts"], dtype=dtype),
-        part_weights_K=torch.tensor(WEIGHTS, dtype=dtype),
+        baselines_S=torch.tensor([s.baseline for s in batch], dtype=dtype),
+        reward_parts_SK=torch.tensor([s.parts for s in batch], dtype=dtype),
+        part_weights_K=torch.tensor(PART_WEIGHTS, dtype=dtype),
     )
 
 
-def extra_lists(batch: list[Sequence]) -> dict[str, Any]:
-    """Greedy baselines (one a prompt) and two named rewards of each sequence, made up from its numbers."""
-    return {
-        "baselines": [math.sin(s.group) for s in batch],
-        "parts": [[math.cos(s.group + 3 * s.sample + len(s.actions)), float(s.sample % 2)] for s in batch],
-        "weights": WEIGHTS,
-    }
-
-
-def with_turns(given_inputs: EstimatorInput, batch: list[Sequence]) -> EstimatorInput:
-    """Turns by number, for sequences whose gaps will be gone."""
-    numbers = []
-    for s in batch:
-        turn = -1
-        for t, action in enumerate(s.actions):
-            turn += action and (t == 0 or not s.actions[t - 1])
-            numbers.append(turn if action else -1)
-    return evolve(given_inputs, turn_ids_N=torch.tensor(numbers))
-
-
-def select(given_inputs: EstimatorInput, order: list[int], lengths: list[int]) -> EstimatorInput:
-    """The sequences in another order."""
-    index_N = torch.cat([torch.arange(sum(lengths)).split(lengths)[i] for i in order])
-    changed = {}
-    for field in attrs.fields(EstimatorInput):
-        value = getattr(given_inputs, field.name)
-        if value is not None and not field.name.endswith("_K"):
-            changed[field.name] = value[index_N] if field.name.endswith("_N") else value[order]
-        if field.name == "reward_parts_SK":
-            changed[field.name] = value[order]
-    return evolve(given_inputs, **changed)
-
-
-def expected(rows: list[list[float | None]]) -> Tensor:
+def expected(rows: references.Rows) -> Tensor:
     return torch.tensor([0.0 if x is None else x for row in rows for x in row], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+def params_of(options: Settings) -> EstimatorParams:
+    return EstimatorParams(**attrs.asdict(options))
+
+
+def raw(name: str, batch: list[Sequence], params: EstimatorParams = PARAMS) -> Tensor:
+    return ESTIMATORS[name](inputs(batch), params).advantages_N
+
+
+def numbered(batch: list[Sequence]) -> list[Sequence]:
+    """The batch with its turns named on the tokens."""
+    return [attrs.evolve(s, turns=references.turn_numbers(s)) for s in batch]
+
+
+def reordered(batch: list[Sequence], seed: int) -> list[int]:
+    """A random order of the rollouts in which the branches of one keep theirs."""
+    order = list(range(len(batch)))
+    random.Random(seed).shuffle(order)
+    waiting: dict[tuple[int, int], list[int]] = {}
+    for i, s in enumerate(batch):
+        waiting.setdefault((s.group, s.sample), []).append(i)
+    return [waiting[batch[i].group, batch[i].sample].pop(0) for i in order]
+
+
+def padded(sequence: Sequence, before: int, after: int) -> Sequence:
+    """With tokens of no action added at both ends."""
+
+    def pad(column: list[float]) -> list[float]:
+        return [9.0] * before + column + [9.0] * after
+
+    return attrs.evolve(
+        sequence,
+        rewards=pad(sequence.rewards),
+        extras=pad(sequence.extras),
+        values=pad(sequence.values),
+        actions=[False] * before + sequence.actions + [False] * after,
+    )
+
+
+def test_every_estimator_is_in_the_catalogue() -> None:
+    assert set(NAMES) == set(ESTIMATORS)
+    assert {*GROUP_ESTIMATORS} == {n for n, traits in catalogue.ESTIMATORS.items() if "group" in traits.needs}
+
+
+@pytest.mark.parametrize("name", NAMES)
 @EXAMPLES
-@given(
-    seed=SEEDS,
-    long=st.booleans(),
-    gamma=st.sampled_from([1.0, 0.99, 0.5]),
-    lambd=st.sampled_from([1.0, 0.95, 0.0]),
-    whiten=st.sampled_from([None, "none", "batch", "group"]),
-    std_norm=st.booleans(),
-)
-def test_equals_the_reference(
-    name: str, seed: int, long: bool, gamma: float, lambd: float, whiten: str | None, std_norm: bool
-) -> None:
+@given(seed=SEEDS, long=st.booleans(), options=SETTINGS)
+def test_equals_the_reference(name: str, seed: int, long: bool, options: Settings) -> None:
     batch = random_batch(seed, long=long)
-    params = EstimatorParams(gamma=gamma, lambd=lambd)
-    rows = references.estimate(name, batch, gamma=gamma, lambd=lambd, **extra_lists(batch))
-    rows = references.whitened(batch, rows, whiten or estimator_traits(name).whiten, std_norm=std_norm)
-    want = expected(rows)
-    exact = estimate(name, inputs(batch), params, whiten=whiten, std_norm=std_norm).advantages_N
-    torch.testing.assert_close(exact, want, rtol=1e-8, atol=1e-8)
-    if std_norm and whiten is not None:
-        return  # in float32 a whitened spread of rounding errors is noise
-    single = estimate(name, inputs(batch, torch.float32), params, whiten=whiten, std_norm=std_norm).advantages_N
-    torch.testing.assert_close(single.double(), want, rtol=1e-3, atol=1e-3)
+    advantages, returns = references.raw(name, batch, options)
+    exact = ESTIMATORS[name](inputs(batch), params_of(options))
+    torch.testing.assert_close(exact.advantages_N, expected(advantages), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(exact.returns_N, expected(returns), rtol=1e-9, atol=1e-9)
+    single = ESTIMATORS[name](inputs(batch, torch.float32), params_of(options))
+    assert single.advantages_N.dtype == single.returns_N.dtype == torch.float32
+    torch.testing.assert_close(single.advantages_N.double(), expected(advantages), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", NAMES)
 @EXAMPLES
-@given(
-    seed=SEEDS,
-    gamma=st.sampled_from([1.0, 0.9]),
-    lambd=st.sampled_from([1.0, 0.95]),
-    critic_lambd=st.sampled_from([None, 1.0, 0.8]),
-    alpha=st.sampled_from([None, 0.05, 0.5]),
-)
-def test_vapos_lambdas_and_the_critics_targets(
-    seed: int, gamma: float, lambd: float, critic_lambd: float | None, alpha: float | None
+@given(seed=SEEDS, over=WHITENINGS, std_norm=st.booleans(), options=SETTINGS)
+def test_whitening_equals_the_reference(
+    name: str, seed: int, over: str | None, std_norm: bool, options: Settings
 ) -> None:
-    batch = random_batch(seed, long=True)
-    params = EstimatorParams(gamma=gamma, lambd=lambd, critic_lambd=critic_lambd, length_adaptive_alpha=alpha)
-    found = estimate("gae", inputs(batch), params, whiten="none")
-    advantages, returns = references.gae(batch, gamma, lambd, critic_lambd, alpha)
-    torch.testing.assert_close(found.advantages_N, expected(advantages), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found.returns_N, expected(returns), rtol=1e-9, atol=1e-9)
+    batch = random_batch(seed)
+    rows, returns = references.raw(name, batch, options)
+    chosen = over or {"gae": "batch", "turn_gae": "batch", "reinforce": "batch", "reinforce_baseline": "batch"}.get(
+        name, "none"
+    )
+    want = expected(references.whitened_over(batch, rows, chosen, std_norm))
+    exact = estimate(name, inputs(batch), params_of(options), whiten=over, std_norm=std_norm)
+    torch.testing.assert_close(exact.advantages_N, want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(exact.returns_N, expected(returns), rtol=1e-9, atol=1e-9)
+    single = estimate(name, inputs(batch, torch.float32), params_of(options), whiten=over, std_norm=std_norm)
+    torch.testing.assert_close(single.advantages_N.double(), want, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", ["turn_gae", "turn_group_norm"])
+@EXAMPLES
+@given(seed=SEEDS, options=SETTINGS)
+def test_adjacent_turns_are_told_apart_by_their_ids(name: str, seed: int, options: Settings) -> None:
+    rng = random.Random(seed)
+    batch = []
+    for s in random_batch(seed):
+        turns = [0] * len(s.actions)
+        for t in range(1, len(turns)):
+            turns[t] = turns[t - 1] + (rng.random() < 0.5)
+        batch.append(attrs.evolve(s, turns=turns))
+    found = ESTIMATORS[name](inputs(batch), params_of(options)).advantages_N
+    want = expected(references.raw(name, batch, options)[0])
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @EXAMPLES
 @given(seed=SEEDS)
 def test_order_and_packing_do_not_matter(name: str, seed: int) -> None:
-    batch = random_batch(seed)
-    params = EstimatorParams(gamma=0.9, lambd=0.9)
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)).tolist()
-    for s in {(s.group, s.sample) for s in batch}:  # branches of a rollout keep their order
-        places = [place for place, i in enumerate(order) if (batch[i].group, batch[i].sample) == s]
-        for place, i in zip(places, sorted(order[place] for place in places), strict=True):
-            order[place] = i
+    batch, rng = random_batch(seed), random.Random(seed)
+    order = reordered(batch, seed)
     lengths = [len(s.actions) for s in batch]
-    before = estimate(name, inputs(batch), params).advantages_N.split(lengths)
-    after = estimate(name, select(inputs(batch), order, lengths), params).advantages_N
-    torch.testing.assert_close(after, torch.cat([before[i] for i in order]), rtol=1e-9, atol=1e-12)
+    before = torch.split(raw(name, batch), lengths)
+    widths = [(rng.randint(0, 3), rng.randint(0, 3)) for _ in batch]
+    moved = [padded(batch[i], *widths[i]) for i in order]
+    after = torch.split(raw(name, moved), [len(s.actions) for s in moved])
+    for i, row in zip(order, after, strict=True):
+        start = widths[i][0]
+        torch.testing.assert_close(row[start : start + lengths[i]], before[i], rtol=1e-9, atol=1e-12)
+        assert row[:start].count_nonzero() == row[start + lengths[i] :].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @EXAMPLES
-@given(seed=SEEDS)
-def test_what_is_masked_changes_nothing(name: str, poison: float, seed: int) -> None:
+@given(seed=SEEDS, over=WHITENINGS)
+def test_what_is_masked_changes_nothing(name: str, poison: float, seed: int, over: str | None) -> None:
     batch = random_batch(seed)
-    params = EstimatorParams(gamma=0.9, lambd=0.9)
-    clean = estimate(name, inputs(batch), params)
-    poisoned = estimate(name, inputs(batch, poison=poison), params)
+    clean = estimate(name, inputs(batch), PARAMS, whiten=over)
+    poisoned = estimate(name, inputs(batch, poison=poison), PARAMS, whiten=over)
     assert torch.equal(clean.advantages_N, poisoned.advantages_N)
     assert torch.equal(clean.returns_N, poisoned.returns_N)
+    assert clean.advantages_N.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", NAMES)
 @EXAMPLES
 @given(seed=SEEDS)
 def test_a_gap_equals_the_compacted_sequence(name: str, seed: int) -> None:
-    batch = random_batch(seed)
-    gapped = with_turns(inputs(batch), batch)
-    mask = gapped.action_mask_N
-    compact = evolve(
-        gapped,
-        lengths_S=torch.tensor([sum(s.actions) for s in batch]),
-        **{
-            field: getattr(gapped, field)[mask]
-            for field in ("rewards_N", "token_rewards_N", "values_N", "action_mask_N", "turn_ids_N")
-        },
-    )
-    params = EstimatorParams(gamma=0.9, lambd=0.8)
-    found = estimate(name, gapped, params).advantages_N
-    dense = estimate(name, compact, params).advantages_N
-    torch.testing.assert_close(found[mask], dense, rtol=1e-12, atol=1e-12)
+    batch = numbered(random_batch(seed))
+    compact = []
+    for s in batch:
+        places, turns = references.action_positions(s), references.turn_numbers(s)
+        compact.append(
+            attrs.evolve(
+                s,
+                rewards=[s.rewards[t] for t in places],
+                extras=[s.extras[t] for t in places],
+                values=[s.values[t] for t in places],
+                turns=[turns[t] for t in places],
+                actions=[True] * len(places),
+            )
+        )
+    gapped = raw(name, batch)
+    torch.testing.assert_close(gapped, raw(name, [attrs.evolve(s, turns=None) for s in batch]), rtol=0, atol=0)
+    dense = raw(name, compact)
+    torch.testing.assert_close(gapped[flat(batch, "actions", torch.bool)], dense, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-@EXAMPLES
-@given(seed=SEEDS, factor=st.sampled_from([0.1, 3.0]))
-def test_scaled_rewards_scale_advantages_or_leave_them(name: str, seed: int, factor: float) -> None:
-    batch = random_batch(seed)
-    given_inputs = inputs(batch)
-    zero = torch.zeros_like(given_inputs.rewards_N)
-    plain = evolve(given_inputs, token_rewards_N=zero, values_N=zero)
-    scaled = evolve(
-        plain,
-        rewards_N=plain.rewards_N * factor,
-        baselines_S=None if plain.baselines_S is None else plain.baselines_S * factor,
-        reward_parts_SK=None if plain.reward_parts_SK is None else plain.reward_parts_SK * factor,
-    )
-    before, after = (estimate(name, x, EstimatorParams(), whiten="none").advantages_N for x in (plain, scaled))
-    scale_free = ("group_norm", "turn_group_norm", "maxrl", "gdpo")
-    torch.testing.assert_close(after, before * (1.0 if name in scale_free else factor), rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_without_actions_is_answered_with_zeros(name: str) -> None:
+    batch = [Sequence(0, i, [0.0] * 2, [0.0] * 2, [0.0] * 2, [False] * 2) for i in range(2)]
+    for over in (None, *catalogue.WHITENINGS):
+        assert torch.equal(
+            estimate(name, inputs(batch), PARAMS, whiten=over).advantages_N, torch.zeros(4, dtype=torch.float64)
+        )
 
 
-@pytest.mark.parametrize("name", [n for n in ESTIMATORS if "group" in estimator_traits(n).needs])
-@EXAMPLES
-@given(seed=SEEDS)
-def test_what_all_of_a_group_got_teaches_nothing(name: str, seed: int) -> None:
-    """Equal outcomes have no advantage; a constant added to them matters to maxrl alone, which divides by it."""
-    if name == "gdpo":
-        return  # its parts are apart from the reward
-    rewards = [0.1 * (seed % 10)] * 4 + torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
-    groups = [0] * 4 + [1] * 4
-    found = estimate(name, one_token_each(rewards, groups), EstimatorParams(), whiten="none").advantages_N[1::2]
-    assert found[:4].abs().max() < 1e-6
-    if name != "maxrl":
-        more = one_token_each([r + 2.0 for r in rewards], groups)
-        shifted = estimate(name, more, EstimatorParams(), whiten="none").advantages_N[1::2]
-        torch.testing.assert_close(shifted, found, rtol=1e-3, atol=1e-4)
-
-
-def test_a_calibrated_critic_sees_no_advantage_across_a_gap() -> None:
+@pytest.mark.parametrize("name", ["gae", "turn_gae"])
+def test_a_calibrated_critic_sees_no_advantage_across_a_gap(name: str) -> None:
     actions = [False, True, True, *[False] * 100, True, True]
     reward = [0.0] * (len(actions) - 1) + [0.5]
     zeros, values = [0.0] * len(actions), [0.5] * len(actions)
-    given_inputs = inputs([Sequence(0, 0, reward, zeros, values, actions)])
-    found = estimate("gae", given_inputs, EstimatorParams(lambd=0.95), whiten="none")
-    assert found.advantages_N.abs().max() < 1e-12
+    found = raw(name, [Sequence(0, 0, reward, zeros, values, actions)], EstimatorParams(lambd=0.95))
+    assert found.abs().max() < 1e-12
 
 
-def one_token_each(rewards: list[float], groups: list[int] | None = None) -> EstimatorInput:
+def one_token_each(
+    rewards: list[float], groups: list[int] | None = None, dtype: torch.dtype = torch.float32
+) -> EstimatorInput:
     batch = [
-        Sequence(0 if groups is None else groups[i], i, [0.0, r], [0.0, 0.0], [0.0, 0.0], [False, True])
+        Sequence(
+            0 if groups is None else groups[i], i, [0.0, r], [0.0, 0.0], [0.0, 0.0], [False, True], parts=[r, 3 * r]
+        )
         for i, r in enumerate(rewards)
     ]
-    return inputs(batch, torch.float32)
+    return inputs(batch, dtype)
+
+
+def plain_batch(seed: int) -> list[Sequence]:
+    """Rollouts of one turn and one branch, with no KL."""
+    rng, batch = random.Random(seed), []
+    for group in range(rng.randint(1, 3)):
+        for sample in range(rng.randint(1, 5)):
+            n = rng.randint(1, 6)
+            batch.append(
+                Sequence(
+                    group,
+                    sample,
+                    [0.0] * n + [rng.random()],
+                    [0.0] * (n + 1),
+                    [0.0] * (n + 1),
+                    [False] + [True] * n,
+                    baseline=0.25 * group,
+                    parts=[rng.random(), rng.random()],
+                )
+            )
+    return batch
+
+
+def moved_rewards(s: Sequence, scale: float, shift: float) -> Sequence:
+    """With scale * r + shift for every reward of a rollout of one turn, its parts and its baseline."""
+    return attrs.evolve(
+        s,
+        rewards=[*s.rewards[:-1], scale * s.rewards[-1] + shift],
+        baseline=scale * s.baseline + shift,
+        parts=[scale * x + shift for x in s.parts],
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
         ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),
+        ("opo", [0.75, -0.25, -0.25, -0.25]),
+        ("gpg", [0.75, -0.25, -0.25, -0.25]),
+        ("flash_reinforce", [0.75, -0.25, -0.25, -0.25]),
         ("rloo", [1, -1 / 3, -1 / 3, -1 / 3]),
+        ("rloo_sequence", [1, -1 / 3, -1 / 3, -1 / 3]),
         ("group_norm", [1.5, -0.5, -0.5, -0.5]),
+        ("turn_group_norm", [1.5, -0.5, -0.5, -0.5]),
+        ("gdpo", [1.5, -0.5, -0.5, -0.5]),
+        ("maxrl", [3, -1, -1, -1]),
+        ("remax", [1, 0, 0, 0]),
+        ("reinforce", [1, 0, 0, 0]),
     ],
 )
 def test_hand_computed_groups(name: str, wanted: list[float]) -> None:
@@ -245,12 +304,81 @@ def test_hand_computed_groups(name: str, wanted: list[float]) -> None:
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float32), rtol=1e-6, atol=1e-6)
 
 
+def test_opo_weighs_by_length() -> None:
+    batch = [
+        Sequence(0, 0, [1.0], [0.0], [0.0], [True]),
+        Sequence(0, 1, [0.0] * 3, [0.0] * 3, [0.0] * 3, [True] * 3),
+    ]
+    assert raw("opo", batch).tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_gpg_leaves_groups_that_teach_nothing_out_of_the_mean() -> None:
+    found = ESTIMATORS["gpg"](one_token_each([1, 0, 1, 1], [0, 0, 1, 1]), EstimatorParams()).advantages_N[1::2]
+    assert found.tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_a_rollout_counts_once_however_many_branches_it_has() -> None:
+    one = Sequence(0, 0, [1.0], [0.0], [0.0], [True])
+    none = attrs.evolve(one, rewards=[0.0])
+    other = attrs.evolve(none, sample=1)
+    assert raw("dr_grpo", [one, none, none, other]).tolist() == [0.5, 0.5, 0.5, -0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 @pytest.mark.parametrize("count", [1, 3, 6, 7])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7])
-def test_equal_rewards_teach_nothing(name: str, count: int, reward: float) -> None:
-    found = ESTIMATORS[name](one_token_each([reward] * count), EstimatorParams()).advantages_N
+def test_equal_rewards_teach_nothing(name: str, count: int, reward: float, dtype: torch.dtype) -> None:
+    given_inputs = one_token_each([reward] * count + [0.3] * 3, [0] * count + [1] * 3, dtype)
+    found = ESTIMATORS[name](given_inputs, EstimatorParams()).advantages_N
     assert found.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+def test_equal_outcomes_earned_over_other_turns_teach_nothing(name: str) -> None:
+    actions = [True, False, True]
+    batch = [
+        Sequence(0, 0, [0.1, 0.0, 0.2], [0.0] * 3, [0.0] * 3, actions, parts=[0.3, 0.3]),
+        Sequence(0, 1, [0.2, 0.0, 0.1], [0.0] * 3, [0.0] * 3, actions, parts=[0.3, 0.3]),
+        Sequence(0, 2, [0.3, 0.0, 0.0], [0.0] * 3, [0.0] * 3, actions, parts=[0.3, 0.3]),
+    ]
+    found = ESTIMATORS[name](inputs(batch, torch.float32), EstimatorParams()).advantages_N
+    assert found[::3].abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name", SCALE_FREE)
+@EXAMPLES
+@given(seed=SEEDS, scale=st.floats(0.1, 10))
+def test_normalised_rewards_have_no_scale(name: str, seed: int, scale: float) -> None:
+    batch = plain_batch(seed)
+    scaled = raw(name, [moved_rewards(s, scale, 0.0) for s in batch])
+    torch.testing.assert_close(scaled, raw(name, batch), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@EXAMPLES
+@given(seed=SEEDS, scale=st.floats(0.1, 10))
+def test_advantages_scale_with_rewards(name: str, seed: int, scale: float) -> None:
+    batch = plain_batch(seed)
+    scaled = raw(name, [moved_rewards(s, scale, 0.0) for s in batch])
+    torch.testing.assert_close(scaled, scale * raw(name, batch), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [*BASELINED, "remax"])
+@EXAMPLES
+@given(seed=SEEDS, shifts=st.lists(st.floats(-5, 5), min_size=3, max_size=3))
+def test_a_constant_on_a_groups_rewards_changes_nothing(name: str, seed: int, shifts: list[float]) -> None:
+    batch = plain_batch(seed)
+    shifted = raw(name, [moved_rewards(s, 1.0, shifts[s.group]) for s in batch])
+    torch.testing.assert_close(shifted, raw(name, batch), rtol=1e-5, atol=1e-5)
+
+
+@EXAMPLES
+@given(seed=SEEDS, shift=st.floats(-5, 5))
+def test_a_constant_on_the_batchs_rewards_leaves_flash_reinforce(seed: int, shift: float) -> None:
+    batch = plain_batch(seed)
+    shifted = raw("flash_reinforce", [moved_rewards(s, 1.0, shift) for s in batch])
+    torch.testing.assert_close(shifted, raw("flash_reinforce", batch), rtol=1e-9, atol=1e-9)
 
 
 @EXAMPLES
@@ -263,30 +391,73 @@ def test_rloo_is_dr_grpo_scaled(seed: int) -> None:
 
 
 @EXAMPLES
-@given(seed=SEEDS, scale=st.floats(0.1, 10), shift=st.floats(-5, 5))
-def test_group_norm_ignores_scale_and_shift(seed: int, scale: float, shift: float) -> None:
-    rewards = torch.rand(5, generator=torch.Generator().manual_seed(seed)).tolist()
-    plain = ESTIMATORS["group_norm"](one_token_each(rewards), EstimatorParams()).advantages_N
-    moved = ESTIMATORS["group_norm"](one_token_each([r * scale + shift for r in rewards]), EstimatorParams())
-    torch.testing.assert_close(plain, moved.advantages_N, rtol=1e-2, atol=1e-3)
+@given(seed=SEEDS)
+def test_turn_gae_of_one_token_turns_is_gae(seed: int) -> None:
+    batch = [attrs.evolve(s, turns=list(range(len(s.actions)))) for s in random_batch(seed)]
+    torch.testing.assert_close(raw("turn_gae", batch), raw("gae", batch), rtol=1e-12, atol=1e-12)
 
 
-def test_gae_without_a_critic_is_refused() -> None:
-    with pytest.raises(ValueError, match="values_N"):
-        ESTIMATORS["gae"](evolve(one_token_each([1.0]), values_N=None), EstimatorParams())
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("gae", "values_N"),
+        ("turn_gae", "values_N"),
+        ("remax", "baselines_S"),
+        ("gdpo", "reward_parts_SK"),
+        ("gdpo", "part_weights_K"),
+    ],
+)
+def test_a_missing_input_is_named(name: str, column: str) -> None:
+    columns = attrs.asdict(one_token_each([1.0]), recurse=False)
+    with pytest.raises(ValueError, match=column):
+        estimate(name, EstimatorInput(**{**columns, column: None}), EstimatorParams())
 
 
-@pytest.mark.parametrize("discount", [0.0, 0.5, 0.99, 1.0])
-@pytest.mark.parametrize("lengths", [[0], [1], [63], [64], [65], [0, 64, 0, 129, 1], [4097, 3, 0, 200], [5000]])
-def test_the_scan_equals_a_loop(discount: float, lengths: list[int]) -> None:
-    x = torch.randn(sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+def test_an_unknown_estimator_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="nonsense"):
+        estimate("nonsense", one_token_each([1.0]), EstimatorParams())
+
+
+@EXAMPLES
+@given(seed=SEEDS)
+def test_whitened_advantages_have_mean_0_and_deviation_1(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = 3 + 2 * torch.randn(40, generator=generator, dtype=torch.float64)
+    groups = torch.arange(40) % 3
+    found = whiten_over(values, groups, std_norm=True)
+    for group in range(3):
+        mine = found[groups == group]
+        assert abs(float(mine.mean())) < 1e-12
+        assert float(mine.std(correction=0)) == pytest.approx(1.0, rel=1e-9)
+    assert float(whiten_over(values, None, std_norm=True).std(correction=0)) == pytest.approx(1.0, rel=1e-9)
+
+
+SCAN_LENGTHS = [[0], [1], [63], [64], [65], [0, 64, 0, 129, 1], [4097, 3, 0, 200], [5000]]
+
+
+def looped(x: Tensor, lengths: list[int], discounts: list[float]) -> Tensor:
     wanted, start = [], 0
-    for length in lengths:
+    for length, discount in zip(lengths, discounts, strict=True):
         running, row = 0.0, []
         for value in reversed(x[start : start + length].tolist()):
             running = value + discount * running
             row.append(running)
         wanted += row[::-1]
         start += length
+    return torch.tensor(wanted, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("discount", [0.0, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("lengths", SCAN_LENGTHS)
+def test_the_scan_equals_a_loop(discount: float, lengths: list[int]) -> None:
+    x = torch.randn(sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = reverse_discounted_sum(x, torch.tensor(lengths), discount)
-    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found, looped(x, lengths, [discount] * len(lengths)), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("lengths", SCAN_LENGTHS)
+def test_the_scan_takes_a_discount_for_each_sequence(lengths: list[int]) -> None:
+    x = torch.randn(sum(lengths), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    discounts = [(0.99, 0.0, 1.0, 0.5)[i % 4] for i in range(len(lengths))]
+    found = reverse_discounted_sum(x, torch.tensor(lengths), torch.tensor(discounts, dtype=torch.float64))
+    torch.testing.assert_close(found, looped(x, lengths, discounts), rtol=1e-10, atol=1e-10)

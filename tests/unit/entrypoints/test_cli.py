@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rollgrad.application.config import RLConfig, Verifier
+from rollgrad.application.choices import Verifier
+from rollgrad.application.config import RLConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.cli import main
 from rollgrad.entrypoints.config_io import dump_config, structure_config

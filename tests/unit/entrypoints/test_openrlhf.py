@@ -13,8 +13,9 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints import cli
 from rollgrad.entrypoints.cli import main
 from rollgrad.entrypoints.config_io import setting_names, structure_config
-from rollgrad.entrypoints.openrlhf import Given, changed_settings, parse, translate, translated_config
+from rollgrad.entrypoints.openrlhf import changed_settings, translate, translated_config
 from rollgrad.entrypoints.openrlhf_flags import FLAGS, FLAT, IMPLIED
+from rollgrad.entrypoints.openrlhf_words import Given, parse
 
 COMMANDS = Path(__file__).with_name("openrlhf_commands.txt").read_text().split("\n\n")
 MODULE = ("python3", "-m", "openrlhf.cli.train_ppo_ray")

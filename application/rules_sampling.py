@@ -1,0 +1,146 @@
+"""Rules of how episodes are sampled, kept and rewarded by length. See `validation`."""
+
+from collections.abc import Iterator
+
+from rollgrad.application.choices import CorrectionLevel, KLAgainst, Normalise, OldLogprobs
+from rollgrad.application.config import AlgoConfig, RewardConfig, RLConfig, RolloutConfig
+from rollgrad.domain.catalogue import estimator_traits
+
+
+def sampling_problems(config: RLConfig) -> Iterator[str]:
+    """Which groups are played and kept."""
+    algo, default, rollout = config.algo, AlgoConfig(), config.rollout
+    filtering = algo.dynamic_filtering_enable or algo.dynamic_filtering_spread
+    if filtering and rollout.n_samples_per_prompt < 2:
+        key = "dynamic_filtering_enable" if algo.dynamic_filtering_enable else "dynamic_filtering_spread"
+        yield (
+            f"algo.{key} judges groups, but rollout.n_samples_per_prompt is {rollout.n_samples_per_prompt}: set "
+            "--rollout.n_samples_per_prompt to 2 or more."
+        )
+    for key, used in (("range", algo.dynamic_filtering_enable), ("budget", filtering)):
+        value = getattr(algo, f"dynamic_filtering_{key}")
+        if not used and value != getattr(default, f"dynamic_filtering_{key}"):
+            yield (
+                f"algo.dynamic_filtering_{key} is {value}, but no group is filtered by it: turn on "
+                f"--algo.dynamic_filtering_enable, or leave --algo.dynamic_filtering_{key} out."
+            )
+    groups = rollout.generate_batch_size
+    if groups is not None and groups < rollout.batch_size:
+        yield (
+            f"rollout.generate_batch_size is {groups}, but a rollout trains on {rollout.batch_size} groups: raise "
+            "--rollout.generate_batch_size, or leave it out."
+        )
+    over_sampling = groups is not None and groups > rollout.batch_size
+    off_policy = algo.correction.level is not CorrectionLevel.OFF or algo.old_logprobs is not OldLogprobs.RECOMPUTE
+    if over_sampling and not off_policy:
+        yield (
+            f"rollout.generate_batch_size is {groups} with rollout.batch_size {rollout.batch_size}, so some samples "
+            "are one update old when they are trained on, which needs a correction: set --algo.correction.level (or "
+            "--algo.preset tis), or --algo.old_logprobs to rollout."
+        )
+    if over_sampling and (config.ckpt.state_steps > 0 or config.ckpt.resume):
+        key = "state_steps" if config.ckpt.state_steps > 0 else "resume"
+        yield (
+            f"ckpt.{key} is {getattr(config.ckpt, key)} with rollout.generate_batch_size {groups}, but groups kept for "
+            f"the next rollout are not part of a training state: leave --ckpt.{key} or --rollout.generate_batch_size "
+            "out."
+        )
+    if algo.old_logprobs is OldLogprobs.INTERPOLATE and not over_sampling:
+        yield (
+            "algo.old_logprobs is interpolate, but every sample is of the newest policy, so there is nothing between: "
+            "set --algo.old_logprobs to rollout."
+        )
+    corrected = off_policy or algo.kl.against is KLAgainst.ROLLOUT
+    if corrected and (rollout.top_p < 1 or rollout.top_k > 0):
+        key = (
+            f"algo.old_logprobs is {algo.old_logprobs}"
+            if algo.old_logprobs is not OldLogprobs.RECOMPUTE
+            else f"algo.correction.level is {algo.correction.level}"
+            if algo.correction.level is not CorrectionLevel.OFF
+            else "algo.kl.against is rollout"
+        )
+        yield (
+            f"{key} with rollout.top_p {rollout.top_p} and rollout.top_k {rollout.top_k}, but the rollout's log-probs "
+            "are then of a truncated distribution while training uses the full one, so their ratio is biased: set "
+            "--rollout.top_p 1 and --rollout.top_k 0."
+        )
+
+
+def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
+    """What is wrong with how rewards are shaped."""
+    reward, default, limit = config.reward, RewardConfig(), config.rollout.max_new_tokens
+    if (reward.normalize is Normalise.DATASET) != (reward.normalize_mean_std is not None):
+        yield (
+            f"reward.normalize is {reward.normalize} and reward.normalize_mean_std is {reward.normalize_mean_std}, but "
+            "a dataset's moments are given and used together: set --reward.normalize dataset and "
+            "--reward.normalize_mean_std MEAN STD."
+        )
+    if reward.overlong_buffer_len is None and reward.overlong_penalty_factor != default.overlong_penalty_factor:
+        yield (
+            f"reward.overlong_penalty_factor is {reward.overlong_penalty_factor}, but there is no length penalty: set "
+            "--reward.overlong_buffer_len, or leave --reward.overlong_penalty_factor out."
+        )
+    if (reward.overlong_buffer_len or 0) > limit:
+        yield (
+            f"reward.overlong_buffer_len is {reward.overlong_buffer_len}, but a reply has at most {limit} tokens "
+            "(rollout.max_new_tokens): lower --reward.overlong_buffer_len."
+        )
+    if not reward.cosine_length:
+        for key in ("cosine_passed", "cosine_failed", "cosine_exceeded"):
+            if getattr(reward, key) != getattr(default, key):
+                yield (
+                    f"reward.{key} is {getattr(reward, key)}, but the reward does not go by length: turn on "
+                    f"--reward.cosine_length, or leave --reward.{key} out."
+                )
+    if reward.cosine_length and reward.overlong_buffer_len is not None:
+        yield (
+            "reward.cosine_length and reward.overlong_buffer_len both make the reward go by length: leave "
+            "--reward.overlong_buffer_len or --reward.cosine_length out."
+        )
+    by_length = [
+        key
+        for key in ("cosine_length", "overlong_buffer_len", "stop_properly_penalty_coef")
+        if getattr(reward, key) != getattr(default, key)
+    ]
+    if by_length and "greedy_baseline" in estimator_traits(config.algo.advantage.estimator).needs:
+        yield (
+            f"reward.{by_length[0]} is set with algo.advantage.estimator {config.algo.advantage.estimator}, whose "
+            f"greedy baseline is not shaped by length: leave --reward.{by_length[0]} out."
+        )
+    if has_environment and (reward.cosine_length or reward.overlong_buffer_len is not None):
+        key = "cosine_length" if reward.cosine_length else "overlong_buffer_len"
+        yield (
+            f"reward.{key} measures one reply against rollout.max_new_tokens, but an environment's episodes have many: "
+            f"leave --reward.{key} out."
+        )
+
+
+def rollout_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with the size of optimizer steps."""
+    rollout = config.rollout
+    samples = rollout.batch_size * rollout.n_samples_per_prompt
+    if (config.train.batch_size or 0) > samples:
+        yield (
+            f"train.batch_size is {config.train.batch_size}, but a rollout has {rollout.batch_size} prompts x "
+            f"{rollout.n_samples_per_prompt} samples = {samples}: lower --train.batch_size or raise "
+            "--rollout.batch_size."
+        )
+
+
+def turn_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
+    """What is wrong with episodes of several turns."""
+    for key in ("max_turns", "max_episode_tokens", "max_episode_seconds"):
+        value = getattr(config.rollout, key)
+        if value != getattr(RolloutConfig(), key) and not has_environment:
+            yield (
+                f"rollout.{key} is {value}, but episodes have one turn without an environment: name one with "
+                f"--train.agent_func_path (environment= in Python), or leave --rollout.{key} out."
+            )
+    if config.train.agent_func_path is not None:
+        reward = config.reward
+        for key in ("function_path", "remote_url", "verifier"):
+            if getattr(reward, key) is not None:
+                yield (
+                    f"reward.{key} is {getattr(reward, key)!r}, but rewards come from the steps of the environment in "
+                    f"train.agent_func_path: leave --reward.{key} out (set it to None over a file)."
+                )

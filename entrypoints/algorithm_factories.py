@@ -1,0 +1,156 @@
+"""From the settings of an algorithm to the objects that carry it out."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from rollgrad.application.choices import CorrectionLevel, KLAgainst, OldLogprobs
+from rollgrad.application.config import RLConfig
+from rollgrad.application.sampling import SamplingPlan
+from rollgrad.domain.batch import PackedBatch
+from rollgrad.domain.catalogue import estimator_traits, policy_loss_traits
+from rollgrad.domain.curriculum import Curriculum
+from rollgrad.domain.filtering import GroupFilter
+from rollgrad.domain.losses.corrections import Correction
+from rollgrad.domain.losses.objectives import PolicyLossObjective
+from rollgrad.domain.losses.registry import PolicyLossParams
+from rollgrad.domain.losses.selection import clip_cov_tokens, kl_cov_tokens, token_keys
+from rollgrad.domain.ports.models import PolicyObjective
+from rollgrad.domain.sampling import SamplingParams
+
+
+def make_aggregation(config: RLConfig) -> str:
+    """How token losses become one number: as set, or the loss's own way."""
+    return config.actor.loss_aggregation or policy_loss_traits(config.actor.policy_loss_type).aggregation
+
+
+def _loss_params(config: RLConfig) -> PolicyLossParams:
+    actor = config.actor
+    default = policy_loss_traits(actor.policy_loss_type).clip or (0.0, 0.0)
+    same = None if actor.eps_clip is None else (actor.eps_clip, actor.eps_clip)
+    low, high = actor.eps_clip_low_high or same or default
+    return PolicyLossParams(
+        clip_low=low,
+        clip_high=high,
+        dual_clip=actor.dual_clip,
+        sapo_tau=actor.sapo_tau,
+        cov_kl_coef=actor.cov_kl_coef,
+    )
+
+
+def _correction(config: RLConfig) -> Correction | None:
+    settings = config.algo.correction
+    if settings.level is CorrectionLevel.OFF:
+        return None
+    return Correction(
+        level=settings.level,
+        mode=settings.mode,
+        gate=settings.gate,
+        low=settings.low,
+        high=settings.high,
+        threshold=settings.threshold,
+        bypass=config.algo.old_logprobs is OldLogprobs.ROLLOUT,
+    )
+
+
+def make_objective(config: RLConfig, *, kl_coef: float, entropy_coef: float, version: int) -> PolicyObjective:
+    """The policy's loss for the current weights of its terms."""
+    return PolicyLossObjective(
+        loss=config.actor.policy_loss_type,
+        params=_loss_params(config),
+        correction=_correction(config),
+        kl_coef=kl_coef if config.algo.kl.use_loss else 0.0,
+        kl_estimator=config.algo.kl.estimator,
+        kl_against=config.algo.kl.against,
+        entropy_coef=entropy_coef,
+        positive_nll_coef=config.actor.positive_nll_coef,
+        version=version if config.algo.old_logprobs is OldLogprobs.INTERPOLATE else None,
+    )
+
+
+def make_token_selection(config: RLConfig) -> Callable[[PackedBatch], Tensor] | None:
+    """What chooses the tokens that clip_cov and kl_cov treat apart."""
+    actor = config.actor
+
+    def clip_cov(batch: PackedBatch) -> Tensor:
+        return clip_cov_tokens(
+            batch.start_logprobs_N,
+            batch.filled("advantages_N"),
+            batch.action_mask_N,
+            share=actor.cov_share,
+            limits=actor.cov_range,
+            keys_N=token_keys(batch.sample_ids_S, batch.positions_N, batch.lengths_S),
+        )
+
+    def kl_cov(batch: PackedBatch) -> Tensor:
+        return kl_cov_tokens(
+            batch.start_logprobs_N, batch.filled("advantages_N"), batch.action_mask_N, share=actor.cov_share
+        )
+
+    return {"clip_cov": clip_cov, "kl_cov": kl_cov}.get(actor.policy_loss_type)
+
+
+def advantage_is_all(config: RLConfig) -> bool:
+    """Whether a sample without an advantage has no gradient: the loss has no other term, and is in proportion."""
+    actor = config.actor
+    return (
+        actor.entropy_coef == 0
+        and actor.entropy_target is None
+        and actor.positive_nll_coef == 0
+        and not config.algo.kl.use_loss
+        and policy_loss_traits(actor.policy_loss_type).proportional
+    )
+
+
+def make_sampling_plan(config: RLConfig) -> SamplingPlan:
+    """Which groups a rollout plays and keeps."""
+    algo, rollout = config.algo, config.rollout
+    return SamplingPlan(
+        groups=rollout.batch_size,
+        samples=rollout.n_samples_per_prompt,
+        in_flight=rollout.generate_batch_size or rollout.batch_size,
+        budget=algo.dynamic_filtering_budget,
+        group_filter=GroupFilter(
+            score_range=algo.dynamic_filtering_range if algo.dynamic_filtering_enable else None,
+            need_spread=algo.dynamic_filtering_spread,
+        ),
+        greedy_baseline="greedy_baseline" in estimator_traits(algo.advantage.estimator).needs,
+    )
+
+
+def make_curriculum(config: RLConfig) -> Curriculum | None:
+    """What passes over prompts by their pass rate, if anything."""
+    limits = config.data.curriculum_range
+    return None if limits is None else Curriculum(limits=limits)
+
+
+def reference_kind(config: RLConfig) -> str:
+    """Whether a reference model is loaded."""
+    needed = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE
+    return "loaded" if needed else "none"
+
+
+def critic_kind(config: RLConfig) -> str:
+    """Whether a critic is loaded."""
+    return "loaded" if "critic" in estimator_traits(config.algo.advantage.estimator).needs else "none"
+
+
+def make_sampling(config: RLConfig) -> SamplingParams:
+    """How episodes are sampled."""
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_new_tokens,
+        stop_strings=rollout.stop_strings,
+    )
+
+
+def make_eval_sampling(config: RLConfig) -> SamplingParams:
+    """How held-out episodes are sampled."""
+    return SamplingParams(
+        temperature=config.eval.temperature,
+        max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+        stop_strings=config.rollout.stop_strings,
+    )

@@ -1,0 +1,229 @@
+"""From settings to adapters: models, data, rewards, executors and sinks."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.datasets.loading import load_dataset
+from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
+from rollgrad.adapters.datasets.source import DatasetPromptSource
+from rollgrad.adapters.http.reward import HttpReward
+from rollgrad.adapters.openrlhf.environment import AgentInstanceEnvironment
+from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
+from rollgrad.adapters.openrlhf.loading import load_agent_file
+from rollgrad.adapters.reasoning_gym.source import ReasoningGymPromptSource
+from rollgrad.adapters.torch.loading import default_device, load_causal_lm, load_critic, resolve_dtype
+from rollgrad.adapters.torch.models import TorchValue
+from rollgrad.adapters.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.tracking.console import ConsoleSink
+from rollgrad.adapters.tracking.jsonl import JsonlSink
+from rollgrad.adapters.tracking.multi import MultiSink
+from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
+from rollgrad.adapters.transformers.engine import EmbeddedEngine
+from rollgrad.application.config import ActorConfig, CriticConfig, RLConfig
+from rollgrad.application.executors.multi_turn import EnvironmentFactory, MultiTurnExecutor
+from rollgrad.application.rules_common import optimizer_steps_per_rollout
+from rollgrad.application.rules_inputs import REASONING_GYM
+from rollgrad.domain.ports.agent_executor import AgentExecutor
+from rollgrad.domain.ports.environment import Environment
+from rollgrad.domain.ports.prompt_source import PromptSource
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
+from rollgrad.domain.prompts import Prompt
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+
+
+def dataset_kind(spec: str | None) -> str:
+    """Where prompts come from."""
+    if spec is None:
+        return "none"
+    return "reasoning_gym" if spec.startswith(REASONING_GYM) else "dataset"
+
+
+def reward_kind(config: RLConfig, spec: str) -> str:
+    """Where rewards come from."""
+    if config.train.agent_func_path is not None:
+        return "none"
+    if config.reward.function_path is not None:
+        return "function"
+    if config.reward.remote_url is not None:
+        return "remote"
+    if config.reward.verifier is not None:
+        return "verifier"
+    kind = dataset_kind(spec)
+    return kind if kind == "reasoning_gym" else "none"
+
+
+def make_remote_reward(config: RLConfig) -> HttpReward:
+    """The client of the reward servers."""
+    reward = config.reward
+    return HttpReward(
+        [url.strip() for url in (reward.remote_url or "").split(",") if url.strip()],
+        timeout=reward.timeout,
+        batch_size=reward.remote_batch_size,
+        weights=reward.weights,
+        failure_value=reward.failure_value,
+    )
+
+
+def make_rollouts(config: RLConfig, prompts: PromptSource) -> int:
+    """Rollouts of the whole run."""
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    return math.ceil(len(prompts) * config.train.num_episodes / config.rollout.batch_size)
+
+
+def make_optimizer(section: ActorConfig | CriticConfig, config: RLConfig, rollouts: int) -> OptimizerSettings:
+    """A model's optimizer settings for the whole run."""
+    trained = rollouts - (config.critic.freezing_steps if section is config.actor else 0)
+    return OptimizerSettings(
+        lr=section.adam.lr,
+        betas=section.adam.betas,
+        eps=section.adam.eps,
+        weight_decay=section.adam.weight_decay,
+        scheduler=section.lr_scheduler,
+        warmup_ratio=section.lr_warmup_ratio,
+        min_lr_ratio=section.min_lr_ratio,
+        max_norm=section.max_norm,
+        total_steps=trained * optimizer_steps_per_rollout(config),
+    )
+
+
+def make_actor_model(config: RLConfig, name: str | None, flag: str) -> Any:
+    """A causal language model in the actor's format; `name` None is the actor's own."""
+    device = default_device()
+    return load_causal_lm(
+        name or config.actor.model_name_or_path,
+        dtype=resolve_dtype(config.actor.dtype, device),
+        device=device,
+        flag=flag,
+    )
+
+
+def make_critic(config: RLConfig, tokenizer: Any, settings: OptimizerSettings) -> TorchValue:
+    """The value model, from the critic's or the actor's checkpoint."""
+    device = default_device()
+    model, head = load_critic(
+        config.critic.model_name_or_path or config.actor.model_name_or_path,
+        dtype=resolve_dtype(config.actor.dtype, device),
+        device=device,
+        flag="--critic.model-name-or-path",
+    )
+    return TorchValue(model, tokenizer, settings, head=head)
+
+
+def make_dataset_source(config: RLConfig, codec: TemplateCodec) -> DatasetPromptSource:
+    """Prompts from datasets."""
+    data = config.data
+    dataset = load_dataset(
+        data.prompt_dataset,
+        split=data.prompt_split,
+        probs=data.prompt_probs,
+        seed=config.train.seed,
+        max_samples=data.max_samples,
+    )
+    return DatasetPromptSource(dataset, PromptBuilder(codec, data), seed=config.train.seed)
+
+
+def make_gym_source(config: RLConfig, codec: TemplateCodec) -> ReasoningGymPromptSource:
+    """Prompts that reasoning-gym generates."""
+    data = config.data
+    size = min(data.size, data.max_samples or data.size)
+    return ReasoningGymPromptSource(data.prompt_dataset, codec, data, size=size, seed=config.train.seed)
+
+
+def make_eval_dataset(config: RLConfig, codec: TemplateCodec) -> list[Prompt]:
+    """Held-out prompts from datasets."""
+    assert config.eval.dataset is not None
+    dataset = load_dataset(
+        config.eval.dataset,
+        split=config.eval.split,
+        probs=None,
+        seed=config.train.seed,
+        max_samples=config.eval.max_samples,
+    )
+    return DatasetPromptSource(dataset, PromptBuilder(codec, config.data), seed=config.train.seed).prompts()
+
+
+HELD_OUT_SEED_OFFSET = 1_000_003
+"""Added to the run's seed for held-out reasoning_gym tasks, so that they differ from the training ones."""
+
+
+def make_eval_gym(config: RLConfig, codec: TemplateCodec) -> list[Prompt]:
+    """Held-out prompts that reasoning-gym generates."""
+    assert config.eval.dataset is not None
+    size = config.eval.max_samples or config.data.size
+    seed = config.train.seed + HELD_OUT_SEED_OFFSET
+    return ReasoningGymPromptSource(config.eval.dataset, codec, config.data, size=size, seed=seed).prompts()
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Every token that ends a reply: the tokenizer's and those the model's generation settings list."""
+    configured = model.generation_config.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
+
+
+def make_engine(config: RLConfig, model: Any, tokenizer: Any, codec: TemplateCodec) -> EmbeddedEngine:
+    """The engine that samples from the trained model itself."""
+    return EmbeddedEngine(
+        model,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        max_batch_size=config.rollout.max_batch_size,
+        decode=codec.decode,
+    )
+
+
+def executor_kind(config: RLConfig, environment: Any) -> str:
+    """What plays the episodes."""
+    if environment is not None:
+        return "environment"
+    return "single_turn" if config.train.agent_func_path is None else "agent_file"
+
+
+def make_multi_turn(
+    config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, environment: Callable[[], Environment]
+) -> MultiTurnExecutor:
+    """Plays episodes in environments that `environment` makes."""
+    return _turns(config, engine, codec, lambda params: environment())
+
+
+def make_agent_file(config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, tokenizer: Any) -> AgentExecutor:
+    """What plays the episodes that the file of `train.agent_func_path` describes."""
+    assert config.train.agent_func_path is not None
+    file = load_agent_file(config.train.agent_func_path)
+    if file.environment is not None:
+        return make_multi_turn(config, engine, codec, file.environment)
+    if file.instance is not None:
+        make = file.instance
+        return _turns(config, engine, codec, lambda params: AgentInstanceEnvironment(make(), params))
+    limit = config.rollout.max_episode_tokens or config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return CustomAgentExecutor(file.executor, engine, codec, tokenizer, max_length=limit)
+
+
+def _turns(
+    config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, environment: EnvironmentFactory
+) -> MultiTurnExecutor:
+    rollout = config.rollout
+    return MultiTurnExecutor(
+        engine,
+        codec,
+        environment,
+        max_turns=rollout.max_turns,
+        max_tokens=rollout.max_episode_tokens,
+        max_seconds=rollout.max_episode_seconds,
+    )
+
+
+def make_sinks(config: RLConfig, rollouts: int) -> MultiSink:
+    """Where metrics go."""
+    output = Path(config.ckpt.output_dir)
+    sinks: list[Any] = [JsonlSink(output / METRICS_FILE)]
+    if config.logger.console:
+        sinks.append(ConsoleSink(rollouts))
+    if config.logger.tensorboard_dir is not None:
+        sinks.append(TensorBoardSink(Path(config.logger.tensorboard_dir)))
+    return MultiSink(sinks)
