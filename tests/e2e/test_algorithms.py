@@ -219,3 +219,24 @@ def test_presets_are_shown_and_overridden(workspace: Path, capsys: pytest.Captur
     assert config.algo.preset is None
     assert main(["train", "rl", "--algo.preset", "dappo"]) == 2
     assert "none of ppo, vapo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--algo.extension_path nowhere.py", "there is no such file"),
+        ("--algo.extension_path broken.py", "cannot be imported: NameError"),
+        ("--algo.advantage.estimator mine", "none of gae"),
+        ("--algo.preset gdpo --reward.verifier exact_match --reward.function_path None", "--data.label_key"),
+        ("--algo.preset dapo --algo.dynamic_filtering_range 0.9 0.95", "dynamic filtering kept only"),
+        ("--reward.weights letters 1", "give one weight to each"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    workspace: Path, flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("broken.py").write_text("undefined")
+    assert main(["train", "rl", "--config", "run.yaml", *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
