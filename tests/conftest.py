@@ -5,6 +5,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,21 @@ def tiny_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
     LlamaForCausalLM(config).save_pretrained(path)
     tiny_tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def algorithms_as_before() -> Iterator[None]:
+    """Takes back what a test registers."""
+    from rollgrad.domain import catalogue, estimators, losses
+
+    tables: list[dict[str, Any]] = [
+        catalogue.ESTIMATORS,
+        catalogue.POLICY_LOSSES,
+        estimators.ESTIMATORS,
+        losses.POLICY_LOSSES,
+    ]
+    before = [dict(table) for table in tables]
+    yield
+    for table, old in zip(tables, before, strict=True):
+        table.clear()
+        table.update(old)

@@ -24,6 +24,14 @@ CLOSE_SECONDS = 5.0
 """Longest wait for killed workers to be gone."""
 
 
+POLL_SECONDS = 5.0
+"""Between looks at whether the pool still runs, while a judgement is out."""
+
+
+class _PoolBrokenError(Exception):
+    """The pool, not the judgement, broke down; a new pool may answer."""
+
+
 @frozen(kw_only=True)
 class Verdict:
     """`value`, or why there is none: the deadline passed (`timed_out`) or the judge broke down (`failed`)."""
@@ -74,16 +82,10 @@ class JudgePool:
     """
 
     def __init__(self, *, timeout: float, warm_up: Callable[[], None]) -> None:
-        from pebble import ProcessPool
-
         self._timeout = timeout
-        self._pool = ProcessPool(
-            max_workers=max(2, min(MAX_WORKERS, (os.cpu_count() or 2) // 2)),
-            context=_BareSpawnContext(),
-            initializer=warm_up,
-        )
-        # The first call starts the processes: they import while the models load.
-        self._pool.schedule(float)
+        self._warm_up = warm_up
+        self._closed = False
+        self._pool = self._start()
 
     async def judge(self, func: Callable[..., float], *args: Any) -> Verdict:
         """What `func(*args)` says; an exception in it, and the death of its process, count as `failed`.
@@ -92,14 +94,46 @@ class JudgePool:
             RewardError: `func` raised it, the pool is closed, or its processes cannot start.
         """
         try:
-            future = self._pool.schedule(func, args=args, timeout=self._timeout)
-        except RuntimeError as error:
+            try:
+                return await self._judge(func, args)
+            except _PoolBrokenError as error:
+                _log.warning("judge_pool_restarted", error=str(error))
+                return await self._judge(func, args)
+        except _PoolBrokenError as error:
             raise RewardError(f"The reward's worker processes are not running: {error}.") from error
+
+    def _start(self) -> Any:
+        from pebble import ProcessPool
+
+        pool = ProcessPool(
+            max_workers=max(2, min(MAX_WORKERS, (os.cpu_count() or 2) // 2)),
+            context=_BareSpawnContext(),
+            initializer=self._warm_up,
+        )
+        # The first call starts the processes: they import while the models load.
+        pool.schedule(float)
+        return pool
+
+    async def _judge(self, func: Callable[..., float], args: tuple[Any, ...]) -> Verdict:
+        if not self._closed and not self._pool.active:
+            self._pool = self._start()
+        pool = self._pool
         try:
-            return Verdict(value=await asyncio.wrap_future(future))
+            future = asyncio.wrap_future(pool.schedule(func, args=args, timeout=self._timeout))
+        except RuntimeError as error:
+            raise _PoolBrokenError(str(error)) from error
+        try:
+            while not future.done():
+                await asyncio.wait({future}, timeout=POLL_SECONDS)
+                if not future.done() and not pool.active:  # nobody would ever answer
+                    raise _PoolBrokenError("the pool broke down")
+            return Verdict(value=future.result())
         except TimeoutError:
             return Verdict(timed_out=True)
-        except RewardError:
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        except (RewardError, _PoolBrokenError):
             raise
         except BrokenProcessPool as error:
             raise RewardError(f"The reward's worker processes ended: {error} (their output tells why).") from error
@@ -109,5 +143,6 @@ class JudgePool:
 
     def close(self) -> None:
         """Kills the processes; idempotent."""
+        self._closed = True
         self._pool.stop()
         self._pool.join(CLOSE_SECONDS)

@@ -11,8 +11,6 @@ import yaml
 
 from rollgrad.application.presets import PRESETS
 from rollgrad.domain import catalogue
-from rollgrad.domain.estimators import ESTIMATORS
-from rollgrad.domain.losses.registry import POLICY_LOSSES
 from rollgrad.entrypoints.cli import main
 from rollgrad.entrypoints.config_io import structure_config
 
@@ -48,15 +46,10 @@ def mine_too(inputs, params):
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    """What a run changes for its process: where logs go, and the known algorithms."""
-    tables = [catalogue.ESTIMATORS, catalogue.POLICY_LOSSES, ESTIMATORS, POLICY_LOSSES]
-    before = [dict(table) for table in tables]  # type: ignore[call-overload]
+def _logging_as_before(algorithms_as_before: None) -> Iterator[None]:
+    """The command line points structlog at the stderr of its own call."""
     yield
     structlog.reset_defaults()
-    for table, old in zip(tables, before, strict=True):
-        table.clear()  # type: ignore[attr-defined]
-        table.update(old)  # type: ignore[attr-defined]
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def workplace(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_blocks_run(page: Path, workplace: Path) -> None:
+def test_blocks_run(page: Path, workplace: Path, algorithms_as_before: None) -> None:
     for language, code in blocks(page):
         match language:
             case "bash":

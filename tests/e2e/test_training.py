@@ -198,6 +198,8 @@ def test_the_size_of_a_micro_batch_changes_nothing(workspace: Path) -> None:
     assert train("--ckpt.output_dir", "whole") == 0
     assert train("--ckpt.output_dir", "parts", "--train.max_tokens_per_micro_batch", "40") == 0
     for whole, parts in zip(timeless(metrics("whole")), timeless(metrics("parts")), strict=True):
+        for row in (whole, parts):
+            row.pop("policy/mismatch_equal_share")  # equal to the bit: products of another size round differently
         assert parts == pytest.approx(whole, rel=1e-3, abs=1e-5)
 
 

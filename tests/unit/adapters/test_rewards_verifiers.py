@@ -187,3 +187,18 @@ def test_workers_that_cannot_start_are_an_error() -> None:
     with pytest.raises(RewardError, match="ended"):
         asyncio.run(pool.judge(float, "1"))
     pool.close()
+
+
+def test_a_pool_that_broke_down_is_replaced() -> None:
+    from pebble.pool.base_pool import PoolStatus
+
+    verifier = VerifierReward(Verifier.MATH, timeout=TIMEOUT)
+    assert judge(verifier, ask("7", "7"))[0].value == 1.0
+    broken = verifier._pool._pool  # type: ignore[union-attr]
+    broken._context.status = PoolStatus.ERROR
+    assert judge(verifier, ask("7", "7"))[0].value == 1.0
+    assert verifier._pool._pool is not broken  # type: ignore[union-attr]
+    verifier.close()
+    broken.stop()
+    with pytest.raises(RewardError, match="not running"):
+        judge(verifier, ask("7", "7"))
