@@ -19,7 +19,8 @@ class Prompt:
     """One task: what the policy is asked, ready as token ids, and what its reply is judged by.
 
     `text` is the rendered prompt (chat template applied). `label` is whatever the reward source needs (reference
-    answer, or None). `datasource` names the origin for per-source metrics. `metadata` holds the source's own entry.
+    answer, or None). `datasource` names the origin for per-source metrics. `metadata` holds the source's own entry;
+    `messages` the conversation that was rendered (empty for a prompt that was text from the start).
     """
 
     token_ids: tuple[int, ...]
@@ -27,6 +28,7 @@ class Prompt:
     label: Any = None
     datasource: str = "default"
     metadata: Mapping[str, Any] = field(factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 @frozen

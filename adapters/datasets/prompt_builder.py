@@ -50,7 +50,8 @@ class PromptBuilder:
         label = None
         if data.label_key is not None:
             label = self._column(entry, data.label_key, "--data.label-key", datasource)
-        rendered = self._render_chat(value, datasource) if data.apply_chat_template else self._plain(value, datasource)
+        messages = self._messages(value, datasource) if data.apply_chat_template else []
+        rendered = self._codec.render(messages) if messages else self._plain(value, datasource)
         length = len(rendered.token_ids)
         if length == 0:
             raise DataError(f"A prompt of {datasource!r} has no tokens: column {data.input_key!r} holds {value!r}.")
@@ -65,6 +66,7 @@ class PromptBuilder:
             label=label,
             datasource=datasource,
             metadata=dict(entry),
+            messages=tuple(messages),
         )
 
     @staticmethod
@@ -74,7 +76,7 @@ class PromptBuilder:
             raise DataError(f"{datasource!r} has no column {key!r}: set {flag} to one of its columns ({columns}).")
         return entry[key]
 
-    def _render_chat(self, value: Any, datasource: str) -> RenderedPrompt:
+    def _messages(self, value: Any, datasource: str) -> list[Mapping[str, Any]]:
         if isinstance(value, str):
             messages: list[Mapping[str, Any]] = [{"role": "user", "content": value}]
         elif isinstance(value, list) and value and all(isinstance(m, Mapping) and "role" in m for m in value):
@@ -86,7 +88,7 @@ class PromptBuilder:
             )
         if self._data.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._data.system_prompt})
-        return self._codec.render(messages)
+        return messages
 
     def _plain(self, value: Any, datasource: str) -> RenderedPrompt:
         if not isinstance(value, str):

@@ -7,9 +7,10 @@ from attrs import evolve
 
 from rollgrad.adapters.openrlhf.shim import SamplingParams as AgentSampling
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.messages import Action
 from rollgrad.domain.ports.environment import Environment, StepResult
 from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import Generation, SamplingParams
+from rollgrad.domain.sampling import SamplingParams
 
 UNLIMITED = -1
 """vLLM's top_k for the full distribution."""
@@ -44,11 +45,11 @@ class AgentInstanceEnvironment(Environment):
         self._text = observation
         return str(observation[len(prompt.text) :])
 
-    async def step(self, action_text: str, generation: Generation) -> StepResult:
+    async def step(self, action: Action) -> StepResult:
         """Answers an action."""
         states = {
             "observation_text": self._text,
-            "action_text": action_text,
+            "action_text": action.text,
             "label": self._label,
             "sampling_params": self._shown,
         }
@@ -56,7 +57,7 @@ class AgentInstanceEnvironment(Environment):
         if answer.get("environment_images"):
             raise ConfigurationError("The agent returned environment_images, which this run cannot show to its model.")
         feedback = str(answer.get("environment_feedback") or "")
-        self._text += action_text + feedback
+        self._text += action.text + feedback
         replaced = answer.get("sampling_params")
         if replaced is not None:
             self._shown = replaced

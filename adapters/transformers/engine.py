@@ -35,6 +35,9 @@ class _Row:
 
     request: GenerationRequest
     future: "asyncio.Future[Generation]"
+    on_token: Callable[[int], None] | None = None
+    heard: int = 0
+    """Tokens that `on_token` has heard."""
     tokens: list[int] = field(factory=list)
     logprobs: list[float] = field(factory=list)
     versions: list[int] = field(factory=list)
@@ -49,6 +52,13 @@ class _Row:
     def length(self) -> int:
         """Tokens whose keys are stored before the next step: all but the latest sampled one."""
         return len(self.request.prompt_token_ids) + len(self.tokens) - 1
+
+    def tell(self) -> None:
+        """Lets the listener hear what it has not heard."""
+        if self.on_token is not None:
+            while self.heard < len(self.tokens):
+                self.heard += 1
+                self.on_token(self.tokens[self.heard - 1])
 
     def generation(self) -> Generation:
         """What the caller gets."""
@@ -103,10 +113,12 @@ class EmbeddedEngine(RolloutEngine):
             raise EngineError("Weights changed while requests were in flight: pause the engine first.")
         self._version = version
 
-    async def generate(self, request: GenerationRequest) -> Generation:
+    async def generate(
+        self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
+    ) -> Generation:
         """See `RolloutEngine.generate`."""
         self._check(request)
-        row = _Row(request, asyncio.get_running_loop().create_future())
+        row = _Row(request, asyncio.get_running_loop().create_future(), on_token)
         self._waiting.append(row)
         self._start()
         return await row.future
@@ -176,6 +188,8 @@ class EmbeddedEngine(RolloutEngine):
             except Exception as error:
                 self._fail(error)
                 return
+            for row in (*self._active, *finished):
+                row.tell()
             self._resolve(finished)
         if not (self._active or self._waiting):
             self._idle.set()

@@ -5,8 +5,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from attrs import frozen
 
-Message = Mapping[str, Any]
-"""An OpenAI-style chat message: `role` and `content`, and what the template knows beyond."""
+from rollgrad.domain.messages import Message, ParsedReply
+
+ToolSchema = Mapping[str, Any]
+"""A tool in the OpenAI shape: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
 
 @frozen(kw_only=True)
@@ -19,16 +21,54 @@ class RenderedPrompt:
 
 @runtime_checkable
 class ChatCodec(Protocol):
-    """Promises: `render` is pure; tokens that were sampled are never passed back through it."""
+    """Promises: `render` is pure; tokens that were sampled are never passed back through it; the special tokens of the
+    vocabulary, written out inside a message, are plain text."""
 
-    def render(self, messages: Sequence[Message]) -> RenderedPrompt:
-        """Applies the chat template, with the generation prompt."""
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
+        """Applies the chat template, with the generation prompt.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        ...
+
+    def extend(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        reply_token_ids: Sequence[int],
+    ) -> tuple[int, ...] | None:
+        """Tokens between a sampled reply and the next one: the end of its turn, as far as `reply_token_ids` lacks it,
+        `new_messages` and the generation prompt.
+
+        Args:
+            messages: the conversation up to and with the sampled reply, an assistant message.
+            new_messages: what follows it.
+            tools: as for `render`.
+            reply_token_ids: the reply as it was sampled.
+
+        Returns:
+            None when the template writes `messages` otherwise once `new_messages` follow (it drops thinking, say), so
+            that no such tokens exist.
+        """
+        ...
+
+    def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
+        """Takes a reply apart.
+
+        Args:
+            text: the reply with its special tokens.
+            prompt: the text it follows (it may have opened the thinking).
+            tools: those whose calls are looked for, whose schemas give arguments their types.
+        """
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of plain text, with no template and no special tokens added."""
+        """Token ids of plain text, with no template and no special tokens added; those written in it are real."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids without special tokens."""
+    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text of token ids, without special tokens unless asked for."""
         ...

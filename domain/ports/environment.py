@@ -1,20 +1,26 @@
 """Ports: the world an agent acts in, and the tools it may call."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
+from rollgrad.domain.messages import Action, Message, ToolResult
 from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import Generation, SamplingParams
+from rollgrad.domain.sampling import SamplingParams
+
+Observation = str | Sequence[Message]
+"""Text, appended to the model's tokens as it is (special tokens in it are real, the environment writes the template),
+or chat messages, which the model's own template renders (special tokens in them are text)."""
 
 
 @frozen(kw_only=True)
 class StepResult:
     """What the environment answers (Gymnasium's names). `score` defaults to the sum of rewards so far. `sampling`
-    replaces the sampling settings of the turns to come (but for their seed). `metrics` of the last step are logged."""
+    replaces the sampling settings of the turns to come (but for their seed). `metrics` of the last step are logged;
+    its `reward_parts` are the named rewards that the episode's reward is the weighted sum of, if it is one."""
 
-    observation: str = ""
+    observation: Observation = ""
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
@@ -22,17 +28,23 @@ class StepResult:
     info: Mapping[str, Any] = field(factory=dict)
     sampling: SamplingParams | None = None
     metrics: Mapping[str, float] = field(factory=dict)
+    reward_parts: Mapping[str, float] = field(factory=dict)
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """One instance plays one episode. Promises: `close` may be called at any time and more than once."""
+    """One instance plays one episode. Promises: `close` may be called at any time and more than once.
 
-    async def reset(self, prompt: Prompt) -> str:
-        """Starts the episode; returns text to append to the prompt (often empty)."""
+    An environment with tools also has an attribute `tools`, a sequence of `Tool`: the prompt then tells the model of
+    them. Without it the model is told nothing.
+    """
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        """Starts the episode; returns what follows the prompt (often nothing), or, as messages, the whole opening
+        conversation in place of the prompt."""
         ...
 
-    async def step(self, action_text: str, generation: Generation) -> StepResult:
+    async def step(self, action: Action) -> StepResult:
         """Answers an action."""
         ...
 
@@ -43,7 +55,7 @@ class Environment(Protocol):
 
 @runtime_checkable
 class Tool(Protocol):
-    """A function the model may call."""
+    """A function the model may call. Promises: `close` may be called at any time and more than once."""
 
     @property
     def name(self) -> str:
@@ -51,10 +63,26 @@ class Tool(Protocol):
         ...
 
     @property
-    def schema(self) -> Mapping[str, Any]:
-        """JSON schema of the arguments."""
+    def description(self) -> str:
+        """What the model is told of it."""
         ...
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Runs the tool; its errors become text for the model."""
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """JSON schema of the arguments: an object."""
         ...
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Runs the tool. What the model did wrong comes back as a result with `is_error`; what it raises is the tool's
+        own defect."""
+        ...
+
+    async def close(self) -> None:
+        """Releases what the tool holds."""
+        ...
+
+
+def tool_schema(tool: Tool) -> Mapping[str, Any]:
+    """A tool as chat templates and OpenAI clients are told of it."""
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}

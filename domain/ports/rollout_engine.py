@@ -1,5 +1,6 @@
 """Port: token ids in, sampled token ids out."""
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
@@ -28,8 +29,11 @@ class RolloutEngine(Protocol):
     Errors: `EngineError` when generation fails. Cancelling a `generate` call frees its place.
     """
 
-    async def generate(self, request: GenerationRequest) -> Generation:
-        """Completes one request."""
+    async def generate(
+        self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
+    ) -> Generation:
+        """Completes one request. `on_token` hears each token as it is sampled, in the caller's event loop; it must not
+        block."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:

@@ -1,19 +1,54 @@
 """A `ChatCodec` whose tokens are bytes: exact, reversible and without a model."""
 
+import json
 from collections.abc import Sequence
 
-from rollgrad.domain.ports.chat_codec import ChatCodec, Message, RenderedPrompt
+from rollgrad.domain.messages import Message, ParsedReply, ToolCall, assistant_message
+from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, ToolSchema
 
 BOS, EOS = 256, 257
 """The special tokens, above all bytes."""
 
 
 class FakeChatCodec(ChatCodec):
-    """Token ids 0..255 are UTF-8 bytes; 256 starts a sequence and 257 ends a reply."""
+    """Token ids 0..255 are UTF-8 bytes; 256 starts a sequence and 257 ends a reply.
 
-    def render(self, messages: Sequence[Message]) -> RenderedPrompt:
-        text = "".join(f"[{message['role']}]{message['content']}\n" for message in messages) + "[assistant]"
+    A reply `@name {"argument": 1}` is a call. With `forgetful`, thinking (`reasoning_content`, written `(thought)`) is
+    left out of the history, as many templates do.
+    """
+
+    def __init__(self, *, forgetful: bool = False) -> None:
+        self._forgetful = forgetful
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
+        told = "".join(f"<{tool['function']['name']}>" for tool in tools)
+        text = told + "".join(f"[{message['role']}]{self._text(message)}\n" for message in messages) + "[assistant]"
         return RenderedPrompt(text=text, token_ids=self.encode(text))
+
+    def extend(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        reply_token_ids: Sequence[int],
+    ) -> tuple[int, ...] | None:
+        if self._forgetful and any(message.get("reasoning_content") for message in messages):
+            return None
+        text = "".join(f"[{message['role']}]{self._text(message)}\n" for message in new_messages)
+        return self.encode(f"\n{text}[assistant]")
+
+    def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
+        thought, _, content = text.rpartition(")") if text.startswith("(") else ("", "", text)
+        calls: tuple[ToolCall, ...] = ()
+        if content.startswith("@"):
+            name, _, arguments = content[1:].partition(" ")
+            try:
+                calls = (ToolCall(id=f"c{len(prompt)}", name=name, arguments=json.loads(arguments or "{}")),)
+            except ValueError:
+                calls = (ToolCall(id=f"c{len(prompt)}", name=name, arguments=None, error="The arguments are no JSON."),)
+        message = assistant_message("" if calls else content, reasoning=thought[1:], tool_calls=calls)
+        return ParsedReply(message=message, tool_calls=calls)
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
@@ -21,5 +56,13 @@ class FakeChatCodec(ChatCodec):
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         return (BOS, *self.encode(text))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
         return bytes(token for token in token_ids if token < BOS).decode(errors="replace")
+
+    def _text(self, message: Message) -> str:
+        thought = message.get("reasoning_content")
+        calls = "".join(
+            f"@{call['function']['name']} {json.dumps(call['function']['arguments'])}"
+            for call in message.get("tool_calls") or ()
+        )
+        return (f"({thought})" if thought and not self._forgetful else "") + str(message.get("content") or "") + calls

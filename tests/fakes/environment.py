@@ -2,26 +2,26 @@
 
 from collections.abc import Sequence
 
-from rollgrad.domain.ports.environment import Environment, StepResult
+from rollgrad.domain.messages import Action
+from rollgrad.domain.ports.environment import Environment, Observation, StepResult
 from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import Generation
 
 
 class FakeEnvironment(Environment):
     """Answers each action with the next of `results`; keeps the actions it saw."""
 
-    def __init__(self, results: Sequence[StepResult], *, greeting: str = "") -> None:
+    def __init__(self, results: Sequence[StepResult], *, greeting: Observation = "") -> None:
         self._results = list(results)
         self._greeting = greeting
         self.actions: list[str] = []
         self.closed = False
 
-    async def reset(self, prompt: Prompt) -> str:
+    async def reset(self, prompt: Prompt) -> Observation:
         self.actions.clear()
         return self._greeting
 
-    async def step(self, action_text: str, generation: Generation) -> StepResult:
-        self.actions.append(action_text)
+    async def step(self, action: Action) -> StepResult:
+        self.actions.append(action.text)
         return self._results[len(self.actions) - 1]
 
     async def close(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from collections.abc import Callable
 
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
@@ -31,20 +32,22 @@ class FakeRolloutEngine(RolloutEngine):
             raise EngineError("Weights changed while requests were in flight: pause the engine first.")
         self.version = version
 
-    async def generate(self, request: GenerationRequest) -> Generation:
+    async def generate(
+        self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
+    ) -> Generation:
         if not request.prompt_token_ids:
             raise EngineError("The request has no prompt tokens.")
         self.requests.append(request)
         self._in_flight += 1
         self._idle.clear()
         try:
-            return await self._draw(request)
+            return await self._draw(request, on_token or (lambda token: None))
         finally:
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
 
-    async def _draw(self, request: GenerationRequest) -> Generation:
+    async def _draw(self, request: GenerationRequest, on_token: Callable[[int], None]) -> Generation:
         params = request.params
         generator = random.Random(f"{params.seed} {request.prompt_token_ids}")
         tokens: list[int] = []
@@ -63,6 +66,7 @@ class FakeRolloutEngine(RolloutEngine):
                 raise EngineError(f"Generation failed: {message}")
             tokens.append(generator.randrange(VOCABULARY))
             versions.append(self.version)
+            on_token(tokens[-1])
             if tokens[-1] in params.stop_token_ids and len(tokens) > params.min_new_tokens:
                 reason = StopReason.STOP
                 break

@@ -95,9 +95,9 @@ class Environment:
     async def reset(self, prompt):
         return ""
 
-    async def step(self, action_text, generation):
+    async def step(self, action):
         self.turns += 1
-        return StepResult(observation=" more ", reward=float(len(action_text)), terminated=self.turns == 2,
+        return StepResult(observation=" more ", reward=float(len(action.text)), terminated=self.turns == 2,
                           metrics={"turns": self.turns})
 
     async def close(self):

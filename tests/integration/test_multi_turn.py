@@ -15,11 +15,12 @@ from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.application.config import RLConfig
 from rollgrad.application.executors.multi_turn import MultiTurnExecutor
+from rollgrad.domain.messages import Action
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.environment import StepResult
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import FailureKind, RolloutFailure
-from rollgrad.domain.sampling import Generation, SamplingParams, StopReason
+from rollgrad.domain.sampling import SamplingParams, StopReason
 from rollgrad.domain.trajectory import SegmentKind
 
 
@@ -34,7 +35,7 @@ class CountDown:
     async def reset(self, prompt: Prompt) -> str:
         return ""
 
-    async def step(self, action_text: str, generation: Generation) -> StepResult:
+    async def step(self, action: Action) -> StepResult:
         self.turns += 1
         return StepResult(observation=f" turn {self.turns} ", reward=self.turns, terminated=self.turns == 3)
 
@@ -45,13 +46,13 @@ class CountDown:
 class Wordy(CountDown):
     """Longer replies are worth more."""
 
-    async def step(self, action_text: str, generation: Generation) -> StepResult:
-        result = await super().step(action_text, generation)
-        return evolve(result, reward=float(len(action_text)))
+    async def step(self, action: Action) -> StepResult:
+        result = await super().step(action)
+        return evolve(result, reward=float(len(action.text)))
 
 
 class Broken(CountDown):
-    async def step(self, action_text: str, generation: Generation) -> StepResult:
+    async def step(self, action: Action) -> StepResult:
         raise ValueError("no such door")
 
 

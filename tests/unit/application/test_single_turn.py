@@ -81,7 +81,7 @@ def test_a_request_aborted_before_its_first_token_is_a_failure_of_the_episode() 
 
 def test_a_misconfiguration_is_raised() -> None:
     class Refuses(FakeRolloutEngine):
-        async def generate(self, request: GenerationRequest) -> Generation:
+        async def generate(self, request: GenerationRequest, **listener: object) -> Generation:
             raise ConfigurationError("too many tokens")
 
     with pytest.raises(ConfigurationError, match="too many tokens"):

@@ -1,0 +1,53 @@
+"""Tools for models whose chat template knows none: Hermes' format, written into ordinary messages.
+
+The same words as in the templates of Qwen2.5 and Hermes 2 Pro, so that a model which met them understands.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from rollgrad.domain.messages import Message
+from rollgrad.domain.ports.chat_codec import ToolSchema
+
+INSTRUCTIONS = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{schemas}\n</tools>\n\n"
+    "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
+    'tags:\n<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
+)
+
+
+def as_text(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
+    """`messages` without tool roles and calls, and with `tools` in the system message.
+
+    Answers to the calls of one turn go into one user message.
+    """
+    result: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            answer = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if result and result[-1].get("answers"):
+                result[-1] = {**result[-1], "content": f"{result[-1]['content']}\n{answer}"}
+            else:
+                result.append({"role": "user", "content": answer, "answers": True})
+        elif message.get("tool_calls"):
+            calls = "\n".join(_call(call["function"]) for call in message["tool_calls"])
+            content = message.get("content") or ""
+            result.append({"role": message["role"], "content": f"{content}\n{calls}" if content else calls})
+        else:
+            result.append(message)
+    plain = [{key: value for key, value in message.items() if key != "answers"} for message in result]
+    return _with_instructions(plain, tools) if tools else list(plain)
+
+
+def _call(function: Mapping[str, object]) -> str:
+    written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    return f"<tool_call>\n{written}\n</tool_call>"
+
+
+def _with_instructions(messages: list[dict[str, object]], tools: Sequence[ToolSchema]) -> list[Message]:
+    schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    instructions = INSTRUCTIONS.format(schemas=schemas)
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{instructions}"}, *messages[1:]]
+    return [{"role": "system", "content": instructions}, *messages]

@@ -1,0 +1,133 @@
+"""`AgentRuntime`: the loop of sampling and answering that training and serving share."""
+
+from collections.abc import AsyncIterator, Callable
+
+from attrs import evolve, frozen
+
+from rollgrad.application.agents.ledger import Prepared, TokenLedger
+from rollgrad.application.agents.session import AgentSession
+from rollgrad.domain.errors import EngineError
+from rollgrad.domain.messages import Action, assistant_message
+from rollgrad.domain.ports.chat_codec import ChatCodec
+from rollgrad.domain.ports.environment import StepResult
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.sampling import GenerationRequest, SamplingParams, StopReason
+
+PREFILL_TOKENS = 64
+"""Latest tokens of a prompt that the parser sees: the generation prompt, with any opened thinking, fits in them."""
+
+
+@frozen(kw_only=True, eq=False)
+class PlayedTurn:
+    """What the policy did, what the environment answered, and why the episode ends with it, if it does."""
+
+    action: Action
+    result: StepResult
+    stop_reason: StopReason | None
+
+
+class AgentRuntime:
+    """Plays episodes.
+
+    Args:
+        engine: samples.
+        codec: between messages and tokens.
+        max_turns: replies of an episode at most.
+        max_tokens: tokens of one history, prompt included; None is as many as the model takes.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, codec: ChatCodec, *, max_turns: int, max_tokens: int | None = None
+    ) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._max_turns = max_turns
+        self._max_tokens = max_tokens
+
+    async def play(
+        self,
+        session: AgentSession,
+        ledger: TokenLedger,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        on_token: Callable[[int], None] | None = None,
+    ) -> AsyncIterator[PlayedTurn]:
+        """Starts the session and plays it to its end, a turn at a time; the last turn says why it is the last.
+
+        Ends without a turn when not even the opening fits into `max_tokens`. `on_token` hears each sampled token.
+        """
+        await session.start(prompt)
+        prepared, seed = self._opening(session, ledger, prompt), params.seed
+        for turn in range(self._max_turns):
+            room = self._room(prepared, params.max_new_tokens)
+            if room < 1:
+                return
+            # One uniform stream a turn: a seed that repeated would draw every turn alike.
+            seeded = evolve(params, seed=(seed + turn) % 2**63, max_new_tokens=room)
+            action = await self._act(prepared, ledger, seeded, session, on_token)
+            result = await session.advance(action)
+            ledger.set_reward(ledger.turns - 1, result.reward)
+            following = None
+            stop = self._ended(action, result, last=turn + 1 == self._max_turns)
+            if stop is None:
+                following = self._next(session, ledger, result)
+                stop = StopReason.LENGTH if self._room(following, 1) < 1 else None
+            yield PlayedTurn(action=action, result=result, stop_reason=stop)
+            if following is None or stop is not None:
+                return
+            prepared, params = following, result.sampling or params
+
+    async def _act(
+        self,
+        prepared: Prepared,
+        ledger: TokenLedger,
+        params: SamplingParams,
+        session: AgentSession,
+        on_token: Callable[[int], None] | None,
+    ) -> Action:
+        request = GenerationRequest(prompt_token_ids=prepared.token_ids, params=params)
+        generation = await self._engine.generate(request, on_token=on_token)
+        if not generation.token_ids:
+            raise EngineError(f"The engine ended the request ({generation.stop_reason}) before its first token.")
+        text = self._codec.decode(generation.token_ids)
+        if session.messages is None:
+            action = Action(text=text, generation=generation, message=assistant_message(text))
+        else:
+            whole = self._codec.decode(generation.token_ids, special_tokens=True)
+            prompt = self._codec.decode(prepared.token_ids[-PREFILL_TOKENS:], special_tokens=True)
+            reply = self._codec.parse(whole, prompt, session.tools)
+            action = Action(
+                text=text,
+                generation=generation,
+                message=reply.message,
+                tool_calls=reply.tool_calls,
+                error=reply.error,
+            )
+        ledger.commit(prepared, generation, action.message)
+        return action
+
+    def _opening(self, session: AgentSession, ledger: TokenLedger, prompt: Prompt) -> Prepared:
+        if session.messages is None:
+            return Prepared(token_ids=(*prompt.token_ids, *self._codec.encode(session.opening)))
+        return ledger.prepare(session.messages, session.tools)
+
+    def _next(self, session: AgentSession, ledger: TokenLedger, result: StepResult) -> Prepared:
+        if session.messages is None:
+            return ledger.follow(str(result.observation))
+        return ledger.prepare(session.messages, session.tools)
+
+    @staticmethod
+    def _ended(action: Action, result: StepResult, *, last: bool) -> StopReason | None:
+        if result.terminated:
+            return StopReason.ENVIRONMENT
+        if result.truncated:
+            return StopReason.TURN_LIMIT
+        if action.generation.stop_reason.truncated:
+            return action.generation.stop_reason
+        return StopReason.TURN_LIMIT if last else None
+
+    def _room(self, prepared: Prepared, wanted: int) -> int:
+        """How many of `wanted` more tokens may follow."""
+        return wanted if self._max_tokens is None else min(wanted, self._max_tokens - len(prepared.token_ids))

@@ -1,0 +1,119 @@
+"""`ToolEnvironment`: a conversation in which the model may call tools until it answers.
+
+A reply with calls gets their results; a reply without any is the answer, and so is the result of a tool that
+terminates. What the model does wrong (a call that cannot be read, an unknown tool, bad arguments) is told to it and
+counted, and never ends the episode by itself.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from rollgrad.domain.messages import Action, Message, ToolCall, ToolResult, tool_message
+from rollgrad.domain.ports.environment import Environment, StepResult, Tool
+from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import RewardRequest
+from rollgrad.domain.sampling import StopReason
+
+log = structlog.get_logger(__name__)
+
+
+class ToolEnvironment(Environment):
+    """Plays one episode with `tools`.
+
+    Args:
+        tools: what the model may call; they are closed with the environment.
+        rewards: judges the answer (`reward_hook`); None gives none.
+        system_prompt: put before the conversation, unless it has one.
+
+    Metrics: `tool_calls`, `tool_errors` (calls that failed or could not be made) and `answered` (0 or 1).
+    """
+
+    def __init__(
+        self, tools: Sequence[Tool], *, rewards: RewardSource | None = None, system_prompt: str | None = None
+    ) -> None:
+        self.tools = tuple(tools)
+        self._by_name = {tool.name: tool for tool in tools}
+        self._rewards = rewards
+        self._system_prompt = system_prompt
+        self._prompt: Prompt | None = None
+        self._calls = 0
+        self._errors = 0
+
+    async def reset(self, prompt: Prompt) -> Sequence[Message]:
+        """Starts the episode with the prompt's conversation."""
+        self._prompt = prompt
+        self._calls = self._errors = 0
+        system = self._system_prompt
+        if system is None or not prompt.messages or prompt.messages[0]["role"] == "system":
+            return prompt.messages
+        return [{"role": "system", "content": system}, *prompt.messages]
+
+    async def step(self, action: Action) -> StepResult:
+        """Runs the calls of a reply, all at once, or takes it for the answer."""
+        if action.generation.stop_reason.truncated:
+            return StepResult(metrics=self._metrics())  # cut off: what it would have called nobody knows
+        if action.error is not None:
+            self._errors += 1
+            return StepResult(observation=[self.hint(action.error)], metrics=self._metrics())
+        if not action.tool_calls:
+            return await self._finish(str(action.message["content"]))
+        results = await asyncio.gather(*map(self._call, action.tool_calls))
+        self._calls += len(results)
+        self._errors += sum(result.is_error for result in results)
+        final = next((result for result in results if result.terminates), None)
+        if final is not None:
+            return await self._finish(final.content)
+        pairs = zip(action.tool_calls, results, strict=True)
+        answers = [
+            self.hint(result.content) if call.arguments is None else tool_message(call, result.content)
+            for call, result in pairs
+        ]
+        return StepResult(observation=answers, metrics=self._metrics())
+
+    async def reward_hook(self, answer: str, prompt: Prompt) -> StepResult:
+        """The reward of the final answer; override it for another than the run's."""
+        if self._rewards is None:
+            return StepResult()
+        request = RewardRequest(prompt=prompt, response=answer, stop_reason=StopReason.STOP)
+        (reward,) = await self._rewards.score([request])
+        return StepResult(reward=reward.value, score=reward.score, metrics=reward.metrics, reward_parts=reward.parts)
+
+    def hint(self, text: str) -> Message:
+        """A remark for the model that no user sees."""
+        return {"role": "user", "content": text, "visible": False}
+
+    async def close(self) -> None:
+        """Closes the tools."""
+        for tool in self.tools:
+            await tool.close()
+
+    async def _call(self, call: ToolCall) -> ToolResult:
+        if call.error is not None or call.arguments is None:
+            return ToolResult(content=call.error or "The arguments could not be read.", is_error=True)
+        tool = self._by_name.get(call.name)
+        if tool is None:
+            known = ", ".join(self._by_name)
+            return ToolResult(content=f"There is no function {call.name!r}; the functions are {known}.", is_error=True)
+        try:
+            return await tool.call(call.arguments)
+        except Exception as error:  # a tool's defect is its own: the model is told no details
+            log.warning("tool_failed", tool=call.name, error=f"{type(error).__name__}: {error}")
+            return ToolResult(content=f"The tool {call.name!r} failed.", is_error=True)
+
+    async def _finish(self, answer: str) -> StepResult:
+        assert self._prompt is not None
+        judged = await self.reward_hook(answer, self._prompt)
+        return StepResult(
+            terminated=True,
+            reward=judged.reward,
+            score=judged.score,
+            metrics={**self._metrics(answered=1.0), **judged.metrics},
+            reward_parts=judged.reward_parts,
+            info={"answer": answer},
+        )
+
+    def _metrics(self, answered: float = 0.0) -> dict[str, float]:
+        return {"tool_calls": float(self._calls), "tool_errors": float(self._errors), "answered": answered}
