@@ -1,0 +1,1 @@
+"""Tools that agents call: Python functions, a code runner, thinking and the final answer."""

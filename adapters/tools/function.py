@@ -1,0 +1,185 @@
+"""Tools from Python functions.
+
+Invariant: nothing that the function does (an exception, a hang, a huge number of calls) stops the event loop; the model
+sees what it did wrong, but never a traceback. Does not own: what the signature says (function_arguments).
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import re
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, overload
+
+import structlog
+
+from rollgrad.adapters.tools.function_arguments import FunctionArguments, summary
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.messages import ToolResult
+from rollgrad.domain.ports.environment import Tool
+
+TIMEOUT = 30.0
+"""Seconds that a call may take unless told otherwise."""
+THREADS = 16
+"""Calls of one synchronous function that run at once."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+_log = structlog.get_logger()
+
+
+class FunctionTool(Tool):
+    """A typed Python function, sync or async, as a tool.
+
+    Arguments are described by type hints and a Google-style docstring, checked and coerced by pydantic; one without a
+    type hint takes anything. What the function returns is the result: text as it is, a `ToolResult` as it is, anything
+    else as JSON. A synchronous function runs in a thread, at most `THREADS` of them at once; one that outlasts its
+    deadline keeps its thread until it returns, since threads cannot be stopped.
+
+    Args:
+        function: what to call.
+        name: for the model; default is the function's.
+        description: for the model; default is the docstring up to its first section.
+        timeout: seconds a call may take, waiting for a thread included.
+
+    Raises:
+        ConfigurationError: the name, the timeout or the signature is not one a model could use.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        self._name = name if name is not None else getattr(function, "__name__", type(function).__name__)
+        if not _NAME.fullmatch(self._name):
+            raise ConfigurationError(
+                f"A tool is called {self._name!r}, but models know names of 1 to 64 letters, digits, _ and -: "
+                "pass name=."
+            )
+        if not timeout > 0:
+            raise ConfigurationError(f"The tool {self._name!r} has timeout={timeout:g}, but it must be over 0 seconds.")
+        self._function = function
+        self._arguments = FunctionArguments(function, self._name)
+        self._description = description if description is not None else summary(function)
+        self._timeout = timeout
+        self._asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            type(function).__call__
+        )
+        self._threads = asyncio.Semaphore(THREADS)
+
+    @property
+    def name(self) -> str:
+        """The function's name, or the one it was given."""
+        return self._name
+
+    @property
+    def description(self) -> str:
+        """The docstring's beginning, or what it was given."""
+        return self._description
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """From type hints, defaults and the docstring."""
+        return self._arguments.schema
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Calls the function. Wrong arguments, an exception in it and a passed deadline are results with `is_error`."""
+        try:
+            values = self._arguments.read(arguments)
+        except ValueError as error:
+            return ToolResult(content=str(error), is_error=True)
+        try:
+            async with asyncio.timeout(self._timeout) as deadline:
+                value = await (self._function(**values) if self._asynchronous else self._in_thread(values))
+            return value if isinstance(value, ToolResult) else ToolResult(content=_text(value))
+        except (Exception, SystemExit) as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                text = f"The tool {self._name!r} gave no answer within {self._timeout:g} s."
+            else:
+                _log.warning("tool_failed", tool=self._name, exc_info=error)
+                text = f"The tool {self._name!r} failed: {type(error).__name__}."
+            return ToolResult(content=text, is_error=True)
+
+    async def close(self) -> None:
+        """Does nothing: threads that still run end with their functions, and never keep the program from ending."""
+
+    async def _in_thread(self, values: Mapping[str, Any]) -> Any:
+        """What the function returns, or raises, in a thread of its own.
+
+        The threads are daemons, unlike those of concurrent.futures: a function that hangs must not hang the end of the
+        program.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            self._threads.release()
+            if not answer.done():
+                answer.set_result((value, error))
+
+        def run() -> None:
+            value, error = None, None
+            try:
+                value = self._function(**values)
+            except BaseException as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, value, error)
+
+        await self._threads.acquire()
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._threads.release()
+            raise
+        value, error = await answer
+        if error is not None and not isinstance(error, Exception | SystemExit):
+            raise RuntimeError(repr(error)) from error  # its KeyboardInterrupt or CancelledError is not the caller's
+        if error is not None:
+            raise error
+        return value
+
+
+@overload
+def tool(function: Callable[..., Any], /) -> FunctionTool: ...
+@overload
+def tool(
+    *, name: str | None = None, description: str | None = None, timeout: float = TIMEOUT
+) -> Callable[[Callable[..., Any]], FunctionTool]: ...
+def tool(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    timeout: float = TIMEOUT,
+) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
+    """Decorator that makes a function a `FunctionTool`; `@tool`, or `@tool(name=..., timeout=...)`.
+
+    >>> @tool
+    ... def add(a: int, b: int = 1) -> int:
+    ...     "Adds two numbers."
+    ...     return a + b
+    >>> add.name, add.description, add.parameters["required"]
+    ('add', 'Adds two numbers.', ['a'])
+    """
+
+    def decorate(decorated: Callable[..., Any]) -> FunctionTool:
+        return FunctionTool(decorated, name=name, description=description, timeout=timeout)
+
+    return decorate if function is None else decorate(function)
+
+
+def _text(value: Any) -> str:
+    """Text as it is, anything else as JSON."""
+    if isinstance(value, str):
+        return value
+    from pydantic_core import to_json
+
+    return to_json(value).decode()

@@ -1,0 +1,137 @@
+"""What a function's signature and docstring say of its arguments, as a JSON schema and a validator.
+
+Does not own: calling the function.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from rollgrad.domain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+MAX_PROBLEMS = 5
+"""Problems told at once: enough to correct a call, too few to fill the context."""
+_SECTION = re.compile(
+    r"(args|arguments|parameters|returns?|yields?|raises|examples?|notes?|attributes|warnings?|todo|see also):\s*$",
+    re.IGNORECASE,
+)
+_ARGUMENT = re.compile(r"\*{0,2}(?P<name>\w+)\s*(\([^)]*\))?:\s*(?P<text>.*)")
+
+
+class FunctionArguments:
+    """The arguments of `function`, which error messages call `tool`.
+
+    Raises:
+        ConfigurationError: an argument cannot be given by name, or its type has no JSON schema.
+    """
+
+    def __init__(self, function: Callable[..., Any], tool: str) -> None:
+        from pydantic.errors import PydanticUserError
+
+        self._tool = tool
+        try:
+            self._names, self._model = _model(function, tool)
+            self.schema: Mapping[str, Any] = _schema(self._model)
+        except (PydanticUserError, NameError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            reason = str(error).splitlines()[0]
+            raise ConfigurationError(
+                f"The tool {tool!r} has an argument that no JSON schema describes ({reason}): annotate its arguments "
+                "with JSON types, dataclasses or pydantic models."
+            ) from error
+
+    def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Validated and coerced arguments; those left out are absent, the function has their defaults.
+
+        Raises:
+            ValueError: what is wrong, in words for the model.
+        """
+        from pydantic import ValidationError
+
+        try:
+            values = self._model.model_validate(dict(arguments))
+        except ValidationError as error:
+            problems = [self._told(problem) for problem in error.errors(include_url=False, include_input=False)]
+            told = "; ".join(problems[:MAX_PROBLEMS])
+            raise ValueError(f"The arguments of {self._tool!r} are wrong: {told}.") from None
+        return {self._names[field]: getattr(values, field) for field in self._names if field in values.model_fields_set}
+
+    def _told(self, problem: Any) -> str:
+        where = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            return f"`{where}` is unknown"
+        return f"`{where}` is missing" if problem["type"] == "missing" else f"`{where}`: {problem['msg']}"
+
+
+def summary(function: Callable[..., Any]) -> str:
+    """A docstring up to its first section (`Args:`, `Returns:`, ...)."""
+    lines = (inspect.getdoc(function) or "").splitlines()
+    end = next((n for n, line in enumerate(lines) if _SECTION.match(line)), len(lines))
+    return "\n".join(lines[:end]).strip()
+
+
+def argument_texts(function: Callable[..., Any]) -> dict[str, str]:
+    """What the `Args:` section of a Google-style docstring says of each argument."""
+    texts: dict[str, str] = {}
+    margin: int | None = None
+    inside, name = False, ""
+    for line in (inspect.getdoc(function) or "").splitlines():
+        indent = len(line) - len(line.lstrip())
+        if line.strip() and indent == 0:
+            inside = bool(re.match(r"(args|arguments|parameters):\s*$", line, re.IGNORECASE))
+            margin = None
+        elif inside and line.strip():
+            margin = indent if margin is None else margin
+            found = _ARGUMENT.match(line.strip()) if indent <= margin else None
+            if found:
+                name = found["name"]
+                texts[name] = found["text"]
+            elif name:  # a description goes on
+                texts[name] = f"{texts[name]} {line.strip()}".strip()
+    return texts
+
+
+def _model(function: Callable[..., Any], tool: str) -> tuple[dict[str, str], type["BaseModel"]]:
+    """A model with an alias for every argument (a field may not be called `copy` or `_x`, an argument may)."""
+    from pydantic import ConfigDict, Field, create_model
+
+    owner = function if inspect.isroutine(function) or inspect.isclass(function) else function.__call__  # type: ignore[operator]
+    hints = get_type_hints(getattr(function, "func", owner), include_extras=True)
+    texts = argument_texts(function)
+    names: dict[str, str] = {}
+    fields: dict[str, Any] = {}
+    for number, parameter in enumerate(inspect.signature(function).parameters.values()):
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigurationError(
+                f"The tool {tool!r} takes {parameter}, but a model gives every argument by its name: write the "
+                "arguments out, without *, ** and /."
+            )
+        names[field := f"argument_{number}"] = parameter.name
+        fields[field] = (
+            hints.get(parameter.name, Any),
+            Field(
+                default=... if parameter.default is parameter.empty else parameter.default,
+                alias=parameter.name,
+                description=texts.get(parameter.name),
+            ),
+        )
+    return names, create_model(tool, __config__=ConfigDict(extra="forbid"), **fields)
+
+
+def _schema(model: type["BaseModel"]) -> dict[str, Any]:
+    """The model's schema without titles, which repeat names at the price of tokens."""
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Untitled(GenerateJsonSchema):
+        def field_title_should_be_set(self, schema: Any) -> bool:
+            return False
+
+    schema = model.model_json_schema(schema_generator=Untitled)
+    schema.pop("title", None)
+    schema.setdefault("properties", {})
+    return schema

@@ -1,0 +1,221 @@
+"""Runs a model's code in a process that is shut in, and gathers what it prints in bounded memory.
+
+Invariants: however a run ends (by itself, by its deadline, by cancellation, with this process), all of its processes
+end; the event loop is never blocked. Does not own: how the process shuts itself in (sandbox_child, a script that is the
+other side of the pipes).
+"""
+
+import asyncio
+import codecs
+import contextlib
+import functools
+import marshal
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import structlog
+from attrs import frozen
+
+CHUNK_BYTES = 1 << 16
+FLOOD_BYTES = 8 << 20
+"""A run that prints more is stopped: reading on would cost the event loop's time."""
+CLOSE_SECONDS = 10.0
+"""Longest wait for a run that was told to end; then it is killed."""
+PROBE_SECONDS = 20.0
+PROBE_MB = 512
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "MALLOC_ARENA_MAX": "1",  # an arena a thread would use up the address space that the limit on memory counts
+}
+
+_log = structlog.get_logger()
+
+
+@frozen(kw_only=True)
+class Outcome:
+    """What a run printed, and how it ended.
+
+    `code` is the exit status (128 and the signal if it was killed), None when it did not end by itself; `stopped` then
+    says why: "timeout", "flood" or "failed" (the sandbox did not work, the log says why).
+    """
+
+    output: str
+    code: int | None
+    stopped: str = ""
+
+
+class Output:
+    """The beginning and the end of a text, `limit` characters together; counts what is between."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._half = limit // 2
+        self._head = ""
+        self._tail = ""
+        self._cut = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, data: bytes, *, final: bool = False) -> None:
+        """Takes the next bytes of UTF-8."""
+        text = self._decoder.decode(data, final)
+        room = self._limit - self._half - len(self._head)
+        self._head += text[:room]
+        self._tail += text[room:]
+        over = len(self._tail) - self._half
+        if over > 0:
+            self._tail = self._tail[over:]
+            self._cut += over
+
+    def text(self) -> str:
+        """What was kept, with a line that says how much is missing."""
+        middle = f"\n[... {self._cut} characters left out ...]\n" if self._cut else ""
+        return self._head + middle + self._tail
+
+
+async def run(code: str, *, seconds: float, memory_mb: int, output_chars: int, namespaces: bool) -> Outcome:
+    """Runs Python code.
+
+    Args:
+        code: a module's source.
+        seconds: until it is stopped, the start of the process included.
+        memory_mb: megabytes of address space of each of its processes.
+        output_chars: characters of output that are kept.
+        namespaces: whether to use Linux namespaces; they must work (`namespaces_work`).
+    """
+    output = Output(output_chars)
+    stopped, received = "", 0
+    process = await asyncio.create_subprocess_exec(
+        *_command(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_ENVIRONMENT,
+        cwd="/",
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            process.stdin.write(_request(code, seconds, memory_mb, namespaces))
+            while data := await process.stdout.read(CHUNK_BYTES):
+                output.feed(data)
+                received += len(data)
+                if received > FLOOD_BYTES:
+                    stopped = "flood"
+                    break
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        stopped = "timeout"
+    finally:
+        # Shielded: whoever cancels the call must not keep the processes from ending.
+        control = await asyncio.shield(asyncio.create_task(_end(process)))
+    output.feed(b"", final=True)
+    if stopped:
+        return Outcome(output=output.text(), code=None, stopped=stopped)
+    try:
+        return Outcome(output=output.text(), code=int(control))
+    except ValueError:
+        _log.warning("sandbox_failed", status=process.returncode, details=control.decode(errors="replace")[-2000:])
+        return Outcome(output=output.text(), code=None, stopped="failed")
+
+
+@functools.cache
+def namespaces_work() -> bool:
+    """Whether this machine lets this user shut code in with namespaces; tried once, with a real run."""
+    if sys.platform != "linux":
+        return False
+    request = _request("import hashlib; print(40 + 2)", PROBE_SECONDS, PROBE_MB, namespaces=True)
+    process = subprocess.Popen(
+        _command(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_ENVIRONMENT,
+        cwd="/",
+        start_new_session=True,
+    )
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdin.write(request)
+        process.stdin.flush()
+        output = process.stdout.read()
+        details = process.stderr.read()
+    if output.strip() != b"42":
+        reason = (details or output).decode(errors="replace").strip().splitlines()
+        _log.warning("python_tool_without_namespaces", reason=reason[-1] if reason else "no answer")
+    return output.strip() == b"42"
+
+
+def nobody_reads_python() -> bool:
+    """Whether user 65534, which root's runs become, may read this interpreter's standard library."""
+    library = Path(os.__file__).resolve().parent
+    return all(folder.stat().st_mode & 0o005 == 0o005 for folder in (library, *library.parents))
+
+
+async def _end(process: asyncio.subprocess.Process) -> bytes:
+    """Ends a run; returns what its guard said."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+
+    async def drain(stream: asyncio.StreamReader) -> None:
+        while await stream.read(CHUNK_BYTES):
+            pass
+
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            _, control, _ = await asyncio.gather(drain(process.stdout), process.stderr.read(), process.wait())
+            return bytes(control)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        return b"the guard did not end in time"
+
+
+def _command() -> list[str]:
+    # The real interpreter, not a virtual environment's link: inside the sandbox there is no virtual environment.
+    script = str(Path(__file__).with_name("sandbox_child.py"))
+    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", script]
+
+
+def _request(code: str, seconds: float, memory_mb: int, namespaces: bool) -> bytes:
+    request = {
+        "code": code,
+        "cpu_seconds": math.ceil(seconds) + 1,
+        "memory_mb": memory_mb,
+        "namespaces": namespaces,
+        "directory": tempfile.gettempdir(),
+        **_file_system(),
+    }
+    data = marshal.dumps(request)
+    return len(data).to_bytes(8, "little") + data
+
+
+@functools.cache
+def _file_system() -> dict[str, Any]:
+    """What code may see with namespaces: the interpreter and the system's programs, but no installed package."""
+    prefixes = dict.fromkeys(("/usr", os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)))
+    folders = [f"{prefix}/{part}" for prefix in prefixes for part in ("bin", "lib", "lib64")]
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return {
+        "visible": ["/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", *folders],
+        "hidden": [
+            f"{prefix}/lib/{python}/{packages}"
+            for prefix in prefixes
+            for python in ("python3", version)
+            for packages in ("site-packages", "dist-packages")
+        ],
+    }
