@@ -7,7 +7,7 @@ chat template. A call that cannot be read never hides the ones that can. Nothing
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollgrad.domain.messages import ParsedReply, ToolCall, assistant_message
@@ -110,6 +110,62 @@ FORMATS: Sequence[tuple[str, Mapping[str, Any]]] = (
 """A mark in the chat template, and how replies of such models look; the first that is found."""
 
 
+class FieldStream:
+    """Takes a reply apart piece by piece. Texts lose their outer white space; calls come with the end, since only whole
+    ones can be read.
+
+    Args:
+        parser: transformers' parser.
+        special: matches the special tokens, which are left out of texts.
+    """
+
+    def __init__(self, parser: Any, special: "re.Pattern[str] | None") -> None:
+        self._parser = parser
+        self._special = special
+        self._held: dict[str, str] = {}
+        self.failed = False
+        self.calls: Sequence[Any] = ()
+
+    def feed(self, text: str) -> list[tuple[str, str]]:
+        """Pieces of `content` and `reasoning_content` that `text` completes."""
+        return self._guarded(lambda: self._parser.feed(text))
+
+    def finish(self) -> list[tuple[str, str]]:
+        """The pieces still held back; afterwards `calls` has what was found of calls, and `failed` says whether
+        something could not be read."""
+
+        def finalize() -> Sequence[Any]:
+            message, events = self._parser.finalize()
+            self.calls = message.get("tool_calls") or ()
+            return list(events)
+
+        return self._guarded(finalize)
+
+    def _guarded(self, advance: Callable[[], Sequence[Any]]) -> list[tuple[str, str]]:
+        if self.failed:
+            return []
+        try:
+            events = advance()
+        except ValueError:
+            self.failed = True
+            return []
+        pieces = []
+        for event in events:
+            name = {"thinking": "reasoning_content"}.get(event["field"], event["field"])
+            if event["type"] == "region_chunk" and name in ("content", "reasoning_content"):
+                pieces.append((name, self._clean(name, event["text"])))
+        return [(name, piece) for name, piece in pieces if piece]
+
+    def _clean(self, name: str, text: str) -> str:
+        """Holds white space back until something follows it, and drops it in front."""
+        whole = self._held.get(name, "") + (self._special.sub("", text) if self._special else text)
+        started = name in self._held
+        body = whole.rstrip()
+        if body or started:
+            self._held[name] = whole[len(body) :]
+        return body if started else body.lstrip()
+
+
 class ReplyParser:
     """Parses the replies of a model with this `chat_template`.
 
@@ -130,26 +186,34 @@ class ReplyParser:
 
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema]) -> ParsedReply:
         """See `ChatCodec.parse`."""
-        from transformers.utils.chat_parsing import parse_response
-
-        prefix = START + ("<think>\n" if prompt.rstrip().endswith("<think>") else "") if self._own else prompt
-        try:
-            found = parse_response(text, self._template, prefix=prefix, tools=list(tools) or None)
-        except ValueError:
-            return ParsedReply(message=assistant_message(self._clean(text)), error="The tool call could not be read.")
+        stream = self.stream(prompt, tools)
+        fields = {"content": "", "reasoning_content": ""}
+        for name, piece in (*stream.feed(text), *stream.finish()):
+            fields[name] += piece
+        if stream.failed:
+            message = assistant_message(self._clean(text))
+            return ParsedReply(message=message, error="The tool call could not be read.")
         known = [tool["function"]["name"] for tool in tools]
-        raw = [call for value in found.get("tool_calls") or () for call in _functions(self._stripped(value))]
+        raw = [call for value in stream.calls for call in _functions(self._stripped(value))]
         digest = hashlib.sha256((prompt + text).encode(errors="replace")).hexdigest()[:8]
         calls = tuple(_call(function, f"{digest}{index % 10}", known) for index, function in enumerate(raw))
-        content = self._clean(found.get("content") or "")
+        content = fields["content"]
         if calls and not content and all(call.arguments is None for call in calls):
             content = self._clean(text)  # all that the model said
-        message = assistant_message(
-            content,
-            reasoning=self._clean(found.get("reasoning_content") or found.get("thinking") or ""),
-            tool_calls=calls,
-        )
+        message = assistant_message(content, reasoning=fields["reasoning_content"], tool_calls=calls)
         return ParsedReply(message=message, tool_calls=calls)
+
+    def stream(self, prompt: str, tools: Sequence[ToolSchema]) -> FieldStream:
+        """Parses a reply that comes in pieces."""
+        from transformers.utils.chat_parsing import ResponseParser
+
+        parser = ResponseParser(self._template, prefix=self._prefix(prompt), tools=list(tools) or None)
+        return FieldStream(parser, self._special)
+
+    def _prefix(self, prompt: str) -> str:
+        if not self._own:
+            return prompt
+        return START + ("<think>\n" if prompt.rstrip().endswith("<think>") else "")
 
     def _stripped(self, value: Any) -> Any:
         return self._clean(value) if isinstance(value, str) else value

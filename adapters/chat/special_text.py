@@ -32,16 +32,12 @@ class Guarded:
         if self.mark is None:
             return [(text, False)]
         pieces = re.split(f"{self.mark}([0-9]+){self.mark}", text)
-        parts = [(self.texts[int(p)] if odd else p, bool(odd)) for p, odd in zip(pieces, _alternate(len(pieces)))]
+        parts = [(self.texts[int(p)] if i % 2 else p, bool(i % 2)) for i, p in enumerate(pieces)]
         return [(part, literal) for part, literal in parts if part]
 
     def restore(self, text: str) -> str:
         """`text` with the messages' own words in place of the placeholders."""
         return "".join(part for part, _ in self.split(text))
-
-
-def _alternate(count: int) -> list[int]:
-    return [index % 2 for index in range(count)]
 
 
 def guard(messages: Sequence[Message], special_tokens: Sequence[str]) -> Guarded:

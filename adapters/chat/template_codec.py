@@ -10,6 +10,7 @@ from typing import Any
 
 from rollgrad.adapters.chat.reply_parser import ReplyParser
 from rollgrad.adapters.chat.special_text import Guarded, guard
+from rollgrad.adapters.chat.streaming import TokenStream
 from rollgrad.adapters.chat.tool_text import as_text
 from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.domain.messages import Message, ParsedReply
@@ -85,6 +86,10 @@ class TemplateCodec(ChatCodec):
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
         """See `ChatCodec.parse`."""
         return self._parser.parse(text, prompt, tools)
+
+    def stream(self, prompt: str, tools: Sequence[ToolSchema] = ()) -> TokenStream:
+        """See `ChatCodec.stream`."""
+        return TokenStream(self._tokenizer, self._parser.stream(prompt, tools))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text, with no template and no special tokens added; those written in it are real."""

@@ -19,6 +19,19 @@ class RenderedPrompt:
     token_ids: tuple[int, ...]
 
 
+class ReplyStream(Protocol):
+    """Promises: what it gives for one field, put together, is that field of the message that `parse` makes of the whole
+    reply."""
+
+    def feed(self, token_id: int) -> Sequence[tuple[str, str]]:
+        """(field, text) pieces that the next token completes; the field is `content` or `reasoning_content`."""
+        ...
+
+    def finish(self) -> Sequence[tuple[str, str]]:
+        """What was held back until the end of the reply."""
+        ...
+
+
 @runtime_checkable
 class ChatCodec(Protocol):
     """Promises: `render` is pure; tokens that were sampled are never passed back through it; the special tokens of the
@@ -63,6 +76,10 @@ class ChatCodec(Protocol):
             prompt: the text it follows (it may have opened the thinking).
             tools: those whose calls are looked for, whose schemas give arguments their types.
         """
+        ...
+
+    def stream(self, prompt: str, tools: Sequence[ToolSchema] = ()) -> ReplyStream:
+        """Takes a reply apart while it is sampled; arguments as for `parse`."""
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:

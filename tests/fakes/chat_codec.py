@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from rollgrad.domain.messages import Message, ParsedReply, ToolCall, assistant_message
-from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, ToolSchema
+from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, ReplyStream, ToolSchema
 
 BOS, EOS = 256, 257
 """The special tokens, above all bytes."""
@@ -50,6 +50,9 @@ class FakeChatCodec(ChatCodec):
         message = assistant_message("" if calls else content, reasoning=thought[1:], tool_calls=calls)
         return ParsedReply(message=message, tool_calls=calls)
 
+    def stream(self, prompt: str, tools: Sequence[ToolSchema] = ()) -> ReplyStream:
+        return _WholeReply(self, prompt, tools)
+
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
 
@@ -66,3 +69,19 @@ class FakeChatCodec(ChatCodec):
             for call in message.get("tool_calls") or ()
         )
         return (f"({thought})" if thought and not self._forgetful else "") + str(message.get("content") or "") + calls
+
+
+class _WholeReply(ReplyStream):
+    """Gives everything at the end."""
+
+    def __init__(self, codec: FakeChatCodec, prompt: str, tools: Sequence[ToolSchema]) -> None:
+        self._codec, self._prompt, self._tools = codec, prompt, tools
+        self._tokens: list[int] = []
+
+    def feed(self, token_id: int) -> Sequence[tuple[str, str]]:
+        self._tokens.append(token_id)
+        return []
+
+    def finish(self) -> Sequence[tuple[str, str]]:
+        message = self._codec.parse(self._codec.decode(self._tokens), self._prompt, self._tools).message
+        return [(name, message[name]) for name in ("reasoning_content", "content") if message.get(name)]
