@@ -112,14 +112,9 @@ def _model(function: Callable[..., Any], tool: str) -> tuple[dict[str, str], typ
                 "arguments out, without *, ** and /."
             )
         names[field := f"argument_{number}"] = parameter.name
-        fields[field] = (
-            hints.get(parameter.name, Any),
-            Field(
-                default=... if parameter.default is parameter.empty else parameter.default,
-                alias=parameter.name,
-                description=texts.get(parameter.name),
-            ),
-        )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        told = {"description": texts[parameter.name]} if parameter.name in texts else {}
+        fields[field] = (hints.get(parameter.name, Any), Field(default=default, alias=parameter.name, **told))
     return names, create_model(tool, __config__=ConfigDict(extra="forbid"), **fields)
 
 

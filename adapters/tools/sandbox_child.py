@@ -34,6 +34,8 @@ FILES = 128
 """Open files of a process."""
 DISK_MB = 64
 """Megabytes that a file, and with namespaces all files of a run together, may take."""
+RESERVE_MB = 32
+"""Megabytes beyond the limit for the traceback of a MemoryError, whose frames still hold what used it up."""
 SWEEP_SECONDS = 5.0
 """Longest that the guard hunts what is left over."""
 SOURCE = "<code>"
@@ -134,7 +136,7 @@ def run(request: dict[str, Any], processes: int) -> int:
     os.dup2(os.open("/dev/null", os.O_RDWR), 0)
     os.close(3)
     for limit, value in (
-        (resource.RLIMIT_AS, request["memory_mb"] << 20),
+        (resource.RLIMIT_AS, request["memory_mb"] + RESERVE_MB << 20),
         (resource.RLIMIT_CPU, request["cpu_seconds"]),
         (resource.RLIMIT_NPROC, processes),
         (resource.RLIMIT_FSIZE, DISK_MB << 20),
@@ -144,6 +146,8 @@ def run(request: dict[str, Any], processes: int) -> int:
         hard = resource.getrlimit(limit)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (min(request["memory_mb"] << 20, hard), hard))
     call(libc.prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     call(libc.capset, header, (ctypes.c_uint32 * 6)())
@@ -171,6 +175,8 @@ def execute(code: str, memory_mb: int) -> int:
     except SystemExit:
         raise
     except BaseException as error:
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         tell(error, code)
         if isinstance(error, MemoryError):
             print(f"The code may use {memory_mb} MB of memory.", file=sys.stderr)  # noqa: T201

@@ -1,0 +1,121 @@
+"""A `Tool` that follows a function, and an MCP server to talk to."""
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollgrad.adapters.tools.text_argument import read_text, text_schema
+from rollgrad.domain.messages import ToolResult
+from rollgrad.domain.ports.environment import Tool
+
+MCP_SERVER = '''
+import os
+
+import anyio
+from mcp.server.mcpserver import Image, MCPServer
+
+server = MCPServer("tests")
+
+
+@server.tool()
+async def repeat(text: str) -> str:
+    """Says it again."""
+    await anyio.sleep(0.001 * len(text))
+    return text
+
+
+@server.tool()
+def fail() -> str:
+    raise ValueError("hunter2")
+
+
+@server.tool()
+def variables() -> str:
+    return " ".join(os.environ)
+
+
+@server.tool()
+async def hang() -> str:
+    await anyio.sleep(600)
+    return "late"
+
+
+@server.tool()
+def picture() -> list:
+    return ["look:", Image(data=b"x", format="png"), "nice"]
+
+
+@server.tool()
+def die() -> str:
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    server.run()
+'''
+
+
+class FakeTool(Tool):
+    """`repeat`: answers `text` with what `answer` makes of it; keeps what it was asked."""
+
+    name = "repeat"
+    description = "Says it again."
+    parameters = text_schema("text", "What to say.")
+
+    def __init__(self, answer: Callable[[str], ToolResult] = lambda text: ToolResult(content=text)) -> None:
+        self._answer = answer
+        self.calls: list[str] = []
+        self.closed = False
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        text = read_text(self.name, "text", arguments)
+        if isinstance(text, ToolResult):
+            return text
+        self.calls.append(text)
+        await asyncio.sleep(0)
+        return self._answer(text)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def mcp_command(folder: Path) -> str:
+    """A command that starts `MCP_SERVER`."""
+    script = folder / "server.py"
+    script.write_text(MCP_SERVER)
+    return f"{sys.executable} {script}"
+
+
+class McpHttpServer:
+    """`MCP_SERVER` over streamable HTTP on the loopback interface; keeps the authorizations it was sent."""
+
+    def __init__(self) -> None:
+        import uvicorn
+
+        scope: dict[str, Any] = {"__name__": "mcp_http_server"}
+        exec(MCP_SERVER, scope)
+        application = scope["server"].streamable_http_app()
+        self.authorizations: set[str | None] = set()
+
+        async def record(asgi: dict[str, Any], receive: Any, send: Any) -> None:
+            if asgi["type"] == "http":
+                headers = dict(asgi["headers"])
+                self.authorizations.add(headers[b"authorization"].decode() if b"authorization" in headers else None)
+            await application(asgi, receive, send)
+
+        config = uvicorn.Config(record, host="127.0.0.1", port=0, log_level="critical", timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/mcp"
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)

@@ -1,0 +1,465 @@
+"""The Python tool with real processes: what works, and everything that must not."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from rollgrad.adapters.tools import sandbox
+from rollgrad.adapters.tools.python import PythonTool
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.messages import ToolResult
+
+CONTAINED = sandbox.namespaces_work()
+SYSTEM_PYTHON = "/usr/bin/python3"
+MARK = "rollgrad_test_"
+"""Begins the name that a test's processes carry as an argument, by which they are found."""
+
+
+@pytest.fixture(params=["namespaces", "no_namespaces"] if CONTAINED else ["no_namespaces"])
+def namespaces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> bool:
+    """Runs a test in every way that this machine can contain code."""
+    if request.param == "no_namespaces":
+        monkeypatch.setattr(sandbox, "namespaces_work", lambda: False)
+        folder = tmp_path / "temporary"
+        folder.mkdir()
+        for part in (folder, *folder.parents):  # root's code becomes nobody, who must reach its directory
+            if part.stat().st_uid == os.getuid():
+                part.chmod(part.stat().st_mode | 0o011)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        if os.getuid() == 0 and not sandbox.nobody_reads_python():
+            command = sandbox._command()
+            monkeypatch.setattr(sandbox, "_command", lambda: [SYSTEM_PYTHON, *command[1:]])
+            monkeypatch.setattr(sandbox, "nobody_reads_python", lambda: True)
+    return bool(request.param == "namespaces")
+
+
+@pytest.fixture
+def run(namespaces: bool) -> Callable[..., ToolResult]:
+    def call(code: str, **settings: Any) -> ToolResult:
+        return asyncio.run(PythonTool(**settings).call({"code": code}))
+
+    return call
+
+
+@pytest.fixture
+def server() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def with_argument(mark: str) -> list[int]:
+    """Processes with `mark` in their command lines."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def sandboxes() -> list[int]:
+    """The processes of this test process's runs, forks included: they all have the script's path."""
+    script = str(Path(sandbox.__file__).with_name("sandbox_child.py"))
+    return [pid for pid in with_argument(script) if _descends_from_us(pid)] + _adopted(script)
+
+
+def _descends_from_us(pid: int) -> bool:
+    while pid > 1:
+        if pid == os.getpid():
+            return True
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            return False
+    return False
+
+
+def _adopted(script: str) -> list[int]:
+    """Those whose parents are gone, so that process 1 has them: nobody's run looks like this but an escaped one."""
+    return [
+        pid
+        for pid in with_argument(script)
+        if Path(f"/proc/{pid}/stat").exists()
+        and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [
+        ("print(6 * 7)", "42\n"),
+        ("6 * 7", "42\n"),
+        ("x = 6\nx * 7", "42\n"),
+        ("'häß 漢'", "'häß 漢'\n"),
+        ("x = 42", "(no output)"),
+        ("None", "(no output)"),
+        ("", "(no output)"),
+        ("import sys; print('a'); print('b', file=sys.stderr); 'c'", "a\nb\n'c'\n"),
+        ("def f():\n    return __name__\nf()", "'__main__'\n"),
+        ("import json, math, re, hashlib, sqlite3, decimal; json.dumps([math.pi])", "'[3.141592653589793]'\n"),
+        ("print(1)\nquit()", "1\n"),
+        ("import sys; sys.exit(0)", "(no output)"),
+        ("open('a.py', 'w').write('b = 5')\nimport a\na.b", "5\n"),
+        ("import multiprocessing\nwith multiprocessing.Pool(2) as p: print(p.map(abs, [-1, 2]))", "[1, 2]\n"),
+        ("import subprocess, sys; subprocess.check_output(['/bin/echo', 'hi'])", "b'hi\\n'\n"),
+        ("import os; [os.getcwd() == os.environ['HOME'], os.listdir()]", "[True, []]\n"),
+        ("input()", "Traceback"),
+    ],
+)
+def test_code_runs(run: Callable[..., ToolResult], code: str, output: str) -> None:
+    result = run(code)
+    if output == "Traceback":
+        assert result.is_error
+        assert result.content.endswith("EOFError: EOF when reading a line")
+    else:
+        assert result == ToolResult(content=output)
+
+
+@pytest.mark.parametrize(
+    ("code", "last"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("print('before')\nraise ValueError('häß')", "ValueError: häß"),
+        ("x =", "SyntaxError: invalid syntax"),
+        ("def f(): f()\nf()", "RecursionError: maximum recursion depth exceeded"),
+        ("import numpy", "ModuleNotFoundError: No module named 'numpy'"),
+        ("import sys; sys.exit('bye')", "bye"),
+        ("import sys; sys.exit(3)", "The code ended with status 3."),
+        ("import os; os._exit(1)", "The code ended with status 1."),
+        ("import os; os.abort()", "The code was killed by SIGABRT."),
+        ("import os; os.kill(0, 9)", "The code was killed by SIGKILL."),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_errors_are_told(run: Callable[..., ToolResult], code: str, last: str) -> None:
+    result = run(code)
+    assert result.is_error
+    assert result.content.splitlines()[-1] == last
+    assert "sandbox" not in result.content
+
+
+def test_a_traceback_shows_the_lines_of_the_code(run: Callable[..., ToolResult]) -> None:
+    lines = run("def f(x):\n    return 1 / x\nf(0)").content.splitlines()
+    assert lines[:3] == ["Traceback (most recent call last):", '  File "<code>", line 3, in <module>', "    f(0)"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "print('began')\nwhile True: pass",
+        "import time\nprint('began')\ntime.sleep(600)",
+        "from threading import *\nfor _ in range(5): Thread(target=Event().wait).start()\nprint('began')",
+        "import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\nprint('began')\nwhile True: pass",
+        "import os\nprint('began')\nos.setsid() if os.fork() == 0 else 0\nwhile True: pass",
+    ],
+)
+def test_the_deadline_ends_everything(run: Callable[..., ToolResult], code: str) -> None:
+    result = run(code, seconds=1.5)
+    assert result == ToolResult(content="began\nThe code was stopped: it may run for 1.5 s.", is_error=True)
+    assert sandboxes() == []
+
+
+def test_gigabytes_are_refused(run: Callable[..., ToolResult]) -> None:
+    result = run("print('began')\nx = bytearray(4 << 30)", memory_mb=256)
+    assert result.is_error
+    assert result.content.endswith("MemoryError\nThe code may use 256 MB of memory.")
+
+
+def test_memory_in_small_pieces_is_bounded_too(run: Callable[..., ToolResult]) -> None:
+    result = run("x = []\nwhile True: x.append(bytes(1 << 20))", memory_mb=128)
+    assert result.is_error
+    assert "The code may use 128 MB of memory." in result.content
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        "import os\nos.closerange(0, 99)\nwhile True:\n    try: os.fork() or os.setsid()\n    except OSError: pass",
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(600,)).start()",
+    ],
+)
+def test_bombs_are_bounded_and_leave_nothing(run: Callable[..., ToolResult], code: str) -> None:
+    assert run(code, seconds=1.5).is_error
+    assert sandboxes() == []
+
+
+def test_a_process_that_runs_away_from_its_parents_does_not_survive(run: Callable[..., ToolResult]) -> None:
+    mark = MARK + uuid.uuid4().hex
+    code = (
+        "import os\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        f"        os.execv('/bin/sh', ['sh', '-c', 'sleep 600; true', {mark!r}])\n"
+        "    os._exit(0)\n"
+        "os.wait(), 1"
+    )
+    assert not run(code).is_error
+    assert with_argument(mark) == []
+
+
+def test_a_chain_of_processes_that_never_ends_does_not_survive(run: Callable[..., ToolResult]) -> None:
+    run("import os\nwhile True:\n    if os.fork(): os._exit(0)\n    os.setsid()")
+    assert sandboxes() == []
+
+
+def test_a_flood_keeps_head_and_tail_and_counts_the_rest(run: Callable[..., ToolResult]) -> None:
+    result = run("print('é' * 100_000 + 'end')", output_chars=100)
+    assert result == ToolResult(
+        content="é" * 50 + f"\n[... {100_000 + 4 - 100} characters left out ...]\n" + "é" * 46 + "end\n"
+    )
+
+
+def test_an_endless_flood_is_stopped(run: Callable[..., ToolResult]) -> None:
+    result = run("while True: print('x' * 10_000)", seconds=60.0, output_chars=100)
+    assert result.is_error
+    assert result.content.endswith("The code was stopped: it printed over 8 MB.")
+    assert len(result.content) < 250
+    assert sandboxes() == []
+
+
+def test_bytes_that_are_no_text_are_shown_somehow(run: Callable[..., ToolResult]) -> None:
+    assert run("import os; os.write(1, b'a\\xff\\xc3'); print()").content == "a\ufffd\ufffd\n"
+
+
+@pytest.mark.parametrize("code", ["import os; os.close(1); os.close(2)", "import sys; sys.stdout.close()"])
+def test_closing_the_output_is_harmless(run: Callable[..., ToolResult], code: str) -> None:
+    assert run(f"print('kept')\n{code}\nx = 1") == ToolResult(content="kept\n")
+
+
+def test_the_environment_has_no_secret(run: Callable[..., ToolResult], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SECRET_TOKEN", "hunter2")
+    monkeypatch.setenv("PYTHONPATH", "/hunter2")
+    result = run("import os, sys; print(sorted(os.environ), os.environ, sys.path)")
+    assert "hunter2" not in result.content
+    names = ["HOME", "LANG", "MALLOC_ARENA_MAX", "PATH", "TMPDIR"]
+    assert result.content.startswith(str(names))
+
+
+def test_files_of_the_parent(
+    run: Callable[..., ToolResult], namespaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A private file, in the parent's working directory: contained with namespaces, and by permissions under root."""
+    secret = tmp_path / "secret.txt"
+    secret.write_text("hunter2")
+    secret.chmod(0o600)
+    monkeypatch.chdir(tmp_path)
+    result = run(f"print(open({str(secret)!r}).read())")
+    assert ("hunter2" in result.content) == (not namespaces and os.getuid() != 0)
+    assert run("print(open('secret.txt').read())").is_error
+
+
+def test_files_of_everybody(run: Callable[..., ToolResult], namespaces: bool) -> None:
+    result = run("import os; [os.path.exists('/etc/passwd'), os.path.exists('/proc/1'), os.path.exists('/sys')]")
+    assert result.content == ("[False, False, False]\n" if namespaces else "[True, True, True]\n")
+
+
+def test_installed_packages_are_not_there(run: Callable[..., ToolResult], namespaces: bool) -> None:
+    import attrs
+
+    result = run(f"import os; os.path.exists({attrs.__file__!r})")
+    assert result.content == ("False\n" if namespaces or not sandbox_reads(attrs.__file__) else "True\n")
+
+
+def sandbox_reads(path: str) -> bool:
+    """Whether code without namespaces may reach a file: root's code is nobody."""
+    return os.getuid() != 0 or all(part.stat().st_mode & 0o001 for part in Path(path).parents)
+
+
+def test_the_network(run: Callable[..., ToolResult], namespaces: bool, server: int) -> None:
+    result = run(f"import socket; socket.create_connection(('127.0.0.1', {server}), 5); 'connected'")
+    assert result.is_error == namespaces
+    assert result.content.endswith("Network is unreachable" if namespaces else "'connected'\n")
+
+
+def test_other_processes(run: Callable[..., ToolResult], namespaces: bool) -> None:
+    victim = subprocess.Popen(["sleep", "600"])
+    try:
+        result = run(f"import os; os.kill({victim.pid}, 0)")
+        contained = namespaces or os.getuid() == 0
+        assert result.is_error == contained
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_no_privilege_is_kept(run: Callable[..., ToolResult], namespaces: bool) -> None:
+    result = run("import os; print(os.getuid(), os.getgid() if os.getuid() == 65534 else 65534)\nos.chroot('/tmp')")
+    assert result.content.startswith(f"{os.getuid() or 65534} 65534\n")
+    assert result.content.endswith("Operation not permitted: '/tmp'")
+
+
+@pytest.mark.parametrize("path", ["/x", "/usr/lib/x", "/etc/x"])
+def test_nothing_outside_the_directory_is_written(run: Callable[..., ToolResult], namespaces: bool, path: str) -> None:
+    if os.getuid() == 0 or not namespaces or path.startswith("/usr"):
+        assert run(f"open({path!r}, 'w')").is_error
+    else:  # an empty file system of the run's own
+        run(f"open({path!r}, 'w')")
+    assert not Path(path).exists()
+
+
+def test_huge_files_are_refused(run: Callable[..., ToolResult]) -> None:
+    result = run("file = open('huge', 'wb')\nwhile True: file.write(bytes(1 << 20))")
+    assert result.is_error
+    assert "File too large" in result.content or "No space left on device" in result.content
+
+
+def test_many_files_together_are_bounded_with_namespaces(run: Callable[..., ToolResult], namespaces: bool) -> None:
+    result = run("for n in range(80): open(str(n), 'wb').write(bytes(1 << 20))")
+    assert result.is_error == namespaces
+    assert result.content.endswith("No space left on device" if namespaces else "(no output)")
+
+
+def test_open_files_are_bounded(run: Callable[..., ToolResult]) -> None:
+    result = run("files = [open('/dev/null') for _ in range(1000)]")
+    assert "Too many open files" in result.content
+
+
+def test_the_directory_is_gone_afterwards(run: Callable[..., ToolResult], namespaces: bool) -> None:
+    before = set(Path(tempfile.gettempdir()).iterdir())
+    place = run("import os; os.makedirs('a/b'); open('a/b/c', 'w').write('x'); print(os.getcwd())").content.strip()
+    assert set(Path(tempfile.gettempdir()).iterdir()) - before == set()
+    assert namespaces or not Path(place).exists()
+    run("import os; open('a', 'w').write('x')\nwhile True: pass", seconds=1.0)
+    assert set(Path(tempfile.gettempdir()).iterdir()) - before == set()
+
+
+def test_a_cancelled_call_kills_its_processes(namespaces: bool) -> None:
+    mark = MARK + uuid.uuid4().hex
+    code = f"import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 600; true', {mark!r}])"
+
+    async def scenario() -> None:
+        calling = asyncio.create_task(PythonTool(seconds=60.0).call({"code": code}))
+        async with asyncio.timeout(30.0):
+            while not with_argument(mark):
+                await asyncio.sleep(0.01)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        assert with_argument(mark) == []
+        assert sandboxes() == []
+
+    asyncio.run(scenario())
+
+
+def test_runs_end_with_the_process_that_asked_for_them(namespaces: bool) -> None:
+    mark = MARK + uuid.uuid4().hex
+    code = f"import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 600; true', {mark!r}])"
+    request = sandbox._request(code, 60.0, 512, namespaces)
+    guard = subprocess.Popen(
+        sandbox._command(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=sandbox._ENVIRONMENT,
+    )
+    assert guard.stdin is not None
+    guard.stdin.write(request)
+    guard.stdin.flush()
+    while not with_argument(mark):
+        time.sleep(0.01)
+    guard.stdin.close()  # what the kernel does for a process that is gone
+    guard.wait(30)
+    assert with_argument(mark) == []
+
+
+def test_namespaces_end_with_a_killed_guard() -> None:
+    if not CONTAINED:
+        assert not sandbox.namespaces_work()
+        return
+    mark = MARK + uuid.uuid4().hex
+    code = f"import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 600; true', {mark!r}])"
+    guard = subprocess.Popen(
+        sandbox._command(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=sandbox._ENVIRONMENT,
+    )
+    assert guard.stdin is not None
+    guard.stdin.write(sandbox._request(code, 60.0, 512, True))
+    guard.stdin.flush()
+    while not with_argument(mark):
+        time.sleep(0.01)
+    guard.send_signal(signal.SIGKILL)
+    guard.wait(30)
+    guard.stdin.close()
+    deadline = time.monotonic() + 30
+    while with_argument(mark) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert with_argument(mark) == []
+
+
+def test_at_most_so_many_run_at_once_and_the_loop_goes_on(namespaces: bool) -> None:
+    most, ticks = 0, 0
+
+    async def scenario() -> list[ToolResult]:
+        nonlocal most, ticks
+        tool = PythonTool(processes=2)
+        codes = [f"import time; time.sleep(0.2); print({n})" for n in range(6)]
+        calls = asyncio.gather(*(tool.call({"code": code}) for code in codes))
+        guards = f"{Path(sandbox.__file__).with_name('sandbox_child.py')}"
+        while not calls.done():
+            await asyncio.sleep(0.005)
+            ticks += 1
+            most = max(most, sum(_parent(pid) == os.getpid() for pid in with_argument(guards)))
+        return list(await calls)
+
+    assert [result.content for result in asyncio.run(scenario())] == [f"{n}\n" for n in range(6)]
+    assert most == 2
+    assert ticks > 6
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def test_a_sandbox_that_breaks_is_logged_and_the_model_sees_no_details(
+    run: Callable[..., ToolResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "_command", lambda: [sys.executable, "-c", "raise OSError('hunter2')"])
+    with capture_logs() as logs:
+        result = run("1")
+    assert result == ToolResult(content="The tool 'python' failed.", is_error=True)
+    assert "hunter2" in logs[0]["details"]
+
+
+def test_machines_without_namespaces_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_command", lambda: [sys.executable, "-c", "raise OSError('unshare: no')"])
+    with capture_logs() as logs:
+        assert not sandbox.namespaces_work.__wrapped__()
+    assert [(log["event"], log["reason"]) for log in logs] == [
+        ("python_tool_without_namespaces", "OSError: unshare: no")
+    ]
+
+
+def test_root_needs_a_python_that_nobody_may_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "namespaces_work", lambda: False)
+    monkeypatch.setattr(sandbox, "nobody_reads_python", lambda: False)
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    with pytest.raises(ConfigurationError, match="65534"):
+        PythonTool()
+
+
+@pytest.mark.parametrize("setting", [{"seconds": 0.0}, {"memory_mb": 10}, {"output_chars": 1}, {"processes": 0}])
+def test_numbers_out_of_range_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"python tool has {next(iter(setting))}="):
+        PythonTool(**setting)
