@@ -1,0 +1,81 @@
+"""`EpisodeThread`: blocking calls of one environment, all in one thread, each with a deadline.
+
+Invariant: calls run in order and never at the same time. A call that outlives its deadline keeps its thread, which is
+a daemon and so holds up neither the run nor its end. Does not own: what is called.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import structlog
+
+CLOSE_SECONDS = 5.0
+"""Longest wait for an environment to release what it holds."""
+
+log = structlog.get_logger(__name__)
+Result = TypeVar("Result")
+_Job = tuple[Future[Any], Callable[[], Any]]
+
+
+class EpisodeThread:
+    """Runs calls of the environment `name` (for messages), each within `timeout` seconds.
+
+    The thread starts with the first call and ends with `close`.
+    """
+
+    def __init__(self, name: str, *, timeout: float) -> None:
+        self._name = name
+        self._timeout = timeout
+        self._jobs: SimpleQueue[_Job | None] | None = None
+
+    async def call(self, what: str, func: Callable[[], Result]) -> Result:
+        """What `func()` returns or raises; `what` names it.
+
+        Raises:
+            TimeoutError: it took longer than the deadline, with the calls before it that still ran.
+        """
+        try:
+            async with asyncio.timeout(self._timeout) as deadline:
+                result: Result = await self._submit(func)
+                return result
+        except TimeoutError as error:
+            if not deadline.expired():  # the environment's own
+                raise
+            raise TimeoutError(f"{self._name} did not finish {what} within {self._timeout:g} s.") from error
+
+    async def close(self, release: Callable[[], object] | None = None) -> None:
+        """Runs `release` and ends the thread; idempotent. What goes wrong is logged: the episode is over anyway."""
+        if self._jobs is None:
+            return
+        try:
+            if release is not None:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._submit(release)
+        except Exception as error:
+            log.warning("environment_close_failed", environment=self._name, error=f"{type(error).__name__}: {error}")
+        finally:
+            jobs, self._jobs = self._jobs, None
+            if jobs is not None:
+                jobs.put(None)
+
+    async def _submit(self, func: Callable[[], Any]) -> Any:
+        if self._jobs is None:
+            self._jobs = SimpleQueue()
+            threading.Thread(target=_work, args=(self._jobs,), name=f"environment-{self._name}", daemon=True).start()
+        future: Future[Any] = Future()
+        self._jobs.put((future, func))
+        return await asyncio.wrap_future(future)
+
+
+def _work(jobs: "SimpleQueue[_Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        future, func = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(func())
+            except BaseException as error:  # whatever it is, the caller waits for it
+                future.set_exception(error)

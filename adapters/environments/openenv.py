@@ -1,0 +1,190 @@
+"""OpenEnv servers, over their WebSocket `/ws`.
+
+The wire: `{"type": "reset" | "step" | "close", "data": {...}}` asks, `{"type": "observation" | "error", "data": {...}}`
+answers. Each connection is a session of its own, and lasts one episode. Does not own: the server.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollgrad.adapters.environments.opening import opening, prompt_seed, user_message
+from rollgrad.domain.errors import ConfigurationError, MissingExtraError
+from rollgrad.domain.messages import Action, Message
+from rollgrad.domain.ports.environment import Environment, StepResult
+from rollgrad.domain.prompts import Prompt
+
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+
+CLOSE_SECONDS = 5.0
+"""Longest wait for the server to take leave."""
+MAX_MESSAGE_BYTES = 100 * 2**20
+"""Largest observation: what OpenEnv's own client takes."""
+INVALID = "VALIDATION_ERROR"
+"""The server's code for an action that is not of its schema."""
+
+
+def as_message(reply: str) -> Mapping[str, Any]:
+    """The action `{"message": reply}`."""
+    return {"message": reply}
+
+
+def as_json(observation: Mapping[str, Any]) -> str:
+    """The fields of an observation as JSON, without its metadata."""
+    return json.dumps({key: value for key, value in observation.items() if key != "metadata"}, ensure_ascii=False)
+
+
+class OpenEnvEnvironment(Environment):
+    """Plays one episode on the OpenEnv server at `url`, seeded by the prompt (`prompt_seed`).
+
+    Args:
+        url: where the server is (http, https, ws or wss), without `/ws`.
+        parse: a reply as the action's fields; a ValueError says that there is no action in it.
+        render: an observation's fields as text.
+        timeout: seconds for the connection, and for each answer.
+
+    Metrics: `invalid_actions`, replies so far without an action that the server accepts. They are told to the model.
+
+    Raises:
+        ConfigurationError: `url` has another scheme.
+        MissingExtraError: the package websockets is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        parse: Callable[[str], Mapping[str, Any]] = as_message,
+        render: Callable[[Mapping[str, Any]], str] = as_json,
+        timeout: float = 60.0,
+    ) -> None:
+        scheme, separator, rest = url.partition("://")
+        schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+        if not separator or scheme not in schemes:
+            raise ConfigurationError(
+                f"The OpenEnv server's url is {url!r}, but it starts with http://, https://, ws:// or wss://: correct "
+                "the url of OpenEnvEnvironment."
+            )
+        try:
+            import websockets  # noqa: F401
+        except ImportError as error:
+            raise MissingExtraError(
+                "OpenEnvEnvironment needs the package websockets, which is not installed: pip install rollgrad[openenv]"
+            ) from error
+        self._url = f"{schemes[scheme]}://{rest.rstrip('/')}/ws"
+        self._parse = parse
+        self._render = render
+        self._timeout = timeout
+        self._connection: ClientConnection | None = None
+        self._invalid = 0
+
+    async def reset(self, prompt: Prompt) -> Sequence[Message]:
+        """The prompt's conversation with the first observation.
+
+        Raises:
+            ConnectionError: the server is not there, or hung up.
+            RuntimeError: the server answered with an error.
+            TimeoutError: the server did not answer in time.
+        """
+        from websockets.asyncio.client import connect
+
+        await self.close()
+        self._invalid = 0
+        try:
+            self._connection = await self._in_time(
+                "a connection",
+                connect(self._url, open_timeout=None, close_timeout=CLOSE_SECONDS, max_size=MAX_MESSAGE_BYTES),
+            )
+        except TimeoutError:
+            raise
+        except Exception as error:  # no socket, no handshake, no WebSocket there
+            raise ConnectionError(f"No connection to the OpenEnv server {self._url}: {error}") from error
+        answer = await self._ask("reset", {"seed": prompt_seed(prompt)})
+        if answer["type"] == "error":
+            raise self._refused(answer)
+        return opening(prompt, self._render(answer["data"]["observation"]))
+
+    async def step(self, action: Action) -> StepResult:
+        """Sends the reply's action; a reply without a valid one gets what is wrong with it.
+
+        Raises:
+            ConnectionError: the server hung up.
+            RuntimeError: the server answered with an error that is not the action's.
+            TimeoutError: the server did not answer in time.
+        """
+        try:
+            fields = self._parse(action.text)
+        except ValueError as error:
+            return self._invalid_action(str(error))
+        answer = await self._ask("step", fields)
+        if answer["type"] == "error":
+            if answer["data"].get("code") != INVALID:
+                raise self._refused(answer)
+            return self._invalid_action(_complaints(answer["data"]))
+        data = answer["data"]
+        return StepResult(
+            observation=user_message(self._render(data["observation"])),
+            reward=float(data.get("reward") or 0.0),
+            terminated=bool(data.get("done")),
+            info=data.get("metadata") or {},
+            metrics={"invalid_actions": float(self._invalid)},
+        )
+
+    async def close(self) -> None:
+        """Takes leave of the server, if it still listens, and hangs up."""
+        from websockets.exceptions import ConnectionClosed
+
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await connection.send(json.dumps({"type": "close"}))
+        except (ConnectionClosed, TimeoutError):
+            pass  # it is gone already
+        await connection.close()
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        from websockets.exceptions import ConnectionClosed
+
+        connection = self._connection
+        if connection is None:
+            raise ConnectionError(f"There is no connection to the OpenEnv server {self._url}: reset comes first.")
+
+        async def exchange() -> str | bytes:
+            await connection.send(json.dumps({"type": kind, "data": data}))
+            return await connection.recv()
+
+        try:
+            answer = json.loads(await self._in_time(f"the answer to {kind}", exchange()))
+        except ConnectionClosed as error:
+            raise ConnectionError(f"The OpenEnv server {self._url} hung up before it answered {kind}.") from error
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or answer.get("type") not in ("observation", "error") or "data" not in answer:
+            raise RuntimeError(f"The OpenEnv server {self._url} answered {kind} with {str(answer)[:200]}.")
+        return answer
+
+    async def _in_time(self, what: str, waiting: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await waiting
+        except TimeoutError as error:
+            raise TimeoutError(f"Waited {self._timeout:g} s for {what} of the OpenEnv server {self._url}.") from error
+
+    def _refused(self, answer: Mapping[str, Any]) -> RuntimeError:
+        data = answer["data"]
+        return RuntimeError(f"The OpenEnv server {self._url} failed: {data.get('message')} ({data.get('code')}).")
+
+    def _invalid_action(self, why: str) -> StepResult:
+        self._invalid += 1
+        text = f"That is no valid action: {why}" if why else "That is no valid action."
+        return StepResult(observation=user_message(text), metrics={"invalid_actions": float(self._invalid)})
+
+
+def _complaints(data: Mapping[str, Any]) -> str:
+    """What Pydantic found wrong, a field each; the error's own message if it names none."""
+    found = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in data.get("errors") or ()]
+    return "; ".join(found) or str(data.get("message"))

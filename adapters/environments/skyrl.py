@@ -1,0 +1,78 @@
+"""SkyRL-Gym environments: `init(messages) -> (messages, info)`, `step(text) -> {observations, reward, done, metadata}`.
+
+Works by duck typing: `make` imports SkyRL-Gym, this does not. A step's `postprocessed_action` is ignored: it would
+rewrite text that the model has sampled, and what is trained is what was sampled.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from rollgrad.adapters.environments.episode_thread import EpisodeThread
+from rollgrad.adapters.environments.opening import conversation
+from rollgrad.domain.messages import Action, Message
+from rollgrad.domain.ports.environment import Environment, StepResult
+from rollgrad.domain.prompts import Prompt
+
+
+class SkyRLEnvironment(Environment):
+    """Plays one episode of what `make(prompt)` returns.
+
+    Args:
+        make: makes a fresh environment for a prompt, whose label and metadata it may need (`extras`).
+        timeout: seconds for one call of the environment.
+
+    Metrics: what numbers the environment's `get_metrics()` has, on the last turn.
+    """
+
+    def __init__(self, make: Callable[[Prompt], Any], *, timeout: float = 60.0) -> None:
+        self._make = make
+        self._thread = EpisodeThread("The SkyRL-Gym environment", timeout=timeout)
+        self._world: Any = None
+
+    async def reset(self, prompt: Prompt) -> Sequence[Message]:
+        """The conversation that the environment makes of the prompt's.
+
+        Raises:
+            TimeoutError: the environment was not there in time.
+        """
+
+        def start() -> list[Message]:
+            self._world = self._make(prompt)
+            messages, _ = self._world.init(conversation(prompt))
+            return list(messages)
+
+        return await self._thread.call("init", start)
+
+    async def step(self, action: Action) -> StepResult:
+        """Hands the reply's text to the environment.
+
+        Raises:
+            TimeoutError: the environment did not answer in time.
+        """
+
+        def answer() -> StepResult:
+            output = self._world.step(action.text)
+            done = bool(output["done"])
+            return StepResult(
+                observation=list(output["observations"]),
+                reward=float(output["reward"]),
+                terminated=done,
+                info=output.get("metadata") or {},
+                metrics=_numbers(self._world.get_metrics()) if done else {},
+            )
+
+        return await self._thread.call("a step", answer)
+
+    async def close(self) -> None:
+        """Closes the environment and its thread."""
+        await self._thread.close(self._release)
+
+    def _release(self) -> None:
+        world, self._world = self._world, None
+        if world is not None:
+            world.close()
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}

@@ -1,0 +1,154 @@
+"""Real environments of Gymnasium, TextArena and SkyRL-Gym, played through their adapters."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+import pytest
+import skyrl_gym
+import textarena
+
+from rollgrad.adapters.environments.gymnasium import GymnasiumEnvironment
+from rollgrad.adapters.environments.skyrl import SkyRLEnvironment
+from rollgrad.adapters.environments.textarena import TextArenaEnvironment
+from rollgrad.domain.messages import Action, assistant_message
+from rollgrad.domain.ports.environment import Environment, StepResult
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.sampling import Generation, StopReason
+
+TURN_LIMIT = 300
+
+
+def blackjack_in_words(observation: tuple[int, int, int]) -> str:
+    mine, dealers, ace = observation
+    return f"You have {mine}{' with an ace' if ace else ''}, the dealer shows {dealers}. 0 to stick, 1 to hit."
+
+
+def centre_or_corner(board: str) -> str:
+    """Takes the first free cell of TicTacToe's board, which writes the numbers of the free cells."""
+    return f"[{re.findall(r'(?<![0-9])[0-8](?![0-9])', board)[-1]}]"
+
+
+def gsm8k(prompt: Prompt) -> Any:
+    return skyrl_gym.make("gsm8k", extras={"reward_spec": {"ground_truth": str(prompt.label)}})
+
+
+def gsm8k_multi_turn(prompt: Prompt) -> Any:
+    return skyrl_gym.make(
+        "gsm8k_multi_turn", extras={"reward_spec": {"ground_truth": str(prompt.label)}, "max_turns": 3}
+    )
+
+
+environment_factories: list[tuple[str, Callable[[], Environment]]] = [
+    ("frozen_lake", lambda: GymnasiumEnvironment(partial(gymnasium.make, "FrozenLake-v1", is_slippery=False))),
+    ("taxi", lambda: GymnasiumEnvironment(partial(gymnasium.make, "Taxi-v4"), invalid_reward=-10.0)),
+    ("cliff", lambda: GymnasiumEnvironment(partial(gymnasium.make, "CliffWalking-v1", max_episode_steps=20))),
+    ("blackjack", lambda: GymnasiumEnvironment(partial(gymnasium.make, "Blackjack-v1"), render=blackjack_in_words)),
+    ("guess_the_number", lambda: TextArenaEnvironment(partial(textarena.make, "GuessTheNumber-v0"))),
+    ("guess_the_number_raw", lambda: TextArenaEnvironment(partial(textarena.make, "GuessTheNumber-v0-raw"))),
+    (
+        "tic_tac_toe",
+        lambda: TextArenaEnvironment(partial(textarena.make, "TicTacToe-v0-raw"), opponent=centre_or_corner),
+    ),
+    ("gsm8k", lambda: SkyRLEnvironment(gsm8k)),
+    ("gsm8k_multi_turn", lambda: SkyRLEnvironment(gsm8k_multi_turn)),
+]
+"""Names, and what makes a fresh environment of each; a whole number as the prompt's label will do for all."""
+
+
+def act(text: str) -> Action:
+    generation = Generation(token_ids=[1], logprobs=[-1.0], versions=[0], stop_reason=StopReason.STOP)
+    return Action(text=text, generation=generation, message=assistant_message(text))
+
+
+def ask(label: int) -> Prompt:
+    return Prompt(token_ids=(1,), text="Play.", label=label, messages=({"role": "user", "content": "Play."},))
+
+
+def text_of(messages: Any) -> str:
+    return "\n".join(str(message["content"]) for message in messages)
+
+
+async def play(
+    environment: Environment, policy: Callable[[str], str], label: int = 7
+) -> tuple[list[str], list[StepResult]]:
+    """What the policy was shown, and what the environment answered, to the episode's end."""
+    try:
+        shown, results = [text_of(await environment.reset(ask(label)))], list[StepResult]()
+        while len(results) < TURN_LIMIT and not (results and (results[-1].terminated or results[-1].truncated)):
+            results.append(await environment.step(act(policy("\n".join(shown)))))
+            shown.append(text_of(results[-1].observation))
+        return shown, results
+    finally:
+        await environment.close()
+
+
+def bisect(transcript: str) -> str:
+    low, high = 1, 20
+    hints = re.findall(r"target number is (higher|lower)", transcript)
+    for hint in hints:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if hint == "higher" else (low, middle - 1)
+    return f"[{(low + high) // 2}]"
+
+
+@pytest.mark.parametrize(("name", "make"), environment_factories, ids=[name for name, _ in environment_factories])
+def test_episodes_of_a_group_start_alike(name: str, make: Callable[[], Environment]) -> None:
+    async def scenario() -> list[Any]:
+        return await asyncio.gather(*(play(make(), lambda text: "[2] 1", label) for label in (7, 7, 7, 8, 8)))
+
+    groups = asyncio.run(scenario())
+    assert groups[0] == groups[1] == groups[2]
+    assert groups[3] == groups[4]
+    results = groups[0][1]
+    assert results[-1].terminated or results[-1].truncated or len(results) == TURN_LIMIT
+
+
+def test_frozen_lake_is_crossed() -> None:
+    moves = iter(["1", "1", "2", "2", "1", "2"])
+    _, results = asyncio.run(play(dict(environment_factories)["frozen_lake"](), lambda text: f"I take {next(moves)}."))
+    assert [result.reward for result in results] == [0.0] * 5 + [1.0]
+    assert results[-1].terminated
+
+
+def test_a_time_limit_truncates() -> None:
+    _, results = asyncio.run(play(dict(environment_factories)["cliff"](), lambda text: "0"))
+    assert [result.truncated for result in results] == [False] * 19 + [True]
+    assert sum(result.reward for result in results) == -20.0
+
+
+@pytest.mark.parametrize("name", ["guess_the_number", "guess_the_number_raw"])
+def test_the_number_is_found_by_bisection_in_concurrent_games(name: str) -> None:
+    make = dict(environment_factories)[name]
+
+    async def scenario() -> list[Any]:
+        return await asyncio.gather(*(play(make(), bisect, label) for label in range(6) for _ in range(3)))
+
+    games = asyncio.run(scenario())
+    assert all(results[-1].terminated and results[-1].reward == 1.0 for _, results in games)
+    lengths = [len(results) for _, results in games]
+    assert all(len(set(lengths[group : group + 3])) == 1 for group in range(0, 18, 3))
+    assert len(set(lengths)) > 1, "other seeds hide other numbers"
+    rules = [shown.count("You are playing Guess The Number") for shown in ("\n".join(seen) for seen, _ in games)]
+    assert set(rules) == {1}, "what the conversation has already is not repeated"
+
+
+def test_tic_tac_toe_is_won_and_lost_against_a_script() -> None:
+    make = dict(environment_factories)["tic_tac_toe"]
+    row = iter(["[0]", "[1]", "[2]"])
+    _, won = asyncio.run(play(make(), lambda text: next(row)))
+    assert (won[-1].reward, len(won)) == (1.0, 3)
+    _, forfeited = asyncio.run(play(make(), lambda text: "no idea"))
+    assert (forfeited[-1].reward, forfeited[-1].metrics["invalid_move"]) == (-1.0, 1.0)
+
+
+def test_gsm8k_is_judged() -> None:
+    make = dict(environment_factories)["gsm8k_multi_turn"]
+    replies = iter(["#### 3", "#### 7"])
+    _, results = asyncio.run(play(make(), lambda text: next(replies), label=7))
+    assert [result.terminated for result in results] == [False, True]
+    assert results[-1].reward == 1.0
+    assert results[-1].metrics == {"steps": 2.0}
