@@ -6,6 +6,7 @@ Importable without torch. `entrypoints` builds the command line from these class
 
 from attrs import Factory, define
 
+from rollgrad.application.agent_config import AgentConfig
 from rollgrad.application.choices import (
     Aggregation,
     CorrectionGate,
@@ -401,6 +402,8 @@ class RLConfig:
     """The algorithm."""
     rollout: RolloutConfig = Factory(RolloutConfig)
     """How episodes are sampled."""
+    agent: AgentConfig = Factory(AgentConfig)
+    """Tools, attempts, and programs that play episodes."""
     train: TrainConfig = Factory(TrainConfig)
     """How samples become optimizer steps."""
     data: DataConfig = Factory(DataConfig)

@@ -46,6 +46,7 @@ RANGES: dict[str, Range] = {
     "actor.entropy_coef": NOT_NEGATIVE,
     "critic.value_clip": POSITIVE,
     "critic.freezing_steps": NOT_NEGATIVE,
+    "agent.attempts": COUNT,
     "algo.advantage.gamma": SHARE,
     "algo.advantage.lambd": SHARE,
     "algo.advantage.critic_lambd": SHARE,

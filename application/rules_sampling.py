@@ -131,10 +131,11 @@ def turn_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
     """What is wrong with episodes of several turns."""
     for key in ("max_turns", "max_episode_tokens", "max_episode_seconds"):
         value = getattr(config.rollout, key)
-        if value != getattr(RolloutConfig(), key) and not has_environment:
+        if value != getattr(RolloutConfig(), key) and not (has_environment or config.agent.plays):
             yield (
-                f"rollout.{key} is {value}, but episodes have one turn without an environment: name one with "
-                f"--train.agent_func_path (environment= in Python), or leave --rollout.{key} out."
+                f"rollout.{key} is {value}, but episodes have one turn without an agent: set --agent.tools, "
+                f"--agent.attempts, --agent.command or --train.agent_func_path (environment= in Python), or leave "
+                f"--rollout.{key} out."
             )
     if config.train.agent_func_path is not None:
         reward = config.reward

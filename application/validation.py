@@ -7,6 +7,7 @@ set, which rule it breaks, and the flag that fixes it. What only files or models
 from collections.abc import Iterator
 
 from rollgrad.application.config import RLConfig
+from rollgrad.application.rules_agent import agent_problems
 from rollgrad.application.rules_algorithm import (
     algorithm_problems,
     correction_problems,
@@ -40,7 +41,7 @@ def validate(config: RLConfig, *, has_reward: bool = False, has_environment: boo
     """
     estimator_traits(config.algo.advantage.estimator)
     policy_loss_traits(config.actor.policy_loss_type)
-    has_environment = has_environment or config.train.agent_func_path is not None
+    plays = has_environment or config.train.agent_func_path is not None
     _raise_first(
         model_problems(config),
         required_data_problems(config),
@@ -50,12 +51,13 @@ def validate(config: RLConfig, *, has_reward: bool = False, has_environment: boo
         kl_problems(config),
         correction_problems(config),
         sampling_problems(config),
-        shaping_problems(config, has_environment=has_environment),
+        shaping_problems(config, has_environment=plays),
         optimizer_problems(config),
         rollout_problems(config),
         data_problems(config),
-        reward_problems(config, config.data.prompt_dataset, has_reward=has_reward or has_environment),
-        turn_problems(config, has_environment=has_environment),
+        reward_problems(config, config.data.prompt_dataset, has_reward=has_reward or plays),
+        agent_problems(config, has_environment=plays),
+        turn_problems(config, has_environment=plays),
         eval_problems(config),
     )
 
@@ -66,14 +68,15 @@ def validate_evaluation(config: RLConfig, *, has_reward: bool = False, has_envir
     Raises:
         ConfigurationError: the first rule that is broken.
     """
-    has_environment = has_environment or config.train.agent_func_path is not None
+    plays = has_environment or config.train.agent_func_path is not None
     _raise_first(
         model_problems(config),
         required_eval_problems(config),
         range_problems(config),
         prompt_form_problems(config),
-        reward_problems(config, config.eval.dataset or "", has_reward=has_reward or has_environment),
-        turn_problems(config, has_environment=has_environment),
+        reward_problems(config, config.eval.dataset or "", has_reward=has_reward or plays),
+        agent_problems(config, has_environment=plays),
+        turn_problems(config, has_environment=plays),
         eval_problems(config),
     )
 

@@ -25,6 +25,7 @@ from rollgrad.application.validation import validate, validate_evaluation
 from rollgrad.domain.errors import ConfigurationError, RollgradError
 from rollgrad.entrypoints.config_io import dump_config, load_config, nearest, setting_names
 from rollgrad.entrypoints.extensions import load_extension
+from rollgrad.entrypoints.serve_reward import ServeRewardArguments, serve_reward_model
 
 if TYPE_CHECKING:
     from rollgrad.entrypoints.library import TrainResult
@@ -71,7 +72,7 @@ class DoctorArguments:
     """Print JSON instead of tables."""
 
 
-Arguments = TypeVar("Arguments", TrainArguments, EvalArguments, DoctorArguments)
+Arguments = TypeVar("Arguments", TrainArguments, EvalArguments, DoctorArguments, ServeRewardArguments)
 RunArguments = TypeVar("RunArguments", TrainArguments, EvalArguments)
 
 
@@ -194,10 +195,19 @@ def doctor(arguments: Sequence[str]) -> int:
     return run_doctor(as_json=parsed.json)
 
 
+def serve_reward(arguments: Sequence[str]) -> int:
+    """`rollgrad serve reward`."""
+    parsed = _parse(ServeRewardArguments(), "serve reward", arguments)
+    configure_logging()
+    serve_reward_model(parsed)
+    return 0
+
+
 COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train rl": (train_rl, "train a model by reinforcement learning"),
     "eval": (evaluate, "evaluate a model on held-out prompts"),
     "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
+    "serve reward": (serve_reward, "serve a reward model over HTTP"),
     "doctor": (doctor, "show what this machine offers, and whether the installation works"),
 }
 
@@ -205,7 +215,7 @@ USAGE = "\n".join(
     (
         "usage: rollgrad COMMAND [OPTIONS]",
         "",
-        *(f"  rollgrad {name:<10} {purpose}" for name, (_, purpose) in COMMANDS.items()),
+        *(f"  rollgrad {name:<12} {purpose}" for name, (_, purpose) in COMMANDS.items()),
         "",
         "  rollgrad COMMAND --help   all options of a command",
         "  rollgrad --version        the version",
@@ -288,7 +298,9 @@ def _sentence(box: str) -> str:
 
 
 def _unknown_argument(
-    kind: type[TrainArguments | EvalArguments | DoctorArguments], command: str, unknown: Sequence[str]
+    kind: type[TrainArguments | EvalArguments | DoctorArguments | ServeRewardArguments],
+    command: str,
+    unknown: Sequence[str],
 ) -> str:
     flag = next((argument for argument in unknown if argument.startswith("-")), None)
     if flag is None:

@@ -61,8 +61,10 @@ from rollgrad.entrypoints.factories import (
     make_remote_reward,
     make_rollouts,
     make_sinks,
+    make_tool_executor,
     reward_kind,
 )
+from rollgrad.entrypoints.tool_box import ToolBox
 
 
 class Container(containers.DeclarativeContainer):
@@ -140,10 +142,12 @@ class Container(containers.DeclarativeContainer):
     engine = providers.Singleton(make_engine, config, actor_model, tokenizer, codec)
     channel = providers.Singleton(SharedWeights, engine)
     environment: providers.Object[Any] = providers.Object(None)
+    tool_box = providers.Singleton(ToolBox, config.provided.agent.tools)
     executor = providers.Selector(
         providers.Callable(executor_kind, config, environment),
         single_turn=providers.Singleton(SingleTurnExecutor, engine, codec, reward),
         environment=providers.Singleton(make_multi_turn, config, engine, codec, environment),
+        tools=providers.Singleton(make_tool_executor, config, engine, codec, reward, tool_box),
         agent_file=providers.Singleton(make_agent_file, config, engine, codec, tokenizer),
     )
     rollout = providers.Singleton(

@@ -22,6 +22,7 @@ from rollgrad.adapters.tracking.jsonl import JsonlSink
 from rollgrad.adapters.tracking.multi import MultiSink
 from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
+from rollgrad.application.agents.tool_environment import ToolEnvironment
 from rollgrad.application.config import ActorConfig, CriticConfig, RLConfig
 from rollgrad.application.executors.multi_turn import EnvironmentFactory, MultiTurnExecutor
 from rollgrad.application.rules_common import optimizer_steps_per_rollout
@@ -29,8 +30,11 @@ from rollgrad.application.rules_inputs import REASONING_GYM
 from rollgrad.domain.ports.agent_executor import AgentExecutor
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.prompt_source import PromptSource
+from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.sampling import SamplingParams
+from rollgrad.entrypoints.tool_box import ToolBox
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -181,7 +185,9 @@ def executor_kind(config: RLConfig, environment: Any) -> str:
     """What plays the episodes."""
     if environment is not None:
         return "environment"
-    return "single_turn" if config.train.agent_func_path is None else "agent_file"
+    if config.train.agent_func_path is not None:
+        return "agent_file"
+    return "tools" if config.agent.converses else "single_turn"
 
 
 def make_multi_turn(
@@ -189,6 +195,23 @@ def make_multi_turn(
 ) -> MultiTurnExecutor:
     """Plays episodes in environments that `environment` makes."""
     return _turns(config, engine, codec, lambda params: environment())
+
+
+def make_tool_executor(
+    config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, rewards: RewardSource, box: ToolBox
+) -> MultiTurnExecutor:
+    """Plays conversations with the tools of `agent.tools`."""
+
+    async def environment(params: SamplingParams) -> Environment:
+        return ToolEnvironment(
+            await box.open(),
+            rewards=rewards,
+            system_prompt=config.agent.system_prompt,
+            attempts=config.agent.attempts,
+            pass_threshold=config.reward.pass_threshold,
+        )
+
+    return _turns(config, engine, codec, environment)
 
 
 def make_agent_file(config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, tokenizer: Any) -> AgentExecutor:

@@ -87,7 +87,7 @@ def train(
     if state is not None:
         pipeline.resume(state)
     try:
-        outcome = _run(_closing(pipeline.run(), container.reward()))
+        outcome = _run(_closing(pipeline.run(), container))
     finally:
         _close(container.reward, container.sink)
     report = None
@@ -118,7 +118,7 @@ def evaluate(
     container.reward_spec.override(providers.Object(config.eval.dataset))
     evaluation: EvaluationService = container.evaluation()
     try:
-        return _run(_closing(evaluation.run(), container.reward()))
+        return _run(_closing(evaluation.run(), container))
     finally:
         _close(container.reward)
 
@@ -175,14 +175,15 @@ def _close(*providers_used: providers.Provider[Any]) -> None:
             close()
 
 
-async def _closing(work: Coroutine[Any, Any, Result], used: object) -> Result:
+async def _closing(work: Coroutine[Any, Any, Result], container: Container) -> Result:
     """Does `work`, then ends the connections of what it used, in the same event loop."""
     try:
         return await work
     finally:
-        aclose = getattr(used, "aclose", None)
-        if aclose is not None:
-            await aclose()
+        for used in (container.reward(), container.tool_box()):
+            aclose = getattr(used, "aclose", None)
+            if aclose is not None:
+                await aclose()
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:

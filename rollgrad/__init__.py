@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollgrad.adapters.tools.function import tool as tool
     from rollgrad.application.config import RLConfig as RLConfig
     from rollgrad.domain.estimators.registry import estimator as estimator
     from rollgrad.domain.losses.registry import policy_loss as policy_loss
@@ -27,8 +28,9 @@ _PUBLIC = {
     "TrainResult": "rollgrad.entrypoints.library",
     "estimator": "rollgrad.domain.estimators.registry",
     "policy_loss": "rollgrad.domain.losses.registry",
+    "tool": "rollgrad.adapters.tools.function",
 }
-__all__ = ["RLConfig", "TrainResult", "__version__", "estimator", "evaluate", "load_config", "policy_loss", "train"]
+__all__ = ["RLConfig", "TrainResult", "__version__", "estimator", "evaluate", "load_config", "policy_loss", "tool", "train"]
 
 
 def __getattr__(name: str) -> Any:

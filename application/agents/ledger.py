@@ -125,11 +125,9 @@ class TokenLedger:
         """The reward of one turn, replacing what stood there."""
         self._turns[turn].reward = reward
 
-    def drop(self, turn: int) -> None:
-        """Leaves out a turn that nobody read and nothing continues."""
-        if any(other.prepared.parent == turn for other in self._turns):
-            raise TrajectoryError(f"Turn {turn} cannot be left out: another one continues it.")
-        self._turns[turn].dropped = True
+    def drop_leaf(self, turn: int) -> None:
+        """Leaves a turn out, unless another one continues it."""
+        self._turns[turn].dropped = all(other.prepared.parent != turn for other in self._turns)
 
     def trajectories(
         self,

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 import structlog
+from attrs import evolve
 
 from rollgrad.domain.messages import Action, Message, ToolCall, ToolResult, tool_message
 from rollgrad.domain.ports.environment import Environment, StepResult, Tool
@@ -17,6 +18,9 @@ from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import RewardRequest
 from rollgrad.domain.sampling import StopReason
 
+WRONG = "That is not right. Try again."
+"""What the model is told of an answer that does not pass, while it may give another."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -24,28 +28,38 @@ class ToolEnvironment(Environment):
     """Plays one episode with `tools`.
 
     Args:
-        tools: what the model may call; they are closed with the environment.
+        tools: what the model may call; whoever made them closes them.
         rewards: judges the answer (`reward_hook`); None gives none.
         system_prompt: put before the conversation, unless it has one.
+        attempts: answers that the model may give. One whose score is below `pass_threshold` earns nothing and is told
+            to be wrong, until the last.
+        pass_threshold: the score of an answer that is right.
 
-    Metrics: `tool_calls`, `tool_errors` (calls that failed or could not be made) and `answered` (0 or 1).
+    Metrics: `tool_calls`, `tool_errors` (calls that failed or could not be made), `answered` (0 or 1), `attempts`.
     """
 
     def __init__(
-        self, tools: Sequence[Tool], *, rewards: RewardSource | None = None, system_prompt: str | None = None
+        self,
+        tools: Sequence[Tool],
+        *,
+        rewards: RewardSource | None = None,
+        system_prompt: str | None = None,
+        attempts: int = 1,
+        pass_threshold: float = 0.5,
     ) -> None:
         self.tools = tuple(tools)
         self._by_name = {tool.name: tool for tool in tools}
         self._rewards = rewards
         self._system_prompt = system_prompt
         self._prompt: Prompt | None = None
-        self._calls = 0
-        self._errors = 0
+        self._allowed = attempts
+        self._pass_threshold = pass_threshold
+        self._calls = self._errors = self._attempts = 0
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
         """Starts the episode with the prompt's conversation."""
         self._prompt = prompt
-        self._calls = self._errors = 0
+        self._calls = self._errors = self._attempts = 0
         system = self._system_prompt
         if system is None or not prompt.messages or prompt.messages[0]["role"] == "system":
             return prompt.messages
@@ -86,9 +100,7 @@ class ToolEnvironment(Environment):
         return {"role": "user", "content": text, "visible": False}
 
     async def close(self) -> None:
-        """Closes the tools."""
-        for tool in self.tools:
-            await tool.close()
+        """Nothing to release: the tools are not the environment's own."""
 
     async def _call(self, call: ToolCall) -> ToolResult:
         if call.error is not None or call.arguments is None:
@@ -104,16 +116,24 @@ class ToolEnvironment(Environment):
             return ToolResult(content=f"The tool {call.name!r} failed.", is_error=True)
 
     async def _finish(self, answer: str) -> StepResult:
+        """Ends the episode with `answer`, or asks for another."""
         assert self._prompt is not None
         judged = await self.reward_hook(answer, self._prompt)
-        return StepResult(
+        self._attempts += 1
+        passed = (judged.reward if judged.score is None else judged.score) >= self._pass_threshold
+        if self._attempts < self._allowed and not passed:
+            return StepResult(observation=[{"role": "user", "content": WRONG}], metrics=self._metrics(), score=0.0)
+        return evolve(
+            judged,
             terminated=True,
-            reward=judged.reward,
-            score=judged.score,
-            metrics={**self._metrics(answered=1.0), **judged.metrics},
-            reward_parts=judged.reward_parts,
+            metrics={**self._metrics(), "answered": 1.0, **judged.metrics},
             info={"answer": answer},
         )
 
-    def _metrics(self, answered: float = 0.0) -> dict[str, float]:
-        return {"tool_calls": float(self._calls), "tool_errors": float(self._errors), "answered": answered}
+    def _metrics(self) -> dict[str, float]:
+        return {
+            "tool_calls": float(self._calls),
+            "tool_errors": float(self._errors),
+            "answered": 0.0,
+            "attempts": float(self._attempts),
+        }

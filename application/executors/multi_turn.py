@@ -4,7 +4,7 @@ Each action keeps its own turn's reward.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from rollgrad.application.agents.ledger import TokenLedger
 from rollgrad.application.agents.runtime import AgentRuntime
@@ -18,7 +18,7 @@ from rollgrad.domain.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.sampling import SamplingParams, StopReason
 from rollgrad.domain.trajectory import Trajectory
 
-EnvironmentFactory = Callable[[SamplingParams], Environment]
+EnvironmentFactory = Callable[[SamplingParams], Environment | Awaitable[Environment]]
 """Makes a fresh environment for an episode with these sampling settings."""
 
 
@@ -53,7 +53,8 @@ class MultiTurnExecutor(AgentExecutor):
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         """See `AgentExecutor.run`; `close` runs however the episode ends."""
         try:
-            environment = self._environment(request.params)
+            made = self._environment(request.params)
+            environment = await made if isinstance(made, Awaitable) else made
             try:
                 return await self._play(environment, request)
             finally:

@@ -1,0 +1,1 @@
+"""The wire of Anthropic's messages."""

@@ -1,0 +1,244 @@
+"""The agent server: chat completions and Anthropic's messages over one `ChatService`.
+
+`/s/KEY/v1/...` is a recorded session, so that an agent which knows nothing of training is trained by its base URL; the
+key may also come as API key. Without a session, requests are answered and forgotten where `answer` is given, and refused
+where not. Invariants: a key opens one session and tells nothing of others; a client that goes away frees the engine,
+unless its session records the reply, which a retry then finds.
+"""
+
+import asyncio
+import hashlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from attrs import frozen
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rollgrad.adapters.anthropic.wire import AnthropicWire
+from rollgrad.adapters.http.guard import HttpError, internal_error, read_json
+from rollgrad.adapters.http.serving import create_app, health_route
+from rollgrad.adapters.http.wire import Call, Wire
+from rollgrad.adapters.openai.wire import OpenAIWire
+from rollgrad.application.agents.service import (
+    ChatReply,
+    ChatRequest,
+    ChatService,
+    OnPiece,
+    Origin,
+    RecordedSession,
+    RefusedError,
+)
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
+from rollgrad.domain.ports.chat_codec import ChatCodec
+
+KEEP_ALIVE_SECONDS = 3.0
+"""Silence after which a stream says that it is alive: clients give up on silent ones, and ask again."""
+STATUS: Mapping[str, int] = {"sealed": 410, "turn_limit": 400, "context_length": 400, "conflict": 400, "busy": 429}
+CODES: Mapping[str, str] = {"context_length": "context_length_exceeded"}
+
+Answer = Callable[[ChatRequest, OnPiece | None], Awaitable[ChatReply]]
+"""Answers a request outside of any session."""
+
+
+@frozen(kw_only=True, eq=False)
+class _Asked:
+    """A decoded request and who asked."""
+
+    call: Call
+    session: RecordedSession | None
+    origin: Origin
+
+
+class AgentServer:
+    """Routes for `service`.
+
+    Args:
+        service: samples and keeps sessions.
+        codec: counts and decodes tokens.
+        model: the name that clients see.
+        answer: answers requests outside of sessions; None refuses them.
+    """
+
+    def __init__(self, service: ChatService, codec: ChatCodec, *, model: str, answer: Answer | None = None) -> None:
+        self._service = service
+        self._codec = codec
+        self._model = model
+        self._answer = answer
+
+    def app(self) -> Starlette:
+        """The ASGI app; serve it behind a `Guard`."""
+        openai, anthropic = OpenAIWire(), AnthropicWire()
+
+        def routes(prefix: str) -> list[Route]:
+            return [
+                Route(f"{prefix}/v1/chat/completions", self._endpoint(openai), methods=["POST"]),
+                Route(f"{prefix}/v1/messages", self._endpoint(anthropic), methods=["POST"]),
+                Route(f"{prefix}/v1/messages/count_tokens", self._counter(anthropic), methods=["POST"]),
+                Route(f"{prefix}/v1/models", self._models, methods=["GET"]),
+            ]
+
+        facts = health_route(lambda: {"model": self._model, "in_flight": self._service.in_flight})
+        return create_app([facts, *routes(""), *routes("/s/{key}")])
+
+    def _endpoint(self, wire: Wire) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                asked = await self._asked(wire, request)
+                if asked.call.stream:
+                    return StreamingResponse(self._stream(wire, asked), media_type="text/event-stream")
+                reply = await self._reply(asked, request)
+            except HttpError as error:
+                return JSONResponse(wire.error(error), error.status_code, headers=error.headers)
+            return JSONResponse(wire.encode(asked.call, reply, secrets.token_hex(12), self._decode))
+
+        return endpoint
+
+    def _counter(self, wire: Wire) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                chat = (await self._asked(wire, request)).call.request
+                with _refusals():
+                    tokens = len(self._codec.render(chat.messages, chat.tools).token_ids)
+            except HttpError as error:
+                return JSONResponse(wire.error(error), error.status_code, headers=error.headers)
+            return JSONResponse({"input_tokens": tokens})
+
+        return endpoint
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        return JSONResponse(
+            {"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "rollgrad"}]}
+        )
+
+    async def _asked(self, wire: Wire, request: Request) -> _Asked:
+        session = self._session(request)
+        body = await read_json(request)
+        call = wire.decode(body)
+        return _Asked(call=call, session=session, origin=_origin(request, body))
+
+    def _session(self, request: Request) -> RecordedSession | None:
+        """Whose request it is; None for one outside of sessions."""
+        key = request.path_params.get("key")
+        if key is not None:
+            session = self._service.session(key)
+            if session is None:
+                raise HttpError(410, "There is no such session, or its episode has ended.", code="sealed")
+            return session
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        session = self._service.session(given)
+        if session is None and self._answer is None:
+            raise HttpError(401, "Send the session's key as API key, or use its URL.", code="invalid_api_key")
+        return session
+
+    async def _reply(self, asked: _Asked, request: Request) -> ChatReply:
+        task = asyncio.ensure_future(self._sampled(asked, None))
+        gone = asyncio.ensure_future(_gone(request))
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise HttpError(499, "The client went away.")
+            with _refusals():
+                return task.result()
+        finally:
+            task.cancel()
+            gone.cancel()
+
+    async def _sampled(self, asked: _Asked, on_piece: OnPiece | None) -> ChatReply:
+        if asked.session is not None:
+            return await asked.session.reply(asked.call.request, origin=asked.origin, on_piece=on_piece)
+        assert self._answer is not None
+        return await self._answer(asked.call.request, on_piece)
+
+    async def _stream(self, wire: Wire, asked: _Asked) -> AsyncIterator[str]:
+        events = wire.events(asked.call, secrets.token_hex(12))
+        pieces: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
+        heard = False
+
+        def on_piece(field: str, text: str) -> None:
+            pieces.put_nowait((field, text))
+
+        task = asyncio.ensure_future(self._sampled(asked, on_piece))
+        task.add_done_callback(lambda done: pieces.put_nowait(None))
+        try:
+            for event in events.start():
+                yield event
+            while True:
+                try:
+                    piece = await asyncio.wait_for(pieces.get(), KEEP_ALIVE_SECONDS)
+                except TimeoutError:
+                    yield events.keep_alive()
+                    continue
+                if piece is None:
+                    break
+                heard = True
+                for event in events.piece(*piece):
+                    yield event
+            try:
+                with _refusals():
+                    reply = task.result()
+            except HttpError as error:
+                for event in events.failed(error):
+                    yield event
+                return
+            if not heard:  # a retry gets the reply that an earlier request is given in pieces
+                for field in ("reasoning_content", "content"):
+                    if reply.parsed.message.get(field):
+                        for event in events.piece(field, reply.parsed.message[field]):
+                            yield event
+            for event in events.finish(reply, self._decode):
+                yield event
+        finally:
+            task.cancel()
+
+    def _decode(self, token_ids: Any) -> str:
+        return self._codec.decode(token_ids, special_tokens=True)
+
+
+class _refusals:  # noqa: N801
+    """Turns what a call may raise into what a client is told."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RefusedError):
+            headers = {"Retry-After": "1"} if error.kind == "busy" else None
+            code = CODES.get(error.kind, error.kind)
+            raise HttpError(STATUS[error.kind], str(error), code=code, headers=headers) from error
+        if isinstance(error, asyncio.CancelledError):
+            raise HttpError(410, "The session was closed while the reply was sampled.", code="sealed") from error
+        if isinstance(error, ConfigurationError):  # the engine: the conversation is too long for the model
+            raise HttpError(400, str(error), code="context_length_exceeded") from error
+        if isinstance(error, DataError):
+            raise HttpError(400, str(error), code="invalid_messages") from error
+        if isinstance(error, EngineError):
+            raise HttpError(503, str(error), code="engine_error") from error
+        if isinstance(error, Exception) and not isinstance(error, HttpError):
+            raise internal_error() from error
+
+
+async def _gone(request: Request) -> None:
+    """Returns once the client has closed the connection."""
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+def _origin(request: Request, body: Mapping[str, Any]) -> Origin:
+    """What a request and its retries share: an idempotency key, or else path and body.
+
+    The SDKs count their retries in a header. An identical request without it is a new one: agents ask several times
+    to choose among replies.
+    """
+    digest = hashlib.sha256(json.dumps([request.url.path, body], sort_keys=True).encode()).hexdigest()
+    key = request.headers.get("idempotency-key")
+    retried = request.headers.get("x-stainless-retry-count", "0") != "0"
+    return Origin(key=key or digest, digest=digest, is_retry=retried or key is not None)

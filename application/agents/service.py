@@ -1,0 +1,281 @@
+"""`ChatService`: replies to conversations that somebody else leads, an agent's client or a user.
+
+A `RecordedSession` keeps the tokens of one training rollout in a `TokenLedger`; a call outside of any session is
+sampled and forgotten. Invariants: sampling settings of a recorded session are the trainer's (a client may only shorten
+replies); a turn is recorded once it is complete, and once for all retries; nothing is recorded after `seal`.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import structlog
+from attrs import evolve, field, frozen
+
+from rollgrad.application.agents.ledger import Prepared, TokenLedger
+from rollgrad.application.agents.runtime import PREFILL_TOKENS
+from rollgrad.domain.errors import EngineError, RollgradError
+from rollgrad.domain.messages import Message, ParsedReply
+from rollgrad.domain.ports.chat_codec import ChatCodec, ReplyStream, ToolSchema
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
+
+log = structlog.get_logger(__name__)
+
+OnPiece = Callable[[str, str], None]
+"""Hears (field, text) pieces of a reply as they are sampled."""
+
+
+@frozen(kw_only=True)
+class ChatRequest:
+    """A request for one reply.
+
+    `changes` are the sampling settings that the client names (fields of `SamplingParams`).
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema] = ()
+    changes: Mapping[str, Any] = field(factory=dict)
+
+
+@frozen(kw_only=True, eq=False)
+class ChatReply:
+    """One reply, with its tokens. `prompt_token_ids` is what the engine was given."""
+
+    parsed: ParsedReply
+    generation: Generation
+    prompt_token_ids: tuple[int, ...]
+
+
+class RefusedError(RollgradError, RuntimeError):
+    """The session takes no more requests, or not this one. `kind`: sealed, turn_limit, context_length,
+    conflict or busy."""
+
+    def __init__(self, message: str, kind: str = "sealed") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.kind)
+
+
+class ChatService:
+    """Samples replies on `engine`.
+
+    Args:
+        engine: samples.
+        codec: between messages and tokens.
+        max_waiting: requests in flight at most; more are refused (`busy`).
+    """
+
+    def __init__(self, engine: RolloutEngine, codec: ChatCodec, *, max_waiting: int = 4096) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._max_waiting = max_waiting
+        self._in_flight = 0
+        self._sessions: dict[str, RecordedSession] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Requests being answered."""
+        return self._in_flight
+
+    def open(self, prompt: Prompt, params: SamplingParams, limits: "SessionLimits") -> "RecordedSession":
+        """A session that records a rollout; its `key` is the secret that gives access to it."""
+        session = RecordedSession(self, TokenLedger(self._codec), prompt, params, limits)
+        self._sessions[session.key] = session
+        return session
+
+    def session(self, key: str) -> "RecordedSession | None":
+        """The open session with this key."""
+        return self._sessions.get(key)
+
+    def forget(self, session: "RecordedSession") -> None:
+        """Ends access to a session."""
+        self._sessions.pop(session.key, None)
+
+    async def reply(
+        self, request: ChatRequest, defaults: SamplingParams, *, on_piece: OnPiece | None = None
+    ) -> ChatReply:
+        """Answers outside of any session, with the client's settings over `defaults`."""
+        token_ids = self._codec.render(request.messages, request.tools).token_ids
+        prepared = Prepared(token_ids=token_ids, messages=tuple(request.messages), tools=tuple(request.tools))
+        return await self.sample(prepared, evolve(defaults, **request.changes), on_piece=on_piece)
+
+    async def sample(self, prepared: Prepared, params: SamplingParams, *, on_piece: OnPiece | None = None) -> ChatReply:
+        """Samples one reply to `prepared`.
+
+        Raises:
+            RefusedError: too many requests are in flight.
+            EngineError: the engine ended the request before its first token.
+        """
+        if self._in_flight >= self._max_waiting:
+            raise RefusedError(f"{self._in_flight} requests are in flight, the most that are taken: try again.", "busy")
+        prompt = self._codec.decode(prepared.token_ids[-PREFILL_TOKENS:], special_tokens=True)
+        stream = self._codec.stream(prompt, prepared.tools) if on_piece is not None else None
+        request = GenerationRequest(prompt_token_ids=prepared.token_ids, params=params)
+        self._in_flight += 1
+        try:
+            generation = await self._engine.generate(request, on_token=_listener(stream, on_piece))
+        finally:
+            self._in_flight -= 1
+        if not generation.token_ids:
+            raise EngineError(f"The engine ended the request ({generation.stop_reason}) before its first token.")
+        if stream is not None and on_piece is not None:
+            for name, text in stream.finish():
+                on_piece(name, text)
+        text = self._codec.decode(generation.token_ids, special_tokens=True)
+        parsed = self._codec.parse(text, prompt, prepared.tools)
+        return ChatReply(parsed=parsed, generation=generation, prompt_token_ids=prepared.token_ids)
+
+
+def _listener(stream: ReplyStream | None, on_piece: OnPiece | None) -> Callable[[int], None] | None:
+    if stream is None or on_piece is None:
+        return None
+
+    def hear(token_id: int) -> None:
+        for name, text in stream.feed(token_id):
+            on_piece(name, text)
+
+    return hear
+
+
+@frozen(kw_only=True)
+class Origin:
+    """Which request it is: `key` names it (`digest` is of its body), `is_retry` says that it repeats an earlier one."""
+
+    key: str
+    digest: str
+    is_retry: bool = False
+
+
+@frozen(kw_only=True)
+class SessionLimits:
+    """Of one session: replies, and tokens of one history (None: as many as the model takes)."""
+
+    max_turns: int
+    max_tokens: int | None = None
+
+
+class RecordedSession:
+    """The rollout of an agent that calls the server; made by `ChatService.open`."""
+
+    def __init__(
+        self, service: ChatService, ledger: TokenLedger, prompt: Prompt, params: SamplingParams, limits: SessionLimits
+    ) -> None:
+        self.key = secrets.token_urlsafe(32)
+        self.prompt = prompt
+        self.ledger = ledger
+        self.stopped: StopReason | None = None
+        """The limit that a request ran into."""
+        self.last: ParsedReply | None = None
+        """The latest reply."""
+        self.refused: dict[str, int] = {}
+        """Requests refused, by kind."""
+        self._service = service
+        self._params = params
+        self._limits = limits
+        self._sealed = False
+        self._started = 0
+        self._replies: dict[str, tuple[str, asyncio.Task[ChatReply]]] = {}
+        self._running: set[asyncio.Task[ChatReply]] = set()
+        self._unheard: set[asyncio.Task[ChatReply]] = set()
+        self._recorded: dict[asyncio.Task[Any], int] = {}
+        self._warned = False
+
+    async def reply(
+        self, request: ChatRequest, *, origin: "Origin | None" = None, on_piece: OnPiece | None = None
+    ) -> ChatReply:
+        """Answers and records. A retry gets the reply of the request that it repeats, also one that is still being
+        sampled (then without pieces).
+
+        The reply is completed and recorded even if the caller goes away, so that a retry finds it.
+
+        Raises:
+            RefusedError: the session is over, a limit is reached, or a retry has another body.
+        """
+        earlier = self._replies.get(origin.key) if origin is not None else None
+        if origin is not None and origin.is_retry and earlier is not None:
+            if earlier[0] != origin.digest:
+                self._refuse("The idempotency key was used before, with another body.", "conflict")
+            return await self._heard(earlier[1])
+        if self._sealed:
+            self._refuse("The session is closed: its episode has ended.", "sealed")
+        if self._started >= self._limits.max_turns:
+            self.stopped = StopReason.TURN_LIMIT
+            self._refuse(f"The session has had its {self._limits.max_turns} replies (rollout.max_turns).", "turn_limit")
+        turn, self._started = self._started, self._started + 1
+        task = asyncio.create_task(self._answer(request, turn, on_piece))
+        self._running.add(task)
+        task.add_done_callback(self._finished)
+        if origin is not None:
+            self._replies[origin.key] = (origin.digest, task)
+        return await self._heard(task)
+
+    async def seal(self) -> None:
+        """Ends the session: later requests are refused, and those in flight are cancelled; idempotent.
+
+        A reply that its caller did not wait for, and that nothing continues, is left out of the record.
+        """
+        self._sealed = True
+        self._service.forget(self)
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for task in self._unheard:
+            if task in self._recorded:
+                self.ledger.drop_leaf(self._recorded[task])
+        self._unheard.clear()
+
+    async def _heard(self, task: "asyncio.Task[ChatReply]") -> ChatReply:
+        self._unheard.discard(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._unheard.add(task)
+            raise
+
+    async def _answer(self, request: ChatRequest, turn: int, on_piece: OnPiece | None) -> ChatReply:
+        prepared = self.ledger.prepare(request.messages, request.tools)
+        reply = await self._service.sample(prepared, self._settings(request, prepared, turn), on_piece=on_piece)
+        if self._sealed:
+            self._refuse("The session is closed: its episode has ended.", "sealed")
+        task = asyncio.current_task()
+        assert task is not None
+        self._recorded[task] = self.ledger.commit(prepared, reply.generation, reply.parsed.message)
+        self.last = reply.parsed
+        return reply
+
+    def _settings(self, request: ChatRequest, prepared: Prepared, turn: int) -> SamplingParams:
+        params = self._params
+        ignored = sorted(
+            name
+            for name, value in request.changes.items()
+            if name not in ("max_new_tokens", "seed") and value != getattr(params, name)
+        )
+        if ignored and not self._warned:
+            self._warned = True
+            log.warning("client_settings_ignored", names=",".join(ignored), reason="the trainer decides how to sample")
+        room = min(params.max_new_tokens, request.changes.get("max_new_tokens", params.max_new_tokens))
+        if self._limits.max_tokens is not None:
+            room = min(room, self._limits.max_tokens - len(prepared.token_ids))
+        if room < 1:
+            self.stopped = StopReason.LENGTH
+            self._refuse(
+                f"The conversation has {len(prepared.token_ids)} tokens, which leaves no room for a reply within "
+                f"{self._limits.max_tokens} (rollout.max_episode_tokens).",
+                "context_length",
+            )
+        return evolve(params, max_new_tokens=room, seed=(params.seed + turn) % 2**63)
+
+    def _refuse(self, message: str, kind: str) -> None:
+        self.refused[kind] = self.refused.get(kind, 0) + 1
+        raise RefusedError(message, kind)
+
+    def _finished(self, task: "asyncio.Task[ChatReply]") -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; nobody may be left to

@@ -1,0 +1,76 @@
+"""`rollgrad serve reward`: a reward model behind HTTP, for `--reward.remote_url` and OpenRLHF's `remote_rm_url`."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Literal
+
+from attrs import define
+
+from rollgrad.domain.errors import ConfigurationError
+
+NAME = "reward server"
+
+
+@define(kw_only=True)
+class ServeRewardArguments:
+    """Serves a reward model: POST /get_reward {query, prompts, labels} answers {rewards, scores, extra_logs}.
+
+    The server's address is the one line on stdout. Clients send the token as `Authorization: Bearer TOKEN`; a training
+    run takes it from ROLLGRAD_REWARD_TOKEN.
+    """
+
+    model: str = ""
+    """Directory or hub name of a sequence classifier with one label; required."""
+    host: str = "127.0.0.1"
+    """Interface to listen on. One that other machines reach needs a token."""
+    port: int = 5000
+    """Port to listen on; 0 picks a free one."""
+    token_file: Path | None = None
+    """File with the token that clients must send (default: the variable ROLLGRAD_TOKEN, else none)."""
+    max_length: int | None = None
+    """Tokens of a text at most; longer ones lose their beginning (default: as many as the model has positions)."""
+    batch_tokens: int = 16384
+    """Tokens of a forward pass, padding included."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Format of the weights; auto is bfloat16 where the hardware computes it natively."""
+
+
+def serve_reward_model(arguments: ServeRewardArguments) -> None:
+    """Serves until SIGTERM.
+
+    Raises:
+        KeyboardInterrupt: SIGINT.
+        ConfigurationError, CheckpointError: a setting, or the model, cannot be served.
+    """
+    if not arguments.model:
+        raise ConfigurationError("--model is not set: name the directory or hub name of a reward model.")
+    from rollgrad.adapters.http.reward_server import ScoreQueue, create_reward_app
+    from rollgrad.adapters.http.serving import check_exposure, read_token, run_server
+
+    token = read_token(arguments.token_file)
+    check_exposure(arguments.host, token, NAME)  # before the model, which takes a while
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print
+        from rollgrad.adapters.torch.loading import default_device, resolve_dtype
+        from rollgrad.adapters.torch.reward_model import RewardModel
+
+        device = default_device()
+        model = RewardModel.load(
+            arguments.model,
+            dtype=resolve_dtype(arguments.dtype, device),
+            device=device,
+            max_length=arguments.max_length,
+            batch_tokens=arguments.batch_tokens,
+        )
+    queue = ScoreQueue(model)
+    try:
+        run_server(
+            create_reward_app(queue, model=Path(arguments.model).name),
+            host=arguments.host,
+            port=arguments.port,
+            token=token,
+            name=NAME,
+            print_url=True,
+        )
+    finally:
+        queue.close()

@@ -1,0 +1,82 @@
+"""The tools that `agent.tools` names."""
+
+from collections.abc import Mapping, Sequence
+
+from rollgrad.adapters.mcp.tools import McpTools, connect
+from rollgrad.adapters.system.python_file import load_python_file
+from rollgrad.adapters.tools.basic import FinalTool, ThinkTool
+from rollgrad.adapters.tools.python import PythonTool
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.ports.environment import Tool
+
+FLAG = "--agent.tools"
+MCP = "mcp:"
+BUILT_IN: Mapping[str, type[Tool]] = {"python": PythonTool, "think": ThinkTool, "final": FinalTool}
+
+
+class ToolBox:
+    """Makes the tools at once, except those of MCP servers, which `open` connects to.
+
+    Args:
+        names: the value of `agent.tools`; None is no tools.
+
+    Raises:
+        ConfigurationError: a name is none of the known kinds, a file has no tools, or two tools share a name.
+    """
+
+    def __init__(self, names: str | None) -> None:
+        self._tools: list[Tool] = []
+        self._servers: list[str] = []
+        self._connections: list[McpTools] = []
+        for name in (part.strip() for part in (names or "").split(",") if part.strip()):
+            if name.startswith(MCP):
+                self._servers.append(name.removeprefix(MCP))
+            elif name.endswith(".py"):
+                self._tools += _tools_of(name)
+            elif name in BUILT_IN:
+                self._tools.append(BUILT_IN[name]())
+            else:
+                known = ", ".join(BUILT_IN)
+                raise ConfigurationError(
+                    f"{FLAG} names {name!r}, which is no tool: the built-in ones are {known}; a file of functions ends "
+                    f"in .py, and an MCP server is {MCP}COMMAND or {MCP}URL."
+                )
+        self._check(self._tools)
+
+    async def open(self) -> Sequence[Tool]:
+        """All tools; connects to the MCP servers on the first call.
+
+        Raises:
+            ConfigurationError: a server cannot be used, or offers a tool whose name is taken.
+        """
+        while self._servers:
+            connection = await connect(self._servers.pop(0))
+            self._connections.append(connection)
+            self._tools += connection.tools
+        self._check(self._tools)
+        return tuple(self._tools)
+
+    async def aclose(self) -> None:
+        """Closes tools and connections; idempotent."""
+        for tool in self._tools:
+            await tool.close()
+        while self._connections:
+            await self._connections.pop().close()
+
+    @staticmethod
+    def _check(tools: Sequence[Tool]) -> None:
+        names = [tool.name for tool in tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigurationError(f"{FLAG} offers two tools called {twice!r}: rename one of them.")
+
+
+def _tools_of(path: str) -> list[Tool]:
+    tools = [value for value in vars(load_python_file(path, flag=FLAG)).values() if isinstance(value, Tool)]
+    tools = [tool for tool in tools if not isinstance(tool, type)]
+    if not tools:
+        raise ConfigurationError(
+            f"{FLAG} names {path}, but no function in it is marked as a tool: put @rollgrad.tool above those that the "
+            "model may call."
+        )
+    return tools
