@@ -74,7 +74,8 @@ def openenv_app(heard: list[dict[str, Any]] | None = None, hooks: dict[str, Call
 
 def observation(text: str, done: bool, reward: float | None, metadata: dict[str, Any]) -> dict[str, Any]:
     fields = {"text": text, "metadata": metadata}
-    return {"type": "observation", "data": {"observation": fields, "reward": reward, "done": done}}
+    data = {"observation": fields, "reward": reward, "done": done, **({"metadata": metadata} if metadata else {})}
+    return {"type": "observation", "data": data}
 
 
 def error(code: str, message: str, **more: Any) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class Counter:
         return self.at, {}
 
     def step(self, action: Any) -> tuple[int, np.float64, bool, bool, dict[str, Any]]:
-        self.at += int(np.sum(action))
+        self.at += int(np.asarray(action, dtype=float).sum())
         return self.at, np.float64(-1.0), self.at == 3, self.at < -1, {"at": self.at}
 
     def close(self) -> None:
@@ -197,7 +197,16 @@ def test_gymnasium_invalid_actions_may_cost_and_end() -> None:
 
 @pytest.mark.parametrize(
     ("reply", "number"),
-    [("(3, 2) so 1", 1), ("-1", -1), ("**0**", 0), ("1.", 1), ("x1", None), ("0.1", None), ("", None)],
+    [
+        ("(3, 2) so 1", 1),
+        ("-1", -1),
+        ("**0**", 0),
+        ("1.", 1),
+        ("x1", None),
+        ("0.1", None),
+        ("", None),
+        ("9" * 5000, None),
+    ],
 )
 def test_gymnasium_takes_the_last_whole_number(reply: str, number: int | None) -> None:
     taken: list[Any] = []

@@ -145,7 +145,8 @@ def test_nemo_gym_runs_tools_and_verifies() -> None:
     contents = [message["content"] for result in results for message in result.observation]  # type: ignore[index, call-overload]
     assert contents == ['{"count":2}', '{"count":5}', '{"detail":"by: Input should be a valid integer"}']
     assert [(result.reward, result.terminated) for result in results] == [(0.0, False), (0.0, False), (1.0, True)]
-    assert results[2].metrics == {"tool_calls": 3.0, "tool_errors": 1.0, "answered": 1.0, "distance": 0.0}
+    expected = {"tool_calls": 3.0, "tool_errors": 1.0, "answered": 1.0, "distance": 0.0}
+    assert expected.items() <= results[2].metrics.items()
     (body,) = verified
     assert body["goal"] == 5
     assert body["responses_create_params"]["input"] == [{"role": "user", "content": "Play."}]
