@@ -65,7 +65,7 @@ def serve_reward_model(arguments: ServeRewardArguments) -> None:
     queue = ScoreQueue(model)
     try:
         run_server(
-            create_reward_app(queue, model=Path(arguments.model).name),
+            create_reward_app(queue, model=Path(arguments.model).resolve().name),
             host=arguments.host,
             port=arguments.port,
             token=token,

@@ -1,0 +1,207 @@
+"""What every request to a rollgrad server passes: who may ask, how much, in what form; and how a refusal looks.
+
+Invariants: a server on the loopback interface answers no web page; every error is `{"error": {"message", "type",
+"code"}}`, and one that nobody expected tells the client nothing but that. Does not own: sockets (`serving.py`).
+"""
+
+import contextlib
+import hmac
+import ipaddress
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_BODY_BYTES = 16 * 2**20
+"""Largest request body by default: some four million tokens of text."""
+MAX_JSON_DEPTH = 64
+"""Deepest nesting of a JSON body: several times what tool schemas need, far below Python's recursion limit."""
+HEALTH_PATH = "/health"
+"""The one path that needs no token."""
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+"""Hosts, as URLs write them, that mean this machine whatever a name server says."""
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""OpenAI's and Anthropic's names; any other status is an `invalid_request_error` below 500, else an `api_error`."""
+
+_log = structlog.get_logger()
+
+
+class HttpError(HTTPException):
+    """A refusal that the client reads: HTTP `status`, a sentence, a `code` for programs, extra `headers`."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.code = code
+
+
+def error_response(error: HTTPException) -> JSONResponse:
+    """An error in OpenAI's shape."""
+    status = error.status_code
+    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    body = {"error": {"message": error.detail, "type": kind, "code": getattr(error, "code", None)}}
+    return JSONResponse(body, status, headers=error.headers)
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The request's body: a JSON object.
+
+    Raises:
+        HttpError: 400, the body is no JSON object, nests deeper than MAX_JSON_DEPTH, or holds a number or text that
+            cannot be passed on (NaN, half a surrogate pair); 413, it is too large.
+    """
+    body = await request.body()
+    try:
+        value = json.loads(body.decode(), parse_constant=_refuse_constant)
+        if b"\\ud" in body or b"\\uD" in body:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise _too_deep() from None
+    except UnicodeError as error:
+        raise HttpError(400, f"The body is not valid Unicode: {error}.", code="invalid_json") from None
+    except ValueError as error:
+        raise HttpError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise HttpError(400, "The body is JSON, but not an object ({...}).", code="invalid_json")
+    if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        children = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]
+        level = [child for child in children if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> HttpError:
+    return HttpError(400, f"The body nests more than {MAX_JSON_DEPTH} levels deep.", code="invalid_json")
+
+
+def internal_error() -> HttpError:
+    """All that a client learns of a defect."""
+    return HttpError(500, "The server failed to answer; its log says why.", code="internal_error")
+
+
+class Guard:
+    """ASGI middleware around every app: who may ask, how much, and what a defect looks like from outside.
+
+    Args:
+        host: the interface served. On a loopback one, requests must name a loopback host (any port: it may be
+            forwarded) and come from no other web page, so that no site reaches the server through a browser.
+        token: what `Authorization: Bearer` or `x-api-key` must carry, but for /health; None asks for nothing.
+        max_body: bytes of a request body, declared or received; more is 413.
+    """
+
+    def __init__(self, app: ASGIApp, *, host: str, token: str | None, max_body: int = MAX_BODY_BYTES) -> None:
+        self._app = app
+        self._hosts = LOOPBACK_NAMES | {authority(host).lower()} if is_loopback(host) else None
+        self._token = None if token is None else token.encode()
+        self._max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request (ASGI)."""
+        if scope["type"] != "http":  # nothing else is served, so nothing else passes unguarded
+            return
+        started = False
+
+        async def tracked_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, self._limited(receive), tracked_send)
+            return
+        except ClientDisconnect:
+            return
+        except HttpError as error:
+            response = error_response(error)
+        except Exception:
+            _log.exception("request_failed", method=scope["method"], path=scope["path"])
+            response = error_response(internal_error())
+        if not started:
+            await response(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._hosts is not None:
+            if _without_port(headers.get("host", "")) not in self._hosts:
+                raise HttpError(421, "This server answers to localhost only: ask http://127.0.0.1.", code="wrong_host")
+            origin = headers.get("origin")
+            if origin is not None and _without_port(origin.partition("://")[2]) not in self._hosts:
+                raise HttpError(403, "This server answers no web page of another site.", code="wrong_origin")
+        if self._token is not None and scope["path"] != HEALTH_PATH and not self._is_authorised(headers):
+            raise HttpError(
+                401,
+                "The token is missing or wrong: send the server's as `Authorization: Bearer TOKEN`.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_body:
+            raise self._too_large()
+
+    def _is_authorised(self, headers: Headers) -> bool:
+        assert self._token is not None
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        # Not `any` over a generator: how long it takes must not tell which header was right.
+        return any([hmac.compare_digest(text.encode("latin-1"), self._token) for text in given])  # noqa: C419
+
+    def _limited(self, receive: Receive) -> Receive:
+        size = 0
+
+        async def limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_body:
+                raise self._too_large()
+            return message
+
+        return limited
+
+    def _too_large(self) -> HttpError:
+        return HttpError(413, f"The body is larger than {self._max_body} bytes.", code="request_too_large")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server bound to `host`."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def authority(host: str) -> str:
+    """A host as URLs write it."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _without_port(given: str) -> str:
+    name = given.partition("]")[0] + "]" if given.startswith("[") else given.partition(":")[0]
+    return name.lower()

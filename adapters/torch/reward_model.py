@@ -1,0 +1,160 @@
+"""A reward model: one number for a whole text, from the last token of a sequence classifier.
+
+Invariant: a text's score depends on the text alone, not on what it is scored with: texts are padded on the right,
+where a causal model does not look, and the score is read at the last token of the text. Does not own: its training.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from rollgrad.adapters.torch.allocator import keep_freed_memory
+from rollgrad.adapters.torch.loading import _from_pretrained, load_tokenizer
+from rollgrad.domain.errors import CheckpointError, ConfigurationError
+
+BATCH_TOKENS = 16384
+"""Tokens of a forward pass by default, padding included: some GiB of activations in a model of eight billion."""
+
+
+@frozen
+class EncodedText:
+    """Token ids of a text, and whether its beginning was left out because it is longer than the model reads."""
+
+    tokens: tuple[int, ...]
+    truncated: bool
+
+
+class RewardModel:
+    """Scores texts with a `*ForSequenceClassification` of one label.
+
+    A text is a conversation as the model's template renders it. As in OpenRLHF, line breaks at its end do not count
+    and the end-of-sequence token follows if it is not there. Special tokens in a text are what they stand for.
+
+    Args:
+        model: in eval mode; its head `score` maps hidden states to one number.
+        tokenizer: of the model; on which side it pads does not matter.
+        max_length: tokens of a text at most, those added included; None: as many as the model has positions for. What
+            is too long loses its beginning (but for the beginning-of-sequence token): the reply is at the end.
+        batch_tokens: tokens of a forward pass, padding included; a longer text has one of its own.
+
+    Raises:
+        ConfigurationError: max_length or batch_tokens is too small, or max_length beyond the model's positions.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, max_length: int | None = None, batch_tokens: int = BATCH_TOKENS
+    ) -> None:
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        if max_length is not None and not 2 <= max_length <= positions:
+            raise ConfigurationError(
+                f"--max_length is {max_length}, but must be between 2 and the model's {positions} positions: correct "
+                "it, or leave it out."
+            )
+        if batch_tokens < 1:
+            raise ConfigurationError(f"--batch_tokens is {batch_tokens}, but must be at least 1: raise it.")
+        self._model = model
+        self._head = model.score.float()  # scores that half precision would round to ties stay apart
+        self._tokenizer = tokenizer
+        self._max_length = max_length or positions
+        self._batch_tokens = batch_tokens
+        self._device: torch.device = next(model.parameters()).device
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_length: int | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+    ) -> "RewardModel":
+        """The model of a hub name or directory (flag `--model`).
+
+        Raises:
+            CheckpointError: there is no such model, or it has no scalar head.
+            ConfigurationError: see the class.
+        """
+        from transformers import AutoModelForSequenceClassification
+
+        if device.type == "cpu":
+            keep_freed_memory()
+        try:
+            model, info = _from_pretrained(
+                AutoModelForSequenceClassification,
+                name_or_path,
+                "--model",
+                dtype=dtype,
+                num_labels=1,
+                output_loading_info=True,
+            )
+        except RuntimeError as error:  # transformers: a tensor has another shape
+            raise _not_scalar(name_or_path, "the head gives several numbers") from error
+        if not hasattr(model, "score"):
+            raise _not_scalar(name_or_path, f"{type(model).__name__} has no head `score` at the last token")
+        if info["missing_keys"]:
+            raise _not_scalar(name_or_path, f"its weights lack {', '.join(sorted(info['missing_keys']))}")
+        tokenizer = load_tokenizer(name_or_path, flag="--model")
+        return cls(model.to(device).eval(), tokenizer, max_length=max_length, batch_tokens=batch_tokens)
+
+    def encode(self, text: str) -> EncodedText:
+        """What the model reads of a text. Thread-compatible: one thread at a time."""
+        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        tokens = self._tokenizer(text.rstrip("\n"), verbose=False)["input_ids"]
+        if bos is not None and tokens[:2] == [bos, bos]:  # the tokenizer added one to the text's own
+            tokens = tokens[1:]
+        if eos is not None and tokens[-1:] != [eos]:
+            tokens.append(eos)
+        if len(tokens) <= self._max_length:
+            return EncodedText(tuple(tokens), truncated=False)
+        start = tokens[:1] if tokens[0] == bos else []
+        return EncodedText((*start, *tokens[len(start) - self._max_length :]), truncated=True)
+
+    def score(self, texts: Sequence[str]) -> list[float]:
+        """One number a text, in order; NaN or infinite if the model says so.
+
+        Raises:
+            ValueError: a text has no tokens (an empty one, of a tokenizer without end-of-sequence token).
+        """
+        return self.score_encoded([self.encode(text) for text in texts])
+
+    @torch.inference_mode()
+    def score_encoded(self, texts: Sequence[EncodedText]) -> list[float]:
+        """`score` of texts that `encode` has encoded."""
+        if not all(text.tokens for text in texts):
+            raise ValueError("A text without tokens cannot be scored.")
+        scores = [0.0] * len(texts)
+        for batch in self._batches(texts):
+            for index, score in zip(batch, self._forward([texts[i].tokens for i in batch]), strict=True):
+                scores[index] = score
+        return scores
+
+    def _batches(self, texts: Sequence[EncodedText]) -> Iterator[list[int]]:
+        """Indices of texts of like length, longest first, so that what does not fit in memory fails at once."""
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens), reverse=True)
+        while order:
+            count = max(1, self._batch_tokens // len(texts[order[0]].tokens))
+            yield order[:count]
+            order = order[count:]
+
+    def _forward(self, rows: Sequence[tuple[int, ...]]) -> list[float]:
+        lengths_S = torch.tensor([len(row) for row in rows])
+        width = int(lengths_S.max())
+        # Masked, and behind the text: any token serves as padding, whatever the tokenizer calls it.
+        tokens_ST = torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows])
+        mask_ST = (torch.arange(width) < lengths_S[:, None]).long()
+        hidden_STH = self._model.base_model(
+            input_ids=tokens_ST.to(self._device), attention_mask=mask_ST.to(self._device), use_cache=False
+        ).last_hidden_state
+        last_SH = hidden_STH[torch.arange(len(rows)), lengths_S - 1]
+        scores: list[float] = self._head(last_SH.float())[:, 0].tolist()
+        return scores
+
+
+def _not_scalar(name_or_path: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"--model is {name_or_path!r}, which is no reward model ({reason}): name a sequence classifier with one label."
+    )

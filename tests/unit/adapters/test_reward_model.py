@@ -1,0 +1,186 @@
+"""Scores of tiny random sequence classifiers: one by one, together, truncated, from disk."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollgrad.adapters.torch.reward_model import RewardModel
+from rollgrad.domain.errors import CheckpointError, ConfigurationError
+
+TEXTS = ["The answer is 7.", "7", "What is 3 plus 4? The answer is 42." * 5, "You are helpful.", "x y z " * 9]
+POSITIONS = 256
+
+
+def classifier(family: str, tokenizer: Any, **changes: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        initializer_range=0.2,
+        pad_token_id=tokenizer.pad_token_id,
+        **{"num_labels": 1, **changes},
+    )
+    return getattr(transformers, f"{family}ForSequenceClassification")(config).eval()
+
+
+@pytest.fixture
+def tokenizer(tiny_tokenizer: Any) -> Any:
+    """One that a test may change."""
+    import copy
+
+    return copy.deepcopy(tiny_tokenizer)
+
+
+def by_transformers(model: Any, tokens: list[int]) -> float:
+    """The score as transformers computes it for one text."""
+    with torch.no_grad():
+        return float(model(torch.tensor([tokens])).logits)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("batch_tokens", [1, 200, 16384])
+def test_together_as_one_by_one(tokenizer: Any, family: str, side: str, batch_tokens: int) -> None:
+    tokenizer.padding_side = side
+    model = classifier(family, tokenizer)
+    expected = [by_transformers(model, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in TEXTS]
+    found = RewardModel(model, tokenizer, batch_tokens=batch_tokens).score(TEXTS)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert max(expected) - min(expected) > 0.01, "texts that score alike would show nothing"
+
+
+def test_padding_named_like_the_end_changes_nothing(tokenizer: Any) -> None:
+    """Many models pad with the end-of-sequence token, at which the score is read."""
+    model = classifier("Llama", tokenizer)
+    expected = RewardModel(model, tokenizer).score(TEXTS)
+    tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.eos_token_id
+    assert RewardModel(model, tokenizer).score(TEXTS) == pytest.approx(expected, abs=1e-5)
+
+
+def test_no_forward_pass_is_larger_than_asked(tokenizer: Any) -> None:
+    model = classifier("Llama", tokenizer)
+    shapes: list[tuple[int, ...]] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    reward_model = RewardModel(model, tokenizer, batch_tokens=64)
+    lengths = [len(reward_model.encode(text).tokens) for text in TEXTS]
+    reward_model.score(TEXTS)
+    assert sum(rows for rows, _ in shapes) == len(TEXTS)
+    assert all(rows * width <= 64 or rows == 1 for rows, width in shapes)
+    assert {width for _, width in shapes} <= set(lengths), "no row is padded beyond the longest of its batch"
+
+
+def test_the_end_is_added_once(tokenizer: Any) -> None:
+    model = RewardModel(classifier("Llama", tokenizer), tokenizer)
+    plain = model.encode("Hello")
+    assert plain.tokens[-1] == tokenizer.eos_token_id
+    assert plain.tokens[-2] != tokenizer.eos_token_id
+    assert model.encode("Hello<|im_end|>") == model.encode("Hello<|im_end|>\n") == plain
+
+
+def test_a_long_text_loses_its_beginning_only(tokenizer: Any) -> None:
+    model = RewardModel(classifier("Llama", tokenizer), tokenizer, max_length=16)
+    reply = "The answer is 7."
+    short, long = model.encode(reply), model.encode("a" * 100 + reply)
+    assert not short.truncated
+    assert long.truncated
+    assert len(long.tokens) == 16
+    assert long.tokens[-len(short.tokens) :] == short.tokens
+
+
+def test_the_beginning_of_sequence_stays_and_is_there_once(tokenizer: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.bos_token = "<|im_start|>"
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", bos)]
+    )
+    model = RewardModel(classifier("Llama", tokenizer), tokenizer, max_length=16)
+    assert model.encode("<|im_start|>Hi") == model.encode("Hi")
+    assert model.encode("Hi").tokens[0] == bos
+    long = model.encode("a" * 100 + "Hi")
+    assert len(long.tokens) == 16
+    assert long.tokens[0] == bos
+    assert bos not in long.tokens[1:]
+    assert long.tokens[-len(model.encode("Hi").tokens) + 1 :] == model.encode("Hi").tokens[1:]
+
+
+def test_by_default_the_model_s_positions_are_the_limit(tokenizer: Any) -> None:
+    model = RewardModel(classifier("Llama", tokenizer), tokenizer)
+    assert len(model.encode("a b " * POSITIONS).tokens) == POSITIONS
+    with pytest.raises(ConfigurationError, match=r"--max_length is 257"):
+        RewardModel(classifier("Llama", tokenizer), tokenizer, max_length=POSITIONS + 1)
+    with pytest.raises(ConfigurationError, match=r"--batch_tokens is 0"):
+        RewardModel(classifier("Llama", tokenizer), tokenizer, batch_tokens=0)
+
+
+def test_a_text_without_tokens_is_refused(tokenizer: Any) -> None:
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="without tokens"):
+        RewardModel(classifier("Llama", tokenizer), tokenizer).score([""])
+
+
+def load(path: Path) -> RewardModel:
+    return RewardModel.load(str(path), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def saved(model: Any, tokenizer: Any, path: Path) -> Path:
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_loaded_it_scores_the_same(tokenizer: Any, tmp_path: Path) -> None:
+    model = classifier("Llama", tokenizer)
+    expected = RewardModel(model, tokenizer).score(TEXTS)
+    assert load(saved(model, tokenizer, tmp_path / "rm")).score(TEXTS) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_head_whose_configuration_says_nothing_loads(tokenizer: Any, tmp_path: Path) -> None:
+    """As OpenRLHF saves reward models: the configuration is the language model's."""
+    import json
+
+    model = classifier("Llama", tokenizer)
+    expected = RewardModel(model, tokenizer).score(TEXTS)
+    path = saved(model, tokenizer, tmp_path / "rm") / "config.json"
+    config = json.loads(path.read_text())
+    for key in ("id2label", "label2id", "problem_type"):
+        config.pop(key, None)
+    path.write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    assert load(path.parent).score(TEXTS) == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_is_no_reward_model_is_refused(tokenizer: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no reward model \(its weights lack score.weight\)"):
+        load(tiny_model_dir)
+    with pytest.raises(CheckpointError, match="several numbers"):
+        load(saved(classifier("Llama", tokenizer, num_labels=3), tokenizer, tmp_path / "three"))
+    with pytest.raises(CheckpointError, match="no such directory"):
+        load(tmp_path / "missing")
+
+
+def test_an_encoder_s_classifier_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        num_labels=1,
+    )
+    with pytest.raises(CheckpointError, match="no head `score` at the last token"):
+        load(saved(BertForSequenceClassification(config), tokenizer, tmp_path / "bert"))
