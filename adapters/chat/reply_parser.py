@@ -7,163 +7,20 @@ chat template. A call that cannot be read never hides the ones that can. Nothing
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rollgrad.adapters.chat.field_stream import FieldStream
+from rollgrad.adapters.chat.reply_formats import FORMATS, HERMES, MARKS
+from rollgrad.adapters.chat.special_text import SpecialTokens
 from rollgrad.domain.messages import ParsedReply, ToolCall, assistant_message
 from rollgrad.domain.ports.chat_codec import ToolSchema
 
 START = "\x02reply\x03"
 """Stands where the reply begins; no reply contains it."""
 
-THINKING = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
-TEXT = {"content": "text", "repeats": True, "join": ""}
-CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-
-HERMES = {
-    "reasoning_content": THINKING,
-    "tool_calls": {"open": "<tool_call>", "close_pattern": r"</tool_call>\s*", "repeats": True, "content": "text"},
-    "content": TEXT,
-}
-QWEN_XML = {
-    "reasoning_content": THINKING,
-    "tool_calls": {
-        "open_pattern": r"<tool_call>\s*<function=(?P<name>[^\n>]+)>",
-        "close_pattern": r"</tool_call>\s*",
-        "repeats": True,
-        "content": "xml-inline",
-        "content_args": {
-            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>",
-            "value_parser": {"name": "text"},
-        },
-        "transform": CALL,
-    },
-    "content": TEXT,
-}
-GLM = {
-    "reasoning_content": THINKING,
-    "tool_calls": {
-        "open_pattern": r"<tool_call>(?P<name>[^\s<]+)\n?",
-        "close_pattern": r"</tool_call>\s*",
-        "repeats": True,
-        "content": "xml-inline",
-        "content_args": {
-            "tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*\n<arg_value>(?P<value>.*?)</arg_value>",
-            "value_parser": {"name": "text"},
-        },
-        "transform": CALL,
-    },
-    "content": TEXT,
-}
-LLAMA = {
-    "tool_calls": {"open_pattern": r"\A(?:<\|python_tag\|>)?(?=\{)", "content": "text", "repeats": True},
-    "content": TEXT,
-}
-MISTRAL = {
-    "tool_calls": {
-        "open": "[TOOL_CALLS]",
-        "close_pattern": r"(?=\[TOOL_CALLS\])|</s>",
-        "content": "text",
-        "repeats": True,
-    },
-    "content": TEXT,
-}
-DEEPSEEK = {
-    "reasoning_content": THINKING,
-    "tool_calls": {
-        "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]+)"
-        r"(?:\n```json\n|<｜tool▁sep｜>)",
-        "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?",
-        "repeats": True,
-        "content": "text",
-        "transform": CALL,
-    },
-    "content": TEXT,
-}
-HARMONY = {
-    "reasoning_content": {
-        "open": "<|channel|>analysis<|message|>",
-        "close_pattern": r"<\|end\|>\s*(?:<\|start\|>assistant)?",
-        "content": "text",
-    },
-    "tool_calls": {
-        "open_pattern": r"(?:<\|channel\|>commentary )?to=functions\.(?P<name>[^\s<]+)(?:<\|channel\|>commentary)?"
-        r"(?:\s+(?:<\|constrain\|>)?json)?<\|message\|>",
-        "close_pattern": r"<\|call\|>\s*",
-        "repeats": True,
-        "content": "text",
-        "transform": CALL,
-    },
-    "content": {"open": "<|channel|>final<|message|>", "close_pattern": r"<\|return\|>|<\|end\|>", **TEXT},
-}
-
-FORMATS: Sequence[tuple[str, Mapping[str, Any]]] = (
-    ("<function=", QWEN_XML),
-    ("<arg_key>", GLM),
-    ("<tool_call>", HERMES),
-    ("<｜tool▁call▁begin｜>", DEEPSEEK),
-    ("<|channel|>", HARMONY),
-    ("[TOOL_CALLS]", MISTRAL),
-    ("<|python_tag|>", LLAMA),
-    ('"parameters": ', LLAMA),
-)
-"""A mark in the chat template, and how replies of such models look; the first that is found."""
-
-
-class FieldStream:
-    """Takes a reply apart piece by piece. Texts lose their outer white space; calls come with the end, since only whole
-    ones can be read.
-
-    Args:
-        parser: transformers' parser.
-        special: matches the special tokens, which are left out of texts.
-    """
-
-    def __init__(self, parser: Any, special: "re.Pattern[str] | None") -> None:
-        self._parser = parser
-        self._special = special
-        self._held: dict[str, str] = {}
-        self.failed = False
-        self.calls: Sequence[Any] = ()
-
-    def feed(self, text: str) -> list[tuple[str, str]]:
-        """Pieces of `content` and `reasoning_content` that `text` completes."""
-        return self._guarded(lambda: self._parser.feed(text))
-
-    def finish(self) -> list[tuple[str, str]]:
-        """The pieces still held back; afterwards `calls` has what was found of calls, and `failed` says whether
-        something could not be read."""
-
-        def finalize() -> Sequence[Any]:
-            message, events = self._parser.finalize()
-            self.calls = message.get("tool_calls") or ()
-            return list(events)
-
-        return self._guarded(finalize)
-
-    def _guarded(self, advance: Callable[[], Sequence[Any]]) -> list[tuple[str, str]]:
-        if self.failed:
-            return []
-        try:
-            events = advance()
-        except ValueError:
-            self.failed = True
-            return []
-        pieces = []
-        for event in events:
-            name = {"thinking": "reasoning_content"}.get(event["field"], event["field"])
-            if event["type"] == "region_chunk" and name in ("content", "reasoning_content"):
-                pieces.append((name, self._clean(name, event["text"])))
-        return [(name, piece) for name, piece in pieces if piece]
-
-    def _clean(self, name: str, text: str) -> str:
-        """Holds white space back until something follows it, and drops it in front."""
-        whole = self._held.get(name, "") + (self._special.sub("", text) if self._special else text)
-        started = name in self._held
-        body = whole.rstrip()
-        if body or started:
-            self._held[name] = whole[len(body) :]
-        return body if started else body.lstrip()
+MAX_DEPTH = 64
+"""Levels of nesting in arguments: no tool wants more, and templates walk them recursively."""
 
 
 class ReplyParser:
@@ -181,45 +38,59 @@ class ReplyParser:
         fields = next((fields for mark, fields in FORMATS if mark in (chat_template or "")), HERMES)
         self._template = response_template or {"start_anchor": START, "fields": fields}
         self._own = response_template is None
-        tokens = sorted(special_tokens, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, tokens))) if tokens else None
+        self._special = SpecialTokens([*special_tokens, *MARKS])
 
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema]) -> ParsedReply:
         """See `ChatCodec.parse`."""
-        stream = self.stream(prompt, tools)
-        fields = {"content": "", "reasoning_content": ""}
-        for name, piece in (*stream.feed(text), *stream.finish()):
-            fields[name] += piece
-        if stream.failed:
-            message = assistant_message(self._clean(text))
-            return ParsedReply(message=message, error="The tool call could not be read.")
-        known = [tool["function"]["name"] for tool in tools]
-        raw = [call for value in stream.calls for call in _functions(self._stripped(value))]
-        digest = hashlib.sha256((prompt + text).encode(errors="replace")).hexdigest()[:8]
-        calls = tuple(_call(function, f"{digest}{index % 10}", known) for index, function in enumerate(raw))
-        content = fields["content"]
-        if calls and not content and all(call.arguments is None for call in calls):
-            content = self._clean(text)  # all that the model said
-        message = assistant_message(content, reasoning=fields["reasoning_content"], tool_calls=calls)
-        return ParsedReply(message=message, tool_calls=calls)
+        stream, fields = self._read([text], prompt, tools)
+        if stream.failed:  # a piece that fails takes what it brought along: let it bring nothing
+            stream, fields = self._read(text, prompt, tools)
+        message = assistant_message(
+            fields["content"], reasoning=fields["reasoning_content"], tool_calls=stream.tool_calls
+        )
+        error = "The tool call could not be read." if stream.failed else None
+        return ParsedReply(message=message, tool_calls=stream.tool_calls, error=error)
 
     def stream(self, prompt: str, tools: Sequence[ToolSchema]) -> FieldStream:
         """Parses a reply that comes in pieces."""
         from transformers.utils.chat_parsing import ResponseParser
 
+        known = [tool["function"]["name"] for tool in tools]
+
+        def read_calls(found: Sequence[Any], text: str) -> tuple[ToolCall, ...]:
+            functions = [function for value in found for function in _functions(self._cleaned(value))]
+            return tuple(_call(f, _call_id(prompt, text, index), known) for index, f in enumerate(functions))
+
         parser = ResponseParser(self._template, prefix=self._prefix(prompt), tools=list(tools) or None)
-        return FieldStream(parser, self._special)
+        return FieldStream(parser, self._special, read_calls)
+
+    def _read(
+        self, pieces: Iterable[str], prompt: str, tools: Sequence[ToolSchema]
+    ) -> tuple[FieldStream, dict[str, str]]:
+        stream = self.stream(prompt, tools)
+        told = [piece for text in pieces for piece in stream.feed(text)]
+        fields = {"content": "", "reasoning_content": ""}
+        for name, piece in (*told, *stream.finish()):
+            fields[name] += piece
+        return stream, fields
 
     def _prefix(self, prompt: str) -> str:
         if not self._own:
             return prompt
         return START + ("<think>\n" if prompt.rstrip().endswith("<think>") else "")
 
-    def _stripped(self, value: Any) -> Any:
-        return self._clean(value) if isinstance(value, str) else value
+    def _cleaned(self, value: Any) -> Any:
+        """A call without special tokens: the last one of a reply may end it before the call does."""
+        if isinstance(value, str):
+            return self._special.remove(value)
+        if isinstance(value, dict):
+            return {key: self._cleaned(item) for key, item in value.items()}
+        return value
 
-    def _clean(self, text: str) -> str:
-        return (self._special.sub("", text) if self._special else text).strip()
+
+def _call_id(prompt: str, text: str, index: int) -> str:
+    """Nine letters and digits, as Mistral's templates demand; another for each call."""
+    return hashlib.sha256(f"{index} {prompt}{text}".encode(errors="replace")).hexdigest()[:9]
 
 
 def _functions(value: Any) -> Iterator[Any]:
@@ -232,16 +103,17 @@ def _functions(value: Any) -> Iterator[Any]:
     if named:
         yield {"name": named[1], "arguments": named[2]}
         return
-    decoder = json.JSONDecoder()
-    while text:
+    decoder, place = json.JSONDecoder(strict=False), 0
+    while True:
         try:
-            found, end = decoder.raw_decode(text)
-        except ValueError:
-            yield text
+            found, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            yield text[place:]
             return
         yield from found if isinstance(found, list) else [found]
-        text = text[end:].lstrip(" \n;")
-        if text and text[0] not in "[{":
+        while place < len(text) and text[place] in " \n;":
+            place += 1
+        if text[place : place + 1] not in ("[", "{"):
             return  # what the model wrote after its calls
 
 
@@ -257,9 +129,27 @@ def _call(function: Any, call_id: str, known: Sequence[str]) -> ToolCall:
             arguments = json.loads(arguments, strict=False) if arguments.strip() else {}
         except ValueError as error:
             return ToolCall(id=call_id, name=name, arguments=None, error=f"The arguments are not valid JSON: {error}.")
+        except RecursionError:
+            return ToolCall(id=call_id, name=name, arguments=None, error=TOO_DEEP)
     if not isinstance(arguments, Mapping):
         return ToolCall(id=call_id, name=name, arguments=None, error="The arguments are not a JSON object.")
+    if _deeper(arguments, MAX_DEPTH):
+        return ToolCall(id=call_id, name=name, arguments=None, error=TOO_DEEP)
     if known and name not in known:
         unknown = f"There is no function {name!r}; the functions are {', '.join(known)}."
         return ToolCall(id=call_id, name=name, arguments=dict(arguments), error=unknown)
     return ToolCall(id=call_id, name=name, arguments=dict(arguments))
+
+
+TOO_DEEP = f"The arguments are nested more than {MAX_DEPTH} levels deep."
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects in `value` are nested more than `levels` deep."""
+    layer = [value]
+    for _ in range(levels):
+        inner = [item.values() if isinstance(item, Mapping) else item for item in layer]
+        layer = [item for items in inner for item in items if isinstance(item, Mapping | list)]
+        if not layer:
+            return False
+    return True

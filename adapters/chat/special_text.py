@@ -1,19 +1,19 @@
-"""Keeps what people and tools wrote from turning into control tokens.
+"""Control tokens spelled out in texts: kept from coming true in messages, taken out of replies.
 
 A template puts a message's text and its own marks into one string, where `<|im_end|>` typed by a user looks like the
-end of the turn. Here each special token that a message spells out is replaced by a placeholder before the template
-sees it; afterwards the placeholders' text is tokenised as plain characters.
+end of the turn. So each special token that a message or a tool's description spells out is replaced by a placeholder
+before the template sees it; afterwards the placeholders' text is tokenised as plain characters.
 """
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
 
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.messages import Message
+from rollgrad.domain.ports.chat_codec import ToolSchema
 
 PRIVATE_USE = range(0xE000, 0xF900)
 """Code points without a meaning of their own (Unicode's private use area)."""
@@ -21,10 +21,11 @@ PRIVATE_USE = range(0xE000, 0xF900)
 
 @frozen
 class Guarded:
-    """`messages` with placeholders; `mark` delimits them, None when nothing had to be replaced."""
+    """`messages` and `tools` with placeholders; `mark` delimits them, None when nothing had to be replaced."""
 
     messages: list[Message]
-    mark: str | None
+    tools: list[ToolSchema]
+    mark: str | None = None
     texts: tuple[str, ...] = ()
 
     def split(self, text: str) -> list[tuple[str, bool]]:
@@ -40,14 +41,12 @@ class Guarded:
         return "".join(part for part, _ in self.split(text))
 
 
-def guard(messages: Sequence[Message], special_tokens: Sequence[str]) -> Guarded:
-    """Replaces every one of `special_tokens` in the texts of `messages`."""
-    written = json.dumps(list(messages), ensure_ascii=False, default=str)
+def guard(messages: Sequence[Message], tools: Sequence[ToolSchema], special_tokens: Sequence[str]) -> Guarded:
+    """Replaces every one of `special_tokens` in the texts of `messages` and `tools`."""
+    written = "\n".join(_texts([messages, tools]))
     if not any(token in written for token in special_tokens):
-        return Guarded(list(messages), None)
-    mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in written), None)
-    if mark is None:
-        raise DataError("The messages use every private-use character: none is left to mark special tokens with.")
+        return Guarded(list(messages), list(tools))
+    mark = unused_character([messages, tools])
     longest_first = sorted(special_tokens, key=len, reverse=True)
     pattern = re.compile("|".join(re.escape(token) for token in longest_first))
     texts: dict[str, int] = {}
@@ -64,4 +63,55 @@ def guard(messages: Sequence[Message], special_tokens: Sequence[str]) -> Guarded
             return [walk(item) for item in value]
         return value
 
-    return Guarded([walk(message) for message in messages], mark, tuple(texts))
+    return Guarded(walk(list(messages)), walk(list(tools)), mark, tuple(texts))
+
+
+def unused_character(value: Any) -> str:
+    """A private-use character that no text in `value` has.
+
+    Raises:
+        DataError: the texts use all of them.
+    """
+    used = set("".join(_texts(value)))
+    mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
+    if mark is None:
+        raise DataError("The messages use every private-use character: none is left to mark special tokens with.")
+    return mark
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(list(value))
+        yield from _texts(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+class SpecialTokens:
+    """Takes `tokens` out of texts, in one pass from left to right, the longest first."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        known = sorted(filter(None, tokens), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, known)) or r"(?!)")
+        self._beginnings = {token[:length] for token in known for length in range(1, len(token))}
+        self._longest = max(map(len, known), default=0)
+
+    def remove(self, text: str) -> str:
+        """`text` without them."""
+        return self._pattern.sub("", text)
+
+    def remove_settled(self, text: str) -> tuple[str, str]:
+        """`text` without them, up to where more text could complete one, and the rest as it is."""
+        kept: list[str] = []
+        place = 0
+        while True:
+            nearest = max(place, len(text) - self._longest + 1)
+            hold = next((i for i in range(nearest, len(text)) if text[i:] in self._beginnings), len(text))
+            match = self._pattern.search(text, place)
+            if match is None or match.start() >= hold:
+                return "".join([*kept, text[place:hold]]), text[hold:]
+            kept.append(text[place : match.start()])
+            place = match.end()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rollgrad.adapters.chat.reply_parser import FieldStream
+from rollgrad.adapters.chat.field_stream import FieldStream
 from rollgrad.domain.ports.chat_codec import ReplyStream
 
 UNFINISHED = "\ufffd"
@@ -23,15 +23,19 @@ class TokenStream(ReplyStream):
     def feed(self, token_id: int) -> Sequence[tuple[str, str]]:
         """See `ReplyStream.feed`."""
         self._tokens.append(token_id)
-        known, now = self._decode(self._tokens[self._start : self._told]), self._decode(self._tokens[self._start :])
-        if now.endswith(UNFINISHED):
+        text = self._new_text()
+        if text.endswith(UNFINISHED):
             return []
         self._start, self._told = self._told, len(self._tokens)
-        return self._fields.feed(now[len(known) :])
+        return self._fields.feed(text)
 
     def finish(self) -> Sequence[tuple[str, str]]:
         """See `ReplyStream.finish`."""
-        return self._fields.finish()
+        return [*self._fields.feed(self._new_text()), *self._fields.finish()]
+
+    def _new_text(self) -> str:
+        known = self._decode(self._tokens[self._start : self._told])
+        return self._decode(self._tokens[self._start :])[len(known) :]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(

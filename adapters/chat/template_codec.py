@@ -9,15 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollgrad.adapters.chat.reply_parser import ReplyParser
-from rollgrad.adapters.chat.special_text import Guarded, guard
+from rollgrad.adapters.chat.special_text import Guarded, guard, unused_character
 from rollgrad.adapters.chat.streaming import TokenStream
 from rollgrad.adapters.chat.tool_text import as_text
 from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.domain.messages import Message, ParsedReply
 from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, ToolSchema
-
-SENTINEL = "\uf8ff\uf8fe"
-"""Stands for a reply's text while looking for what the template writes after it."""
 
 
 class TemplateCodec(ChatCodec):
@@ -42,9 +39,9 @@ class TemplateCodec(ChatCodec):
             ConfigurationError: the tokenizer has no chat template.
             DataError: the template refuses the messages.
         """
-        guarded = self._guard(messages)
-        text = self._apply(guarded.messages, tools, generation_prompt=True)
-        return RenderedPrompt(text=guarded.restore(text), token_ids=self._encode(guarded, text))
+        guarded = self._guard(messages, tools)
+        text = self._apply(guarded.messages, guarded.tools, generation_prompt=True)
+        return RenderedPrompt(text=_well_formed(guarded.restore(text)), token_ids=self._encode(guarded, text))
 
     def extend(
         self,
@@ -56,32 +53,50 @@ class TemplateCodec(ChatCodec):
     ) -> tuple[int, ...] | None:
         """See `ChatCodec.extend`: the text that the template writes behind the reply, found by writing the
         conversation with a marked reply both with and without the new messages."""
-        guarded = self._guard([*messages[:-1], {**messages[-1], "content": SENTINEL}, *new_messages])
-        history = guarded.messages[: len(messages)]
+        reply = messages[-1]
+        mark = unused_character([messages, new_messages])
+        marked = self._guard([*messages[:-1], {**reply, "content": mark}, *new_messages], tools)
+        behind = self._behind(marked, len(messages), mark, thought=bool(reply.get("reasoning_content")))
+        if behind is None and reply.get("tool_calls"):  # some templates write the text behind the results of the calls
+            marked = self._guard([*messages, *new_messages], tools)
+            behind = self._behind(marked, len(messages), mark, thought=True)
+        if behind is None:
+            return None
+        end, following = behind
+        last = self._tokenizer.convert_ids_to_tokens(int(reply_token_ids[-1])) if reply_token_ids else ""
+        if last not in self._special:  # cut off
+            return self._encode(marked, end + following)
+        close = last if last in end else max(self._special, key=end.rfind)
+        place = end.rfind(close)
+        lacking = end[place + len(close) :] if place >= 0 else end
+        # Where the next turn's mark ends this one, the model sampled it.
+        return self._encode(marked, lacking + (following if last in end else following.removeprefix(last)))
+
+    def _behind(self, guarded: Guarded, known: int, mark: str, *, thought: bool) -> tuple[str, str] | None:
+        """How the template ends the last of the `known` first messages, whose text is `mark`, and what it writes
+        behind it; None if it changes what stands before."""
         try:
-            before = self._apply(history, tools, generation_prompt=False)
-            after = self._apply(guarded.messages, tools, generation_prompt=True)
+            before = self._apply(guarded.messages[:known], guarded.tools, generation_prompt=False)
+            after = self._apply(guarded.messages, guarded.tools, generation_prompt=True)
         except DataError:
             return None
-        head, found, end = before.rpartition(SENTINEL)
-        new_head, still_found, tail = after.rpartition(SENTINEL)
+        head, found, end = before.rpartition(mark)
+        new_head, still_found, tail = after.rpartition(mark)
         if found and still_found:
             # The thinking block of an empty thought comes and goes with the place of the message: it was not sampled.
-            kept = head.startswith(new_head) if not messages[-1].get("reasoning_content") else head == new_head
+            kept = head == new_head if thought else head.startswith(new_head)
         else:  # the template leaves out the text of a message with calls
             kept, end, tail = True, before, after
+        if kept and not tail.startswith(end):  # some templates end every conversation, not turn, with this token
+            end = end.removesuffix(self._tokenizer.eos_token or "")
+            kept = any(token in end for token in self._special)
         if not kept or not tail.startswith(end):
             return None
-        last = self._tokenizer.convert_ids_to_tokens(int(reply_token_ids[-1])) if reply_token_ids else ""
-        ended = last in self._special
         following = tail[len(end) :]
-        close = max(self._special, key=end.rfind, default="")
-        place = end.rfind(close)
-        if place >= 0 and not end[place + len(close) :].strip():
-            following = ("" if ended else close) + end[place + len(close) :] + following
-        elif ended and following.startswith(last):  # the next turn's mark ends this one, and the model sampled it
-            following = following[len(last) :]
-        return self._encode(guarded, following)
+        if not found or guarded.messages[known - 1].get("tool_calls"):  # the calls were sampled, the last token behind
+            place = max(map(end.rfind, self._special), default=-1)
+            end = end[place:] if place >= 0 else ""
+        return end, following
 
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
         """See `ChatCodec.parse`."""
@@ -93,11 +108,11 @@ class TemplateCodec(ChatCodec):
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text, with no template and no special tokens added; those written in it are real."""
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(self._tokenizer(_well_formed(text), add_special_tokens=False)["input_ids"])
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """Token ids of a text that starts a sequence, with the special tokens this tokenizer adds by default (BOS)."""
-        return tuple(self._tokenizer(text)["input_ids"])
+        return tuple(self._tokenizer(_well_formed(text))["input_ids"])
 
     def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text of token ids, without special tokens unless asked for, spaces untouched."""
@@ -106,10 +121,10 @@ class TemplateCodec(ChatCodec):
         )
         return text
 
-    def _guard(self, messages: Sequence[Message]) -> Guarded:
+    def _guard(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Guarded:
         # Arrow fills the fields that a message lacks with None; templates take presence for a value.
         present = [{k: v for k, v in m.items() if v is not None and k != "visible"} for m in messages]
-        return guard(present, self._special)
+        return guard(present, tools, self._special)
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, generation_prompt: bool) -> str:
         if not self._tokenizer.chat_template:
@@ -146,6 +161,11 @@ class TemplateCodec(ChatCodec):
         if not literal:
             return self.encode(piece)
         return tuple(self._tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+
+def _well_formed(text: str) -> str:
+    """`text` without halves of surrogate pairs, which JSON can spell and no tokenizer takes."""
+    return text.encode(errors="replace").decode()
 
 
 def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:

@@ -1,0 +1,93 @@
+"""`FieldStream`: the fields of a reply, piece by piece.
+
+Invariant: the pieces put together do not depend on how the text was cut. Calls come with the end, since only whole
+ones can be read.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollgrad.adapters.chat.special_text import SpecialTokens
+from rollgrad.domain.messages import ToolCall
+
+Pieces = list[tuple[str, str]]
+"""(field, text): the field is `content` or `reasoning_content`."""
+
+UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
+"""What the parser raises on a region that is not in its format."""
+
+
+class FieldStream:
+    """Texts lose special tokens and their outer white space.
+
+    Args:
+        parser: transformers' parser.
+        special: the tokens to leave out.
+        read_calls: takes what the parser found of calls and the whole reply.
+    """
+
+    def __init__(
+        self, parser: Any, special: SpecialTokens, read_calls: Callable[[Sequence[Any], str], tuple[ToolCall, ...]]
+    ) -> None:
+        self._parser = parser
+        self._special = special
+        self._read_calls = read_calls
+        self._said: list[str] = []
+        self._tails: dict[str, str] = {}
+        self._spaces: dict[str, str] = {}
+        self._told: set[str] = set()
+        self.failed = False
+        """Whether a part could not be read."""
+        self.tool_calls: tuple[ToolCall, ...] = ()
+        """The calls, after `finish`."""
+
+    def feed(self, text: str) -> Pieces:
+        """Pieces of `content` and `reasoning_content` that `text` completes."""
+        self._said.append(text)
+        return [] if self.failed else self._guarded(lambda: self._parser.feed(text))
+
+    def finish(self) -> Pieces:
+        """The pieces still held back. A reply of which nothing could be read is all content."""
+        calls: Sequence[Any] = ()
+
+        def finalize() -> Sequence[Any]:
+            nonlocal calls
+            message, events = self._parser.finalize()
+            calls = message.get("tool_calls") or ()
+            return list(events)
+
+        pieces = [] if self.failed else self._guarded(finalize)
+        for name, tail in list(self._tails.items()):
+            pieces.extend(self._trimmed(name, self._special.remove(tail)))
+        whole = "".join(self._said)
+        self.tool_calls = self._read_calls(calls, whole)
+        unread = all(call.arguments is None for call in self.tool_calls)
+        nothing_else = bool(self.tool_calls) or self.failed or "reasoning_content" not in self._told
+        if "content" not in self._told and unread and nothing_else:
+            pieces.extend(self._trimmed("content", self._special.remove(whole).strip()))
+        return pieces
+
+    def _guarded(self, advance: Callable[[], Sequence[Any]]) -> Pieces:
+        try:
+            events = advance()
+        except UNREADABLE:
+            self.failed = True
+            return []
+        pieces: Pieces = []
+        for event in events:
+            name = {"thinking": "reasoning_content"}.get(event["field"], event["field"])
+            if event["type"] == "region_chunk" and name in ("content", "reasoning_content"):
+                text, self._tails[name] = self._special.remove_settled(self._tails.get(name, "") + event["text"])
+                pieces.extend(self._trimmed(name, text))
+        return pieces
+
+    def _trimmed(self, name: str, text: str) -> Pieces:
+        """Holds white space back until something follows it, and drops it in front."""
+        whole = self._spaces.get(name, "") + text
+        body = whole.rstrip()
+        self._spaces[name] = whole[len(body) :]
+        if not body:
+            return []
+        first = name not in self._told
+        self._told.add(name)
+        return [(name, body.lstrip() if first else body)]
