@@ -16,6 +16,7 @@ from typing import Any, overload
 import structlog
 
 from rollgrad.adapters.tools.function_arguments import FunctionArguments, summary
+from rollgrad.adapters.tools.slots import Slots
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.messages import ToolResult
 from rollgrad.domain.ports.environment import Tool
@@ -70,7 +71,7 @@ class FunctionTool(Tool):
         self._asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             type(function).__call__
         )
-        self._threads = asyncio.Semaphore(THREADS)
+        self._slots = Slots(THREADS)
 
     @property
     def name(self) -> str:
@@ -115,10 +116,11 @@ class FunctionTool(Tool):
         program.
         """
         loop = asyncio.get_running_loop()
+        slots = self._slots.here()
         answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
         def settle(value: Any, error: BaseException | None) -> None:
-            self._threads.release()
+            slots.release()
             if not answer.done():
                 answer.set_result((value, error))
 
@@ -131,12 +133,12 @@ class FunctionTool(Tool):
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(settle, value, error)
 
-        await self._threads.acquire()
+        await slots.acquire()
         thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=self._name, daemon=True)
         try:
             thread.start()
         except RuntimeError:
-            self._threads.release()
+            slots.release()
             raise
         value, error = await answer
         if error is not None and not isinstance(error, Exception | SystemExit):

@@ -113,7 +113,7 @@ def _model(function: Callable[..., Any], tool: str) -> tuple[dict[str, str], typ
             )
         names[field := f"argument_{number}"] = parameter.name
         default = ... if parameter.default is parameter.empty else parameter.default
-        told = {"description": texts[parameter.name]} if parameter.name in texts else {}
+        told: dict[str, Any] = {"description": texts[parameter.name]} if parameter.name in texts else {}
         fields[field] = (hints.get(parameter.name, Any), Field(default=default, alias=parameter.name, **told))
     return names, create_model(tool, __config__=ConfigDict(extra="forbid"), **fields)
 

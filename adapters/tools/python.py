@@ -1,6 +1,5 @@
 """The tool that runs Python code a model writes. Does not own: how the code is shut in (sandbox, sandbox_child)."""
 
-import asyncio
 import os
 import signal
 import sys
@@ -8,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollgrad.adapters.tools import sandbox
+from rollgrad.adapters.tools.slots import Slots
 from rollgrad.adapters.tools.text_argument import read_text, text_schema
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.messages import ToolResult
@@ -31,9 +31,9 @@ class PythonTool(Tool):
     times `memory_mb`.
 
     Without them (a warning `python_tool_without_namespaces` is logged) it has the network, sees other processes, and
-    reads what nobody (as root) or this user (otherwise: credentials in files and in this user's processes, which it
-    could also kill) may read; a file limit holds, but no limit on all files together. Run such code in a container of
-    its own.
+    reads what nobody (as root) or this user (otherwise) may read: for the latter, credentials in files and in the
+    environment of this user's processes. It could also kill those, the guard that watches its deadline among them. No
+    limit holds for all files together. Run such code in a container of its own.
 
     Args:
         seconds: until a call is stopped.
@@ -69,7 +69,7 @@ class PythonTool(Tool):
         self._seconds = seconds
         self._memory_mb = memory_mb
         self._output_chars = output_chars
-        self._slots = asyncio.Semaphore(processes)
+        self._slots = Slots(processes)
         self._namespaces = sandbox.namespaces_work()
         if not self._namespaces and os.getuid() == 0 and not sandbox.nobody_reads_python():
             raise ConfigurationError(
@@ -82,7 +82,7 @@ class PythonTool(Tool):
         code = read_text(self.name, "code", arguments)
         if isinstance(code, ToolResult):
             return code
-        async with self._slots:
+        async with self._slots.here():
             outcome = await sandbox.run(
                 code,
                 seconds=self._seconds,

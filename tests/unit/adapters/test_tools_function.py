@@ -6,6 +6,7 @@ import enum
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import date
 from typing import Annotated, Any, Literal
@@ -227,6 +228,20 @@ def test_threads_are_bounded_and_come_back() -> None:
     results = asyncio.run(scenario())
     assert most == THREADS
     assert [result.content for result in results] == ["1"] * (2 * THREADS)
+
+
+def test_a_tool_serves_one_event_loop_after_another() -> None:
+    def work(n: int) -> int:
+        time.sleep(0.001)
+        return n
+
+    made = FunctionTool(work)
+
+    async def scenario() -> list[ToolResult]:
+        return list(await asyncio.gather(*(made.call({"n": n}) for n in range(3 * THREADS))))
+
+    expected = [ToolResult(content=str(n)) for n in range(3 * THREADS)]
+    assert [asyncio.run(scenario()) for _ in range(2)] == [expected, expected]
 
 
 def test_threads_that_hang_let_later_calls_wait_not_pile_up() -> None:

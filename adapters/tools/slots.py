@@ -1,0 +1,16 @@
+"""How many calls of a tool run at once."""
+
+import asyncio
+from weakref import WeakKeyDictionary
+
+
+class Slots:
+    """A semaphore of `count` for each event loop: a tool may outlive one (training, then an evaluation)."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    def here(self) -> asyncio.Semaphore:
+        """That of the running loop."""
+        return self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._count))
