@@ -57,8 +57,8 @@ class TokenLedger:
 
     @property
     def branches(self) -> int:
-        """Histories that were opened: 1 for a rollout that only ever continued."""
-        return sum(turn.prepared.parent is None for turn in self._turns if not turn.dropped)
+        """Trajectories that `trajectories` makes: 1 for a rollout that only ever continued."""
+        return len(self._leaves())
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Prepared:
         """The prompt for a reply to `messages`.
@@ -78,13 +78,11 @@ class TokenLedger:
         if best is not None:
             turn = self._turns[best]
             new = tuple(messages[len(turn.keys) :])
+            messages = (*turn.messages, *new)
             between = self._codec.extend(turn.messages, new, tools, reply_token_ids=turn.generation.token_ids)
             if between is not None:
                 return Prepared(
-                    token_ids=(*turn.token_ids, *between),
-                    messages=(*turn.messages, *new),
-                    tools=tuple(tools),
-                    parent=best,
+                    token_ids=(*turn.token_ids, *between), messages=messages, tools=tuple(tools), parent=best
                 )
         token_ids = self._codec.render(messages, tools).token_ids
         return Prepared(
@@ -110,6 +108,8 @@ class TokenLedger:
     def commit(self, prepared: Prepared, generation: Generation, message: Message) -> int:
         """Records what was sampled for `prepared`, and the message it says; returns the turn's number."""
         messages = (*prepared.messages, message)
+        if prepared.parent is not None:
+            self._turns[prepared.parent].dropped = False  # it was read after all
         self._turns.append(
             _Turn(
                 prepared=prepared,
@@ -124,6 +124,15 @@ class TokenLedger:
     def set_reward(self, turn: int, reward: float) -> None:
         """The reward of one turn, replacing what stood there."""
         self._turns[turn].reward = reward
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to learn from."""
+        return all(turn.dropped for turn in self._turns)
+
+    def reward_last(self, reward: float) -> None:
+        """Puts the episode's reward on the latest reply."""
+        self.set_reward(max(index for index, turn in enumerate(self._turns) if not turn.dropped), reward)
 
     def drop_leaf(self, turn: int) -> None:
         """Leaves a turn out, unless another one continues it."""
@@ -146,19 +155,22 @@ class TokenLedger:
         Raises:
             TrajectoryError: nothing was sampled.
         """
-        kept = [index for index, turn in enumerate(self._turns) if not turn.dropped]
-        if not kept:
+        leaves = self._leaves()
+        if not leaves:
             raise TrajectoryError("The episode has no sampled token: there is nothing to learn from.")
-        outcome = sum(self._turns[index].reward for index in kept) if score is None else score
-        continued = {self._turns[index].prepared.parent for index in kept}
+        outcome = sum(turn.reward for turn in self._turns if not turn.dropped) if score is None else score
         trained: set[int] = set()
         result = []
-        for leaf in (index for index in kept if index not in continued):
+        for leaf in leaves:
             builder = self._branch(leaf, trained, group_id, sample_id)
             result.append(
                 builder.build(stop_reason=stop_reason, score=outcome, metrics=metrics, reward_parts=reward_parts)
             )
         return result
+
+    def _leaves(self) -> list[int]:
+        continued = {turn.prepared.parent for turn in self._turns if not turn.dropped}
+        return [i for i, turn in enumerate(self._turns) if not turn.dropped and i not in continued]
 
     def _branch(self, leaf: int, trained: set[int], group_id: int, sample_id: int) -> TrajectoryBuilder:
         path: list[int] = []
