@@ -1,11 +1,12 @@
 """An OpenRLHF agent instance as an `Environment`."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from attrs import evolve
 
+from rollgrad.adapters.openrlhf.answers import metrics, number, required
 from rollgrad.adapters.openrlhf.shim import SamplingParams as AgentSampling
+from rollgrad.adapters.openrlhf.shim import open_episode
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.messages import Action
 from rollgrad.domain.ports.environment import Environment, StepResult
@@ -14,10 +15,20 @@ from rollgrad.domain.sampling import SamplingParams
 
 UNLIMITED = -1
 """vLLM's top_k for the full distribution."""
+NEUTRAL = {
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "ignore_eos": False,
+}
+"""Settings of vLLM that change what is sampled and that no engine here knows: the only value each may have."""
 
 
 class AgentInstanceEnvironment(Environment):
-    """Plays `instance`, an `AgentInstanceBase`. Feedback after the last turn is not appended: nothing follows it.
+    """Plays `instance`, an `AgentInstanceBase`. Feedback after the last turn is not appended: nothing follows it. Of
+    what several turns log under one name, the last is kept.
 
     `params`: the run's sampling settings, which the instance is shown and may replace for its later turns.
     """
@@ -28,6 +39,7 @@ class AgentInstanceEnvironment(Environment):
         self._shown = to_agent(params)
         self._text = ""
         self._label: Any = None
+        self._metrics: dict[str, float] = {}
 
     async def reset(self, prompt: Prompt) -> str:
         """Starts the episode.
@@ -36,24 +48,31 @@ class AgentInstanceEnvironment(Environment):
             ConfigurationError: the instance rewrites the prompt rather than adding to it.
         """
         self._label = prompt.label
-        observation = (await self._instance.reset({"observation": prompt.text, "label": prompt.label}))["observation"]
+        observation = await open_episode(self._instance, prompt.text, prompt.label)
         if not observation.startswith(prompt.text):
             raise ConfigurationError(
                 "The agent's reset() returned an observation that does not begin with the prompt: it may add text "
-                "after the prompt, but not rewrite it (render prompts with --data.* instead)."
+                "after the prompt, but not rewrite it (put what stands before the prompt into --data.input-template)."
             )
         self._text = observation
-        return str(observation[len(prompt.text) :])
+        return observation[len(prompt.text) :]
 
     async def step(self, action: Action) -> StepResult:
-        """Answers an action."""
+        """Answers an action.
+
+        Raises:
+            ValueError: the instance answered something else than its contract says.
+            ConfigurationError: it asks for what no engine here does.
+        """
         states = {
             "observation_text": self._text,
             "action_text": action.text,
             "label": self._label,
             "sampling_params": self._shown,
         }
-        answer: Mapping[str, Any] = await self._instance.step(states)
+        answer = await self._instance.step(states)
+        reward = number(required(answer, "rewards", "step()"), "rewards")
+        done = bool(required(answer, "done", "step()"))
         if answer.get("environment_images"):
             raise ConfigurationError("The agent returned environment_images, which this run cannot show to its model.")
         feedback = str(answer.get("environment_feedback") or "")
@@ -62,12 +81,13 @@ class AgentInstanceEnvironment(Environment):
         if replaced is not None:
             self._shown = replaced
         score = answer.get("scores")
+        self._metrics |= metrics(answer.get("extra_logs"))
         return StepResult(
             observation=feedback,
-            reward=float(answer["rewards"]),
-            terminated=bool(answer["done"]),
-            score=None if score is None else float(score),
-            metrics={str(key): float(value) for key, value in (answer.get("extra_logs") or {}).items()},
+            reward=reward,
+            terminated=done,
+            score=None if score is None else number(score, "scores"),
+            metrics=dict(self._metrics),
             sampling=from_agent(self._shown, self._params),
         )
 
@@ -95,13 +115,25 @@ def to_agent(params: SamplingParams) -> AgentSampling:
 
 
 def from_agent(agent: Any, base: SamplingParams) -> SamplingParams:
-    """Sampling settings as an agent file left them; the seed stays the run's own."""
+    """Sampling settings as an agent file left them; the seed stays the run's own.
+
+    Raises:
+        ConfigurationError: one of them is set that no engine here knows.
+    """
+    for name, neutral in NEUTRAL.items():
+        value = getattr(agent, name, neutral)
+        if value is not None and value != neutral:
+            raise ConfigurationError(
+                f"The agent sets {name}={value!r} in its sampling parameters, but only {neutral!r} is possible: leave "
+                "it out."
+            )
     return evolve(
         base,
         temperature=float(agent.temperature),
         top_p=float(agent.top_p),
         top_k=max(0, int(agent.top_k)),
         max_new_tokens=int(agent.max_tokens or base.max_new_tokens),
-        stop_strings=tuple(agent.stop or ()),
+        min_new_tokens=int(agent.min_tokens or 0),
+        stop_strings=(agent.stop,) if isinstance(agent.stop, str) else tuple(agent.stop or ()),
         stop_token_ids=tuple(agent.stop_token_ids or ()),
     )

@@ -1,19 +1,24 @@
 """Executors that play a whole episode by themselves (`AgentExecutorBase.execute`), behind the `AgentExecutor` port."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from attrs import evolve
 
 from rollgrad.adapters.openrlhf.environment import from_agent, to_agent
+from rollgrad.adapters.openrlhf.segments import to_trajectories
 from rollgrad.adapters.openrlhf.shim import CompletionOutput, Logprob, RequestOutput
-from rollgrad.domain.errors import EngineError, RollgradError
+from rollgrad.domain.errors import ConfigurationError, EngineError, RollgradError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
+from rollgrad.domain.trajectory import Trajectory
+
+FINISH_REASONS = {StopReason.ABORTED: "abort"}
+"""What vLLM calls the end of a request, where it differs."""
 
 
 class CustomAgentExecutor(AgentExecutor):
@@ -33,6 +38,9 @@ class CustomAgentExecutor(AgentExecutor):
         self._codec = codec
         self._tokenizer = tokenizer
         self._max_length = max_length
+        parameters = inspect.signature(agent.execute).parameters
+        keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._extra = {"images": None} if keywords or "images" in parameters else {}
 
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         """See `AgentExecutor.run`."""
@@ -45,8 +53,9 @@ class CustomAgentExecutor(AgentExecutor):
                 max_length=self._max_length,
                 hf_tokenizer=self._tokenizer,
                 llm_engine=engine,
+                **self._extra,
             )
-            return [_trajectory(answer, engine, request)]
+            return to_trajectories(answer, engine.calls, request, max_length=self._max_length)
         except EngineError as error:
             return request.failure(FailureKind.INFRASTRUCTURE, str(error))
         except RollgradError as error:
@@ -67,10 +76,12 @@ class _EngineFacade:
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling_params: Any, multi_modal_data: Any = None
     ) -> RequestOutput:
+        if multi_modal_data:
+            raise ConfigurationError("The agent passed multi_modal_data, which this run cannot show to its model.")
         params = from_agent(sampling_params, self._params)
         params = evolve(params, seed=(self._params.seed + len(self.calls)) % 2**63)
         generation = await self._engine.generate(
-            GenerationRequest(prompt_token_ids=tuple(prompt_token_ids), params=params)
+            GenerationRequest(prompt_token_ids=tuple(map(int, prompt_token_ids)), params=params)
         )
         self.calls.append(generation)
         pairs = zip(generation.token_ids, generation.logprobs, strict=True)
@@ -78,42 +89,6 @@ class _EngineFacade:
             token_ids=list(generation.token_ids),
             text=self._codec.decode(generation.token_ids),
             logprobs=[{token: Logprob(logprob)} for token, logprob in pairs],
-            finish_reason=generation.stop_reason.value,
+            finish_reason=FINISH_REASONS.get(generation.stop_reason, generation.stop_reason.value),
         )
         return RequestOutput(prompt_token_ids=list(prompt_token_ids), outputs=[output])
-
-
-def _trajectory(answer: dict[str, Any], engine: _EngineFacade, request: EpisodeRequest) -> Trajectory:
-    tokens = [int(token) for token in answer["observation_tokens"]]
-    ranges = [(int(start), min(int(stop), len(tokens))) for start, stop in answer["action_ranges"]]
-    ranges = [(start, stop) for start, stop in ranges if start < stop]
-    logprobs = answer.get("rollout_log_probs")
-    if logprobs is None:
-        sampled = [logprob for call in engine.calls for logprob in call.logprobs]
-        logprobs = [0.0] * len(tokens)
-        for start, stop in ranges:
-            logprobs[start:stop], sampled = sampled[: stop - start], sampled[stop - start :]
-    version = engine.calls[-1].versions[-1] if engine.calls and engine.calls[-1].versions else 0
-    builder = TrajectoryBuilder(
-        tokens[: ranges[0][0]] if ranges else tokens, group_id=request.group_id, sample_id=request.sample_id
-    )
-    end = ranges[0][0] if ranges else len(tokens)
-    for start, stop in ranges:
-        builder.add_observation(tokens[end:start])
-        builder.add_action(
-            Generation(
-                token_ids=tokens[start:stop],
-                logprobs=[float(x) for x in logprobs[start:stop]],
-                versions=[version] * (stop - start),
-                stop_reason=StopReason.STOP,
-            )
-        )
-        end = stop
-    builder.add_observation(tokens[end:])
-    builder.set_reward(float(answer["reward"]))
-    score = answer.get("scores")
-    return builder.build(
-        stop_reason=StopReason.LENGTH if answer.get("truncated") else StopReason.ENVIRONMENT,
-        score=None if score is None else float(score),
-        metrics={str(key): float(value) for key, value in (answer.get("extra_logs") or {}).items()},
-    )

@@ -1,46 +1,96 @@
 """What an agent file offers."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from attrs import frozen
 
-from rollgrad.adapters.openrlhf.shim import MultiTurnAgentExecutor, installed
+from rollgrad.adapters.openrlhf.finder import install
+from rollgrad.adapters.openrlhf.shim import MultiTurnAgentExecutor
 from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.domain.errors import ConfigurationError
 
 FLAG = "--train.agent_func_path"
+EXECUTE = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
+"""What `execute` is given, by name."""
 
 
 @frozen
 class AgentFile:
-    """One of: `environment`, which makes a fresh `Environment`; `instance`, which makes a fresh OpenRLHF agent
-    instance; `executor`, an OpenRLHF executor that plays by itself."""
+    """One of: `program`, a function that plays an episode as a client of the agent server; `environment`, which makes
+    a fresh `Environment`; `instance`, which makes a fresh OpenRLHF agent instance; `executor`, an OpenRLHF executor
+    that plays by itself."""
 
+    program: Callable[..., Any] | None = None
     environment: Callable[[], Any] | None = None
     instance: Callable[[], Any] | None = None
     executor: Any = None
 
 
 def load_agent_file(path: str) -> AgentFile:
-    """Reads a Python file that defines a class `Environment` (see `domain.ports.environment`), or OpenRLHF's
-    `AgentExecutor`.
+    """Reads a Python file that defines a class `Environment` (see `domain.ports.environment`), a function `run_agent`
+    (see `adapters.agents.function`), or OpenRLHF's `AgentExecutor`.
 
     Raises:
-        ConfigurationError: there is no such file, it cannot be imported, or it defines neither.
+        ConfigurationError: there is no such file, it cannot be imported, it defines none of them, or its `AgentExecutor`
+            is written for OpenRLHF 0.8 or earlier.
     """
-    with installed():
-        module = load_python_file(path, flag=FLAG)
+    install()
+    module = load_python_file(path, flag=FLAG)
+    program = getattr(module, "run_agent", None)
+    if program is not None:
+        return AgentFile(program=program)
     environment = getattr(module, "Environment", None)
-    if environment is not None:
-        return AgentFile(environment=environment)
     cls = getattr(module, "AgentExecutor", None)
+    # An agent file may import a class Environment from elsewhere; what it defines itself decides.
+    if environment is not None and (cls is None or environment.__module__ == module.__name__):
+        return AgentFile(environment=environment)
     if cls is None:
         raise ConfigurationError(
-            f"{FLAG} {path} defines neither a class Environment (reset, step, close) nor OpenRLHF's AgentExecutor."
+            f"{FLAG} {path} defines no class Environment (reset, step, close), no function run_agent(task), and no "
+            "AgentExecutor of OpenRLHF's."
         )
-    executor = cls()
-    overridden = getattr(cls, "execute", None) is not MultiTurnAgentExecutor.execute
-    if isinstance(executor, MultiTurnAgentExecutor) and not overridden:
+    executor = _made(cls, path)
+    if isinstance(executor, MultiTurnAgentExecutor) and cls.execute is MultiTurnAgentExecutor.execute:
         return AgentFile(instance=executor.agent_instance_cls)
     return AgentFile(executor=executor)
+
+
+def _made(cls: Any, path: str) -> Any:
+    """An instance of the file's `AgentExecutor`, whose signatures are those of today."""
+    if not inspect.isclass(cls):
+        raise ConfigurationError(
+            f"{FLAG} {path}: AgentExecutor is a {type(cls).__name__}, as in OpenRLHF 0.8, but it must be a class: "
+            "leave @ray.remote out."
+        )
+    wanted = [
+        parameter.name
+        for parameter in inspect.signature(cls).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if wanted:
+        raise ConfigurationError(
+            f"{FLAG} {path}: AgentExecutor.__init__ takes {', '.join(wanted)}, as in OpenRLHF 0.8, but an executor is "
+            f"made without arguments: let execute() take what it needs of {', '.join(EXECUTE)}, and return the "
+            "episode's dict rather than put it in a queue."
+        )
+    execute = getattr(cls, "execute", None)
+    if not inspect.iscoroutinefunction(execute):
+        raise ConfigurationError(
+            f"{FLAG} {path}: AgentExecutor has no `async def execute(self, {', '.join(EXECUTE)})`: add it, or derive "
+            "from MultiTurnAgentExecutor."
+        )
+    parameters = inspect.signature(execute).parameters
+    free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    missing = [] if free else [name for name in EXECUTE if name not in parameters]
+    if missing:
+        raise ConfigurationError(
+            f"{FLAG} {path}: AgentExecutor.execute does not take {', '.join(missing)}, as in OpenRLHF 0.8, but they "
+            f"are now its arguments rather than the constructor's: write execute(self, {', '.join(EXECUTE)})."
+        )
+    try:
+        return cls()
+    except Exception as error:
+        raise ConfigurationError(f"{FLAG} {path}: AgentExecutor() raised {type(error).__name__}: {error}") from error

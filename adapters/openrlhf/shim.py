@@ -1,37 +1,41 @@
 """What agent files import from `openrlhf.utils.agent`, and vLLM-shaped values for those that call the engine
-themselves.
-
-`installed()` puts these names where such a file looks for them, while it is loaded, and only if OpenRLHF itself is not
-installed.
+themselves. How such a file finds these names is the finder's business.
 """
 
-import contextlib
 import copy
-import importlib.util
-import sys
+import functools
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 from attrs import define, field
 
+from rollgrad.adapters.openrlhf.answers import metrics, number, required
+
 
 @define
 class SamplingParams:
-    """The fields of vLLM's sampling parameters that agent files read and set."""
+    """The fields of vLLM's sampling parameters that agent files read and set. Those from `n` on are there to be read;
+    a request with another value is refused."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: list[str] | None = None
+    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     seed: int | None = None
     logprobs: int | None = 1
     skip_special_tokens: bool = False
     include_stop_str_in_output: bool = True
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    ignore_eos: bool = False
 
     def clone(self) -> "SamplingParams":
         """An independent copy."""
@@ -65,7 +69,20 @@ class RequestOutput:
 
 
 class AgentInstanceBase(ABC):
-    """One environment of one episode."""
+    """One environment of one episode. `__init__` may be a coroutine function: it runs before `reset`."""
+
+    _start: Callable[[], Any] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        initialise = cls.__dict__.get("__init__")
+        if inspect.iscoroutinefunction(initialise):
+
+            @functools.wraps(initialise)
+            def later(self: "AgentInstanceBase", *args: Any, **kwargs: Any) -> None:
+                self._start = functools.partial(initialise, self, *args, **kwargs)
+
+            cls.__init__ = later  # type: ignore[method-assign]
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Starts the episode; `observation` is the prompt's text to begin with."""
@@ -74,6 +91,19 @@ class AgentInstanceBase(ABC):
     @abstractmethod
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Answers an action with rewards, environment_feedback and done."""
+
+
+async def open_episode(instance: Any, prompt: str, label: Any) -> str:
+    """Starts an episode of `instance`; returns the text that it begins with.
+
+    Raises:
+        ValueError: `reset` returned no observation.
+    """
+    start = getattr(instance, "_start", None)
+    if start is not None:
+        await start()
+    answer = await instance.reset({"observation": prompt, "label": label})
+    return str(required(answer, "observation", "reset()"))
 
 
 class AgentExecutorBase(ABC):
@@ -110,55 +140,38 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         images: Any = None,
     ) -> dict[str, Any]:
         """For executors that add to it; a class that does not is played by rollgrad's own executor."""
-        instance = self.agent_instance_cls()
-        text = (await instance.reset({"observation": prompt, "label": label}))["observation"]
+        instance = self.agent_instance_cls()  # type: ignore[call-arg,unused-ignore]
+        text = await open_episode(instance, prompt, label)
         tokens = list(hf_tokenizer(text, add_special_tokens=False)["input_ids"])
         ranges: list[tuple[int, int]] = []
-        logprobs, reward = [0.0] * len(tokens), 0.0
-        result: dict[str, Any] = {}
-        params = sampling_params.clone()
-        while not result.get("done") and len(tokens) < max_length:
-            params.max_tokens = min(params.max_tokens or max_length, max_length - len(tokens))
-            output = (await llm_engine.generate(tokens, params)).outputs[0]
+        logprobs, reward, logs = [0.0] * len(tokens), 0.0, dict[str, float]()
+        params, score, done = sampling_params.clone(), None, False
+        while not done and len(tokens) < max_length:
+            turn = params.clone()
+            turn.max_tokens = min(turn.max_tokens or max_length, max_length - len(tokens))
+            output = (await llm_engine.generate(tokens, turn)).outputs[0]
             ranges.append((len(tokens), len(tokens) + len(output.token_ids)))
             tokens += output.token_ids
             logprobs += [choice[token].logprob for token, choice in zip(output.token_ids, output.logprobs, strict=True)]
             states = {"observation_text": text, "action_text": output.text, "label": label, "sampling_params": params}
-            result = await instance.step(states)
-            reward += float(result["rewards"])
-            feedback = hf_tokenizer(result.get("environment_feedback") or "", add_special_tokens=False)["input_ids"]
-            text += output.text + (result.get("environment_feedback") or "")
-            tokens += feedback
-            logprobs += [0.0] * len(feedback)
-            params = result.get("sampling_params") or params
+            answer = await instance.step(states)
+            reward += number(required(answer, "rewards", "step()"), "rewards")
+            score, done = answer.get("scores"), bool(required(answer, "done", "step()"))
+            logs |= metrics(answer.get("extra_logs"))
+            feedback = "" if done else str(answer.get("environment_feedback") or "")
+            written = hf_tokenizer(feedback, add_special_tokens=False)["input_ids"] if feedback else []
+            text += output.text + feedback
+            tokens += written
+            logprobs += [0.0] * len(written)
+            params = answer.get("sampling_params") or params
         return {
             "prompt": prompt,
             "label": label,
             "observation_tokens": tokens[:max_length],
             "action_ranges": ranges,
             "rollout_log_probs": logprobs[:max_length],
-            "truncated": not result.get("done"),
+            "truncated": not done,
             "reward": reward,
-            "scores": result.get("scores", reward),
-            "extra_logs": result.get("extra_logs") or {},
+            "scores": reward if score is None else score,
+            "extra_logs": logs,
         }
-
-
-@contextlib.contextmanager
-def installed() -> Iterator[None]:
-    """Lets `from openrlhf.utils.agent import ...` find these classes, unless the real package is there."""
-    if importlib.util.find_spec("openrlhf") is not None:
-        yield
-        return
-    modules = {name: ModuleType(name) for name in ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")}
-    agent = modules["openrlhf.utils.agent"]
-    for cls in (AgentInstanceBase, AgentExecutorBase, MultiTurnAgentExecutor):
-        setattr(agent, cls.__name__, cls)
-    modules["openrlhf"].utils = modules["openrlhf.utils"]  # type: ignore[attr-defined]
-    modules["openrlhf.utils"].agent = agent  # type: ignore[attr-defined]
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name in modules:
-            del sys.modules[name]

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rollgrad.adapters.openrlhf.finder import install
 from rollgrad.adapters.rewards.answers import RewardParser, replies
 from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.domain.errors import ConfigurationError, RewardError
@@ -21,11 +22,12 @@ FUNCTION_NAME = "reward_func"
 
 
 def load_reward_function(path: str) -> Callable[..., Any]:
-    """The function `reward_func` of the Python file `path`.
+    """The function `reward_func` of the Python file `path`, which may import OpenRLHF's helpers.
 
     Raises:
         ConfigurationError: there is no such file, it cannot be imported, or it defines no such function.
     """
+    install()
     module = load_python_file(path, flag="--reward.function-path")
     function = getattr(module, FUNCTION_NAME, None)
     if not callable(function):

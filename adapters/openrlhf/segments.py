@@ -1,0 +1,157 @@
+"""From what `execute` returns to trajectories.
+
+Invariant: token ids pass through as they are; what contradicts itself is a `TrajectoryError` that says how. Does not
+own: who sampled, and what a failed episode costs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from rollgrad.adapters.openrlhf.answers import metrics, number
+from rollgrad.domain.errors import TrajectoryError
+from rollgrad.domain.ports.agent_executor import EpisodeRequest
+from rollgrad.domain.sampling import Generation, StopReason
+from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
+
+
+@frozen(kw_only=True, eq=False)
+class _Segment:
+    """One dict, checked and cut to the episode's length. `logprobs` None: those of the engine."""
+
+    token_ids: list[int]
+    ranges: list[tuple[int, int]]
+    logprobs: list[float] | None
+    reward: float | None
+    score: float | None
+    metrics: Mapping[str, float]
+    truncated: bool
+
+
+def to_trajectories(
+    answer: Any, calls: Sequence[Generation], request: EpisodeRequest, *, max_length: int
+) -> list[Trajectory]:
+    """One trajectory for a dict, several of one sample for a list of them.
+
+    The rewards of several add up; the score is the last one given, and without any the sum of the rewards.
+
+    Args:
+        answer: what `execute` returned.
+        calls: what the engine sampled for it, in order.
+        request: the episode.
+        max_length: tokens after which a segment is cut.
+
+    Raises:
+        TrajectoryError: tokens, ranges and log-probs contradict each other, or there is no reward.
+    """
+    dicts = list(answer) if isinstance(answer, list | tuple) else [answer]
+    try:
+        segments = [_read(one, max_length) for one in dicts]
+    except (TypeError, ValueError) as error:
+        if isinstance(error, TrajectoryError):
+            raise
+        raise TrajectoryError(f"execute() returned something that cannot be read: {error}.") from error
+    rewards = [segment.reward for segment in segments if segment.reward is not None]
+    if not rewards:
+        raise TrajectoryError("execute() returned no reward: give its dict the key 'reward', one number.")
+    score = next((segment.score for segment in reversed(segments) if segment.score is not None), sum(rewards))
+    pool = list(calls)
+    return [_trajectory(segment, pool, request, score) for segment in segments]
+
+
+def _read(answer: Any, max_length: int) -> _Segment:
+    if not isinstance(answer, Mapping):
+        raise TrajectoryError(
+            f"execute() returned {type(answer).__name__}, but it must return a dict, or a list of them."
+        )
+    lacking = [key for key in ("observation_tokens", "action_ranges") if answer.get(key) is None]
+    if lacking:
+        raise TrajectoryError(f"execute() returned a dict without {' and '.join(map(repr, lacking))}.")
+    if answer.get("images") or answer.get("mm_train_inputs"):
+        raise TrajectoryError("execute() returned images, which this run cannot show to its model.")
+    tokens = [int(token) for token in answer["observation_tokens"]]
+    ranges = [(int(start), int(stop)) for start, stop in answer["action_ranges"]]
+    _check_ranges(ranges, len(tokens), max_length)
+    logprobs = answer.get("rollout_log_probs")
+    if logprobs is not None:
+        logprobs = [float(value) for value in logprobs]
+        if len(logprobs) != len(tokens):
+            raise TrajectoryError(
+                f"execute() returned {len(logprobs)} rollout_log_probs for {len(tokens)} observation_tokens: each "
+                "token needs one, 0.0 where the model did not sample it."
+            )
+        logprobs = logprobs[:max_length]
+    end = min(len(tokens), max_length)
+    cut = [(start, min(stop, end)) for start, stop in ranges if start < min(stop, end)]
+    reward, score = answer.get("reward"), answer.get("scores")
+    return _Segment(
+        token_ids=tokens[:max_length],
+        ranges=cut,
+        logprobs=logprobs,
+        reward=None if reward is None else number(reward, "reward"),
+        score=None if score is None else number(score, "scores"),
+        metrics=metrics(answer.get("extra_logs")),
+        truncated=bool(answer.get("truncated")) or len(tokens) > max_length,
+    )
+
+
+def _check_ranges(ranges: Sequence[tuple[int, int]], length: int, max_length: int) -> None:
+    """Ranges lie in order, apart and inside. One may reach past the tokens if those fill the episode: they were cut."""
+    end = 0
+    for start, stop in ranges:
+        if not 0 <= start <= stop:
+            raise TrajectoryError(
+                f"execute() returned the action range ({start}, {stop}): it must be 0 <= start <= stop."
+            )
+        if start < end:
+            raise TrajectoryError(
+                f"execute() returned the action range ({start}, {stop}) after one that ends at {end}: ranges must be "
+                "sorted and may not overlap."
+            )
+        if stop > length and length < max_length:
+            raise TrajectoryError(
+                f"execute() returned the action range ({start}, {stop}), but only {length} observation_tokens."
+            )
+        end = stop
+
+
+def _trajectory(segment: _Segment, pool: list[Generation], request: EpisodeRequest, score: float) -> Trajectory:
+    tokens = segment.token_ids
+    end = segment.ranges[0][0] if segment.ranges else len(tokens)
+    builder = TrajectoryBuilder(tokens[:end], group_id=request.group_id, sample_id=request.sample_id)
+    latest = pool[-1].versions[-1] if pool and pool[-1].versions else 0
+    for start, stop in segment.ranges:
+        builder.add_observation(tokens[end:start])
+        call = _sampled(pool, tokens[start:stop])
+        if segment.logprobs is None and call is None:
+            raise TrajectoryError(
+                f"execute() returned no rollout_log_probs, and the engine never sampled the tokens of the action range "
+                f"({start}, {stop}): return token ids as the engine gave them, never encoded again."
+            )
+        known = call.logprobs[: stop - start] if call is not None else ()
+        builder.add_action(
+            Generation(
+                token_ids=tokens[start:stop],
+                logprobs=known if segment.logprobs is None else segment.logprobs[start:stop],
+                versions=call.versions[: stop - start] if call is not None else [latest] * (stop - start),
+                stop_reason=StopReason.STOP,
+            )
+        )
+        end = stop
+    builder.add_observation(tokens[end:])
+    if segment.ranges and segment.reward is not None:
+        builder.set_reward(segment.reward)
+    return builder.build(
+        stop_reason=StopReason.LENGTH if segment.truncated else StopReason.ENVIRONMENT,
+        score=score,
+        metrics=segment.metrics,
+    )
+
+
+def _sampled(pool: list[Generation], tokens: Sequence[int]) -> Generation | None:
+    """The first sample that begins with `tokens`, which is then used up."""
+    for index, call in enumerate(pool):
+        if list(call.token_ids[: len(tokens)]) == list(tokens):
+            return pool.pop(index)
+    return None
