@@ -49,10 +49,14 @@ class SamplingParams:
 
 @frozen(kw_only=True)
 class GenerationRequest:
-    """Token ids in. Requests with equal `prompt_token_ids` that wait together share one prefill."""
+    """Token ids in. Requests with equal `prompt_token_ids` that wait together share one prefill.
+
+    `keep`: a later request will probably continue this one's tokens, so an engine does well to keep what it computed.
+    """
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    keep: bool = False
 
 
 @frozen(kw_only=True, eq=False)

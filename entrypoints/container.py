@@ -50,6 +50,7 @@ from rollgrad.entrypoints.factories import (
     executor_kind,
     make_actor_model,
     make_agent_file,
+    make_command_executor,
     make_critic,
     make_dataset_source,
     make_engine,
@@ -65,6 +66,7 @@ from rollgrad.entrypoints.factories import (
     reward_kind,
 )
 from rollgrad.entrypoints.tool_box import ToolBox
+from rollgrad.entrypoints.training_server import TrainingServer
 
 
 class Container(containers.DeclarativeContainer):
@@ -142,13 +144,15 @@ class Container(containers.DeclarativeContainer):
     engine = providers.Singleton(make_engine, config, actor_model, tokenizer, codec)
     channel = providers.Singleton(SharedWeights, engine)
     environment: providers.Object[Any] = providers.Object(None)
+    server = providers.Singleton(TrainingServer, engine, codec)
     tool_box = providers.Singleton(ToolBox, config.provided.agent.tools)
     executor = providers.Selector(
         providers.Callable(executor_kind, config, environment),
         single_turn=providers.Singleton(SingleTurnExecutor, engine, codec, reward),
         environment=providers.Singleton(make_multi_turn, config, engine, codec, environment),
         tools=providers.Singleton(make_tool_executor, config, engine, codec, reward, tool_box),
-        agent_file=providers.Singleton(make_agent_file, config, engine, codec, tokenizer),
+        command=providers.Singleton(make_command_executor, config, server, reward),
+        agent_file=providers.Singleton(make_agent_file, config, engine, codec, tokenizer, server, reward),
     )
     rollout = providers.Singleton(
         RolloutService,

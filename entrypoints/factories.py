@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollgrad.adapters.agents.command import CommandAgent
+from rollgrad.adapters.agents.function import FunctionAgent
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.datasets.loading import load_dataset
 from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
@@ -22,12 +24,15 @@ from rollgrad.adapters.tracking.jsonl import JsonlSink
 from rollgrad.adapters.tracking.multi import MultiSink
 from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
+from rollgrad.application.agents.service import SessionLimits
 from rollgrad.application.agents.tool_environment import ToolEnvironment
 from rollgrad.application.config import ActorConfig, CriticConfig, RLConfig
 from rollgrad.application.executors.multi_turn import EnvironmentFactory, MultiTurnExecutor
+from rollgrad.application.executors.served_agent import ServedAgentExecutor
 from rollgrad.application.rules_common import optimizer_steps_per_rollout
 from rollgrad.application.rules_inputs import REASONING_GYM
 from rollgrad.domain.ports.agent_executor import AgentExecutor
+from rollgrad.domain.ports.agent_program import AgentProgram
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.prompt_source import PromptSource
 from rollgrad.domain.ports.reward_source import RewardSource
@@ -35,6 +40,7 @@ from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams
 from rollgrad.entrypoints.tool_box import ToolBox
+from rollgrad.entrypoints.training_server import MODEL, TrainingServer
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -187,6 +193,8 @@ def executor_kind(config: RLConfig, environment: Any) -> str:
         return "environment"
     if config.train.agent_func_path is not None:
         return "agent_file"
+    if config.agent.command is not None:
+        return "command"
     return "tools" if config.agent.converses else "single_turn"
 
 
@@ -214,10 +222,25 @@ def make_tool_executor(
     return _turns(config, engine, codec, environment)
 
 
-def make_agent_file(config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, tokenizer: Any) -> AgentExecutor:
+def make_command_executor(config: RLConfig, server: TrainingServer, rewards: RewardSource) -> ServedAgentExecutor:
+    """Plays episodes with the program of `agent.command`."""
+    assert config.agent.command is not None
+    return _served(config, CommandAgent(config.agent.command), server, rewards)
+
+
+def make_agent_file(
+    config: RLConfig,
+    engine: RolloutEngine,
+    codec: TemplateCodec,
+    tokenizer: Any,
+    server: TrainingServer,
+    rewards: RewardSource,
+) -> AgentExecutor:
     """What plays the episodes that the file of `train.agent_func_path` describes."""
     assert config.train.agent_func_path is not None
     file = load_agent_file(config.train.agent_func_path)
+    if file.program is not None:
+        return _served(config, FunctionAgent(file.program), server, rewards)
     if file.environment is not None:
         return make_multi_turn(config, engine, codec, file.environment)
     if file.instance is not None:
@@ -225,6 +248,21 @@ def make_agent_file(config: RLConfig, engine: RolloutEngine, codec: TemplateCode
         return _turns(config, engine, codec, lambda params: AgentInstanceEnvironment(make(), params))
     limit = config.rollout.max_episode_tokens or config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return CustomAgentExecutor(file.executor, engine, codec, tokenizer, max_length=limit)
+
+
+def _served(
+    config: RLConfig, program: AgentProgram, server: TrainingServer, rewards: RewardSource
+) -> ServedAgentExecutor:
+    rollout = config.rollout
+    return ServedAgentExecutor(
+        program,
+        server.service,
+        server.url,
+        rewards,
+        model=MODEL,
+        limits=SessionLimits(max_turns=rollout.max_turns, max_tokens=rollout.max_episode_tokens),
+        max_seconds=rollout.max_episode_seconds,
+    )
 
 
 def _turns(

@@ -180,7 +180,7 @@ async def _closing(work: Coroutine[Any, Any, Result], container: Container) -> R
     try:
         return await work
     finally:
-        for used in (container.reward(), container.tool_box()):
+        for used in (container.reward(), container.tool_box(), container.server()):
             aclose = getattr(used, "aclose", None)
             if aclose is not None:
                 await aclose()

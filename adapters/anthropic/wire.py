@@ -156,7 +156,7 @@ def _usage(reply: ChatReply) -> dict[str, int]:
 
 
 def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:
-    """A message of Anthropic's as ours: tool results become messages of their own. `names` maps ids of uses to tools."""
+    """A message of Anthropic's as ours; tool results become messages. `names` maps ids of uses to tools."""
     where = f"messages[{index}]"
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise bad(f"{where} must be an object whose role is user or assistant.")

@@ -1,9 +1,9 @@
 """The agent server: chat completions and Anthropic's messages over one `ChatService`.
 
 `/s/KEY/v1/...` is a recorded session, so that an agent which knows nothing of training is trained by its base URL; the
-key may also come as API key. Without a session, requests are answered and forgotten where `answer` is given, and refused
-where not. Invariants: a key opens one session and tells nothing of others; a client that goes away frees the engine,
-unless its session records the reply, which a retry then finds.
+key may also come as API key. Without a session, requests are answered and forgotten where `answer` is given, and
+refused where not. Invariants: a key opens one session and tells nothing of others; a client that goes away frees the
+engine, unless its session records the reply, which a retry then finds.
 """
 
 import asyncio

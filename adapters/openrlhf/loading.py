@@ -77,7 +77,7 @@ def _made(cls: Any, path: str) -> Any:
             "episode's dict rather than put it in a queue."
         )
     execute = getattr(cls, "execute", None)
-    if not inspect.iscoroutinefunction(execute):
+    if not callable(execute):
         raise ConfigurationError(
             f"{FLAG} {path}: AgentExecutor has no `async def execute(self, {', '.join(EXECUTE)})`: add it, or derive "
             "from MultiTurnAgentExecutor."

@@ -1,4 +1,5 @@
-"""The two forward passes of generation, over one `KVCache`: prefill of prompts and one decoding step."""
+"""The forward passes of generation, over one `KVCache`: prefill of prompts, continuing stored ones, and one decoding
+step."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -55,6 +56,22 @@ class Decoder:
         hidden_MH = self._hidden(layout.tokens_M[None], layout.positions_M[None], _Prefill(self.cache, forest, index))
         last = torch.tensor([leaf.start + leaf.length - 1 for leaf in leaves], device=self.device)
         return self._logits(hidden_MH[0].index_select(0, last))
+
+    def extend(self, suffixes: Sequence[Sequence[int]], first_row: int, lengths: Sequence[int]) -> Tensor:
+        """Appends several tokens each to the rows from `first_row` on; returns next-token logits [rows, V], float32.
+
+        Args:
+            suffixes: the tokens to append, at least one a row.
+            first_row: row of the first suffix; the others follow.
+            lengths: tokens stored in each of these rows so far.
+        """
+        added = torch.tensor([len(suffix) for suffix in suffixes], device=self.device)
+        width = int(added.max())
+        tokens_AT = torch.tensor([[*suffix, *[0] * (width - len(suffix))] for suffix in suffixes])
+        lengths_A = torch.tensor(lengths, device=self.device)
+        plan = _Extend(self.cache, first_row, lengths_A, added, self.dtype)
+        hidden_ATH = self._hidden(tokens_AT, lengths_A[:, None] + torch.arange(width, device=self.device), plan)
+        return self._logits(hidden_ATH[torch.arange(len(suffixes), device=self.device), added - 1])
 
     def step(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Appends one token to each of the first A rows; returns next-token logits [A, V], float32.
@@ -148,4 +165,46 @@ class _Decode:
                 hidden |= k <= self._lengths_A[:, None] - window
             mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
             self._masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self._masks[window]
+
+
+class _Extend:
+    """Several queries a row against what the row has stored and the queries' own tokens."""
+
+    def __init__(self, cache: KVCache, first_row: int, lengths_A: Tensor, added_A: Tensor, dtype: torch.dtype) -> None:
+        self._cache, self._dtype = cache, dtype
+        self._rows = slice(first_row, first_row + len(lengths_A))
+        steps = torch.arange(int(added_A.max()), device=lengths_A.device)
+        self._position_AT = lengths_A[:, None] + steps
+        self._time = int((lengths_A + added_A).max())
+        real_AT = steps < added_A[:, None]
+        self._row, self._step = real_AT.nonzero(as_tuple=True)
+        self._place = self._position_AT[real_AT]
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        keys, values = (stored[self._rows] for stored in self._cache.layer(layer))
+        keys[self._row, :, self._place] = key[self._row, :, self._step]
+        values[self._row, :, self._place] = value[self._row, :, self._step]
+        out = functional.scaled_dot_product_attention(
+            query,
+            keys[:, :, : self._time],
+            values[:, :, : self._time],
+            attn_mask=self._mask(window),
+            scale=scaling,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )
+        return out.transpose(1, 2)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """Additive mask [A, 1, T, time]."""
+        if window not in self._masks:
+            k = torch.arange(self._time, device=self._position_AT.device)
+            hidden = k > self._position_AT[:, :, None]
+            if window is not None:
+                hidden |= k <= self._position_AT[:, :, None] - window
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
+            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None]
         return self._masks[window]

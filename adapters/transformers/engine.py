@@ -1,6 +1,7 @@
 """The embedded rollout engine: continuous batching over a transformers model in this process.
 
-Requests wait in order; those with equal prompts are prefilled once; a finished row leaves the batch at once and a
+Requests wait in order; those with equal prompts are prefilled once, and one that continues a kept sequence computes its
+new tokens only; a finished row leaves the batch at once and a
 waiting request takes its place. The model may be the trainer's own module: weights are then shared, and a new
 version is a number (`set_version`). All torch work happens in one worker thread, so the event loop stays free.
 """
@@ -15,6 +16,7 @@ import torch
 from attrs import define, field
 
 from rollgrad.adapters.transformers.decoding import Decoder
+from rollgrad.adapters.transformers.kv_cache import KeptSequences
 from rollgrad.adapters.transformers.sampler import sample
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.models import PolicyModel
@@ -24,6 +26,10 @@ from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingPara
 
 PREFILL_TOKENS = 8192
 """Prompt tokens prefilled in one pass, at most (a longer prompt goes alone): bounds the memory of activations."""
+
+KEPT_BYTES = 2 * 2**30
+"""Memory for keys and values of turns that a later turn may continue; 90 episodes of 500 tokens on SmolLM2-135M in
+float32."""
 
 STOP_STRING_WINDOW = 64
 """Latest tokens decoded when looking for a stop string; a stop string must fit in them."""
@@ -52,6 +58,11 @@ class _Row:
     def length(self) -> int:
         """Tokens whose keys are stored before the next step: all but the latest sampled one."""
         return len(self.request.prompt_token_ids) + len(self.tokens) - 1
+
+    @property
+    def stored_tokens(self) -> tuple[int, ...]:
+        """The tokens whose keys are stored."""
+        return (*self.request.prompt_token_ids, *self.tokens[:-1])
 
     def tell(self) -> None:
         """Lets the listener hear what it has not heard."""
@@ -91,6 +102,7 @@ class EmbeddedEngine(RolloutEngine):
         self._limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._waiting: deque[_Row] = deque()
         self._active: list[_Row] = []
+        self._kept = KeptSequences(KEPT_BYTES)
         self._version = 0
         self._paused = False
         self._loop_task: asyncio.Task[None] | None = None
@@ -112,6 +124,7 @@ class EmbeddedEngine(RolloutEngine):
         if (self._active or self._waiting) and not self._paused:
             raise EngineError("Weights changed while requests were in flight: pause the engine first.")
         self._version = version
+        self._kept.clear()
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -153,6 +166,7 @@ class EmbeddedEngine(RolloutEngine):
         self._waiting.clear()
         self._idle.set()
         self._decoder.cache.release()
+        self._kept.clear()
 
     async def wake(self) -> None:
         """Nothing to do: the cache grows back with the next request."""
@@ -229,23 +243,32 @@ class EmbeddedEngine(RolloutEngine):
         self._remove_finished()
 
     def _admit(self) -> list[_Row]:
-        """Prefills waiting requests into free rows and samples their first token."""
-        newcomers: list[_Row] = []
+        """Computes the prompts of waiting requests into free rows and samples their first token."""
         prompts: dict[tuple[int, ...], list[_Row]] = {}
-        tokens = 0
-        while self._waiting and len(self._active) + len(newcomers) < self._max_batch_size:
+        continued: list[tuple[_Row, torch.Tensor]] = []
+        tokens = taken = 0
+        while self._waiting and len(self._active) + taken < self._max_batch_size:
             row = self._waiting[0]
+            if row.future.cancelled():
+                self._waiting.popleft()
+                continue
             ids = row.request.prompt_token_ids
-            if ids not in prompts and prompts and tokens + len(ids) > PREFILL_TOKENS:
+            stored = self._kept.take(ids) if ids not in prompts else None
+            new = 0 if ids in prompts else len(ids) - (0 if stored is None else stored.shape[3])
+            if taken and tokens + new > PREFILL_TOKENS:
+                if stored is not None:
+                    self._kept.keep(ids[: stored.shape[3]], stored)
                 break
             self._waiting.popleft()
-            if row.future.cancelled():
-                continue
-            tokens += 0 if ids in prompts else len(ids)
-            prompts.setdefault(ids, []).append(row)
-            newcomers.append(row)
-        if not newcomers:
-            return []
+            tokens, taken = tokens + new, taken + 1
+            if stored is None:
+                prompts.setdefault(ids, []).append(row)
+            else:
+                continued.append((row, stored))
+        finished = self._prefill(prompts) if prompts else []
+        return finished + (self._continue(continued) if continued else [])
+
+    def _prefill(self, prompts: dict[tuple[int, ...], list[_Row]]) -> list[_Row]:
         members = [row for rows in prompts.values() for row in rows]
         first = len(self._active)
         slots = {id(row): first + offset for offset, row in enumerate(members)}
@@ -254,6 +277,19 @@ class EmbeddedEngine(RolloutEngine):
         repeats = torch.tensor([len(rows) for rows in prompts.values()], device=logits.device)
         self._active.extend(members)
         return self._append(members, logits.repeat_interleave(repeats, dim=0))
+
+    def _continue(self, continued: Sequence[tuple[_Row, torch.Tensor]]) -> list[_Row]:
+        """Takes up sequences whose beginning is stored."""
+        first, rows = len(self._active), [row for row, _ in continued]
+        prompts = [row.request.prompt_token_ids for row in rows]
+        lengths = [stored.shape[3] for _, stored in continued]
+        self._decoder.cache.reserve(first + len(rows), max(len(ids) for ids in prompts) + 1)
+        for offset, (_, stored) in enumerate(continued):
+            self._decoder.cache.copy_in(first + offset, stored)
+        suffixes = [ids[length:] for ids, length in zip(prompts, lengths, strict=True)]
+        logits = self._decoder.extend(suffixes, first, lengths)
+        self._active.extend(rows)
+        return self._append(rows, logits)
 
     def _append(self, rows: Sequence[_Row], logits_AV: torch.Tensor) -> list[_Row]:
         """Samples a token for each of `rows`; removes and returns those that are done."""
@@ -289,6 +325,9 @@ class EmbeddedEngine(RolloutEngine):
         """Fills the places of finished rows with the last active ones, so that rows stay contiguous."""
         sources, targets = [], []
         remaining = len(self._active)
+        for index, row in enumerate(self._active):
+            if row.stop_reason is not None and row.request.keep and not row.future.cancelled():
+                self._kept.keep(row.stored_tokens, self._decoder.cache.copy_out(index, row.length))
         for index in range(len(self._active)):
             if index >= remaining:
                 break

@@ -4,6 +4,8 @@ Invariants: rows 0..A-1 are the active sequences; a row that finishes is overwri
 never reads a hole. Grows on demand; `release` gives everything back.
 """
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,16 @@ class KVCache:
             assert self._data is not None
             self._data[:, :, targets] = self._data[:, :, sources]
 
+    def copy_out(self, row: int, length: int) -> Tensor:
+        """A copy of the first `length` tokens of a row."""
+        assert self._data is not None
+        return self._data[:, :, row, :, :length].clone()
+
+    def copy_in(self, row: int, stored: Tensor) -> None:
+        """Puts what `copy_out` gave at the beginning of a row."""
+        assert self._data is not None
+        self._data[:, :, row, :, : stored.shape[3]] = stored
+
     def release(self) -> None:
         """Frees the memory."""
         self._data = None
@@ -53,3 +65,44 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes held."""
         return 0 if self._data is None else self._data.nbytes
+
+
+class KeptSequences:
+    """Keys and values of finished sequences that another request is expected to continue.
+
+    Args:
+        max_bytes: memory for them; the longest unused go first.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._kept: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+
+    def keep(self, tokens: tuple[int, ...], stored: Tensor) -> None:
+        """Keeps what `KVCache.copy_out` gave for `tokens`."""
+        self._remove(tokens)
+        self._kept[tokens] = stored
+        self._bytes += stored.nbytes
+        while self._bytes > self._max_bytes:
+            self._remove(next(iter(self._kept)))
+
+    def take(self, prompt: tuple[int, ...]) -> Tensor | None:
+        """Removes and returns the longest kept sequence that `prompt` begins with and goes on after; None if there is
+        none."""
+        for length in sorted({len(tokens) for tokens in self._kept if len(tokens) < len(prompt)}, reverse=True):
+            stored = self._remove(prompt[:length])
+            if stored is not None:
+                return stored
+        return None
+
+    def clear(self) -> None:
+        """Forgets everything: the weights have changed, or memory is needed."""
+        self._kept.clear()
+        self._bytes = 0
+
+    def _remove(self, tokens: tuple[int, ...]) -> Tensor | None:
+        stored = self._kept.pop(tokens, None)
+        if stored is not None:
+            self._bytes -= stored.nbytes
+        return stored

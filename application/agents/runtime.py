@@ -87,7 +87,7 @@ class AgentRuntime:
         session: AgentSession,
         on_token: Callable[[int], None] | None,
     ) -> Action:
-        request = GenerationRequest(prompt_token_ids=prepared.token_ids, params=params)
+        request = GenerationRequest(prompt_token_ids=prepared.token_ids, params=params, keep=True)
         generation = await self._engine.generate(request, on_token=on_token)
         if not generation.token_ids:
             raise EngineError(f"The engine ended the request ({generation.stop_reason}) before its first token.")

@@ -115,7 +115,7 @@ class ChatService:
             raise RefusedError(f"{self._in_flight} requests are in flight, the most that are taken: try again.", "busy")
         prompt = self._codec.decode(prepared.token_ids[-PREFILL_TOKENS:], special_tokens=True)
         stream = self._codec.stream(prompt, prepared.tools) if on_piece is not None else None
-        request = GenerationRequest(prompt_token_ids=prepared.token_ids, params=params)
+        request = GenerationRequest(prompt_token_ids=prepared.token_ids, params=params, keep=True)
         self._in_flight += 1
         try:
             generation = await self._engine.generate(request, on_token=_listener(stream, on_piece))

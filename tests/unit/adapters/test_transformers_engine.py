@@ -12,6 +12,7 @@ from attrs import evolve
 
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.transformers.engine import EmbeddedEngine, SharedWeights
+from rollgrad.adapters.transformers.kv_cache import KeptSequences
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
@@ -424,12 +425,20 @@ def test_a_window_is_kept_while_decoding(tmp_path: Path) -> None:
     MistralForCausalLM(config).save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     asked = request((3, 4, 5, 6, 7, 8, 9, 10, 11), max_new_tokens=30)
-    generation = run(engine(load(tmp_path)).generate(asked))
-    ids = torch.tensor([[*asked.prompt_token_ids, *generation.token_ids]])
-    with torch.no_grad():
-        logits = plain(ids).logits[0, 8:-1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(generation.token_ids)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(generation.logprobs), expected, rtol=1e-4, atol=1e-4)
+
+    async def two_turns() -> tuple[Generation, GenerationRequest, Generation]:
+        rollout = engine(load(tmp_path))
+        first = await rollout.generate(evolve(asked, keep=True))
+        more = continuation(asked.prompt_token_ids, first, seed=11)
+        return first, more, await rollout.generate(more)
+
+    first, more, second = run(two_turns())
+    for turn, generation in ((asked, first), (more, second)):
+        ids = torch.tensor([[*turn.prompt_token_ids, *generation.token_ids]])
+        with torch.no_grad():
+            logits = plain(ids).logits[0, len(turn.prompt_token_ids) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(generation.logprobs), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_versions_are_the_ones_in_place(model: Any) -> None:
@@ -444,3 +453,91 @@ def test_versions_are_the_ones_in_place(model: Any) -> None:
         return seen
 
     assert run(scenario()) == [{0}, {1}, {2}]
+
+
+def continuation(prompt: Sequence[int], reply: Generation, *, seed: int) -> GenerationRequest:
+    """The next turn: prompt, reply, and an observation of `seed` tokens."""
+    return evolve(request((*prompt, *reply.token_ids, *range(60, 61 + seed)), seed=seed + 50), keep=True)
+
+
+def continuations(first: Sequence[GenerationRequest], replies: Sequence[Generation]) -> list[GenerationRequest]:
+    pairs = zip(first, replies, strict=True)
+    return [continuation(asked.prompt_token_ids, reply, seed=index) for index, (asked, reply) in enumerate(pairs)]
+
+
+def test_a_continued_sequence_computes_its_new_tokens_only(model: Any, passes: list[int]) -> None:
+    async def scenario() -> tuple[list[GenerationRequest], list[Generation], list[int]]:
+        rollout = engine(model)
+        first = [evolve(asked, keep=True) for asked in many(9)]
+        replies = await gather(rollout, first)
+        asked = [
+            continuation(a.prompt_token_ids, r, seed=i) for i, (a, r) in enumerate(zip(first, replies, strict=True))
+        ]
+        passes.clear()
+        second = await gather(rollout, asked)
+        return asked, second, list(passes)
+
+    asked, second, computed = run(scenario())
+    # One pass for what is new: the last sampled token and the observation of each, padded to the longest.
+    assert computed[0] == 9 * (1 + 9)
+    for turn, generation in zip(asked, second, strict=True):
+        fresh = run(engine(model).generate(turn))
+        assert list(fresh.token_ids) == list(generation.token_ids)
+        torch.testing.assert_close(
+            torch.tensor(fresh.logprobs), torch.tensor(generation.logprobs), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_fresh_and_continued_prompts_are_admitted_together(model: Any) -> None:
+    async def scenario() -> list[tuple[GenerationRequest, Generation]]:
+        rollout = engine(model, max_batch_size=4)
+        first = [evolve(asked, keep=True) for asked in many(6)]
+        replies = await gather(rollout, first)
+        asked = [
+            continuation(a.prompt_token_ids, r, seed=i) for i, (a, r) in enumerate(zip(first, replies, strict=True))
+        ]
+        asked = [turn for pair in zip(asked, many(6), strict=True) for turn in pair]
+        return list(zip(asked, await gather(rollout, asked), strict=True))
+
+    for turn, generation in run(scenario()):
+        assert list(run(engine(model).generate(turn)).token_ids) == list(generation.token_ids)
+
+
+def test_new_weights_forget_what_was_kept(model: Any, passes: list[int]) -> None:
+    async def scenario() -> tuple[GenerationRequest, list[int]]:
+        rollout = engine(model)
+        first = evolve(request(range(30, 70)), keep=True)
+        asked = continuation(first.prompt_token_ids, await rollout.generate(first), seed=3)
+        rollout.set_version(1)
+        passes.clear()
+        await rollout.generate(asked)
+        return asked, list(passes)
+
+    asked, computed = run(scenario())
+    assert computed[0] == len(asked.prompt_token_ids)
+
+
+def test_a_request_that_nothing_will_continue_is_not_kept(model: Any, passes: list[int]) -> None:
+    async def scenario() -> tuple[GenerationRequest, list[int]]:
+        rollout = engine(model)
+        first = request(range(30, 70))
+        asked = continuation(first.prompt_token_ids, await rollout.generate(first), seed=3)
+        passes.clear()
+        await rollout.generate(asked)
+        return asked, list(passes)
+
+    asked, computed = run(scenario())
+    assert computed[0] == len(asked.prompt_token_ids)
+
+
+def test_kept_sequences_stay_within_their_memory() -> None:
+    kept = KeptSequences(max_bytes=3 * 4 * 8)
+    rows = [torch.full((1, 2, 1, 4, 1), float(i)) for i in range(4)]  # 32 bytes each
+    for index, row in enumerate(rows):
+        kept.keep((index, 1, 2, 3), row)
+    assert kept.take((0, 1, 2, 3, 9)) is None, "the first one had to go"
+    assert kept.take((3, 1, 2, 3)) is None, "there is nothing to compute after the kept tokens"
+    assert kept.take((3, 1, 2, 3, 9)) is rows[3]
+    assert kept.take((3, 1, 2, 3, 9)) is None, "what is taken is gone"
+    kept.clear()
+    assert kept.take((2, 1, 2, 3, 9)) is None

@@ -1,0 +1,99 @@
+"""Plays episodes of agents that know nothing of training: each is a client of the run's own server.
+
+The session's ledger has the exact tokens of every call; the agent's conversation may branch (sub-agents, rewritten
+histories), its outcome is one reward, on the last reply.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from rollgrad.application.agents.service import ChatService, RecordedSession, SessionLimits
+from rollgrad.domain.errors import DataError, EngineError, RewardError, RollgradError
+from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
+from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
+from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.domain.rewards import FailureKind, Reward, RewardRequest, RolloutFailure
+from rollgrad.domain.sampling import StopReason
+from rollgrad.domain.trajectory import Trajectory
+
+
+class ServedAgentExecutor(AgentExecutor):
+    """See `AgentExecutor`.
+
+    Args:
+        program: the agent.
+        service: answers its calls.
+        url: starts the server if need be, and gives its address.
+        rewards: judges the answers of programs that give no reward.
+        model: the name under which the policy is served.
+        limits: of an episode.
+        max_seconds: wall clock of an episode; None for no limit. An episode cut off by it has reward 0.
+    """
+
+    def __init__(
+        self,
+        program: AgentProgram,
+        service: ChatService,
+        url: Callable[[], Awaitable[str]],
+        rewards: RewardSource,
+        *,
+        model: str,
+        limits: SessionLimits,
+        max_seconds: float | None = None,
+    ) -> None:
+        self._program = program
+        self._service = service
+        self._url = url
+        self._rewards = rewards
+        self._model = model
+        self._limits = limits
+        self._max_seconds = max_seconds
+
+    async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+        """See `AgentExecutor.run`."""
+        url = await self._url()
+        session = self._service.open(request.prompt, request.params, self._limits)
+        task = AgentTask(
+            prompt=request.prompt, root_url=f"{url}/s/{session.key}", api_key=session.key, model=self._model
+        )
+        stop_reason, result = StopReason.ENVIRONMENT, AgentResult(reward=0.0)
+        try:
+            async with asyncio.timeout(self._max_seconds) as deadline:
+                result = await self._program.run(task)
+        except RollgradError:
+            raise  # a misconfiguration
+        except Exception as error:  # whatever the agent raises costs its own episode only
+            if isinstance(error, TimeoutError) and deadline.expired():
+                stop_reason = StopReason.TIMEOUT
+            elif session.stopped is None:
+                return request.failure(FailureKind.ENVIRONMENT, f"The agent raised {type(error).__name__}: {error}")
+        finally:
+            await session.seal()
+        if session.ledger.is_empty:
+            return request.failure(FailureKind.ENVIRONMENT, "The agent ended its episode without asking for a reply.")
+        try:
+            reward = await self._judge(session, request, result)
+        except RewardError as error:
+            return request.failure(FailureKind.REWARD, str(error))
+        except (EngineError, DataError) as error:
+            return request.failure(FailureKind.INFRASTRUCTURE, str(error))
+        session.ledger.reward_last(reward.value)
+        ledger = session.ledger
+        return ledger.trajectories(
+            group_id=request.group_id,
+            sample_id=request.sample_id,
+            stop_reason=session.stopped or stop_reason,
+            score=reward.score,
+            metrics={"turns": float(ledger.turns), "branches": float(ledger.branches), **reward.metrics},
+            reward_parts=reward.parts,
+        )
+
+    async def _judge(self, session: RecordedSession, request: EpisodeRequest, result: AgentResult) -> Reward:
+        if result.reward is not None:
+            return Reward(value=result.reward, metrics=result.metrics)
+        answer = result.answer
+        if answer is None:
+            answer = str(session.last.message["content"]) if session.last is not None else ""
+        judged = RewardRequest(prompt=request.prompt, response=answer, stop_reason=StopReason.STOP)
+        (reward,) = await self._rewards.score([judged])
+        return reward

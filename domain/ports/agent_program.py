@@ -1,0 +1,45 @@
+"""Port: an agent that plays an episode by itself, as a client of the run's agent server."""
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+from attrs import field, frozen
+
+from rollgrad.domain.prompts import Prompt
+
+
+@frozen(kw_only=True)
+class AgentTask:
+    """What to do, and where to get replies.
+
+    `root_url` is the session's address (what Anthropic's clients take), `base_url` the same with `/v1` (what OpenAI's
+    take); `api_key` goes with both. `model` is the name to ask for.
+    """
+
+    prompt: Prompt
+    root_url: str
+    api_key: str
+    model: str
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI's clients."""
+        return f"{self.root_url}/v1"
+
+
+@frozen(kw_only=True)
+class AgentResult:
+    """How an episode went: its `answer` (None: the last reply), and its `reward` (None: the run's reward judges)."""
+
+    answer: str | None = None
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(factory=dict)
+
+
+@runtime_checkable
+class AgentProgram(Protocol):
+    """Promises: cancelling `run` ends whatever it started. What it raises costs its own episode only."""
+
+    async def run(self, task: AgentTask) -> AgentResult:
+        """Plays one episode; many run at once."""
+        ...
