@@ -24,11 +24,10 @@ from rollgrad.adapters.http.guard import HttpError, internal_error, read_json
 from rollgrad.adapters.http.serving import create_app, health_route
 from rollgrad.adapters.http.wire import Call, Wire
 from rollgrad.adapters.openai.wire import OpenAIWire
+from rollgrad.application.agents.reply import ChatReply, OnPiece
 from rollgrad.application.agents.service import (
-    ChatReply,
     ChatRequest,
     ChatService,
-    OnPiece,
     Origin,
     RecordedSession,
     RefusedError,

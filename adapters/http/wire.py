@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeVar
 from attrs import frozen
 
 from rollgrad.adapters.http.guard import HttpError
-from rollgrad.application.agents.service import ChatReply, ChatRequest
+from rollgrad.application.agents.reply import ChatReply
+from rollgrad.application.agents.service import ChatRequest
 from rollgrad.domain.messages import Message
 
 Value = TypeVar("Value")

@@ -23,7 +23,8 @@ from rollgrad.adapters.http.wire import (
     read,
     text_of,
 )
-from rollgrad.application.agents.service import ChatReply, ChatRequest
+from rollgrad.application.agents.reply import ChatReply
+from rollgrad.application.agents.service import ChatRequest
 from rollgrad.domain.messages import Message
 from rollgrad.domain.sampling import StopReason
 

@@ -1,27 +1,26 @@
 """`AgentRuntime`: the loop of sampling and answering that training and serving share."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from attrs import evolve, frozen
 
 from rollgrad.application.agents.ledger import Prepared, TokenLedger
+from rollgrad.application.agents.reply import OnPiece, sample_reply, sample_tokens
 from rollgrad.application.agents.session import AgentSession
-from rollgrad.domain.errors import EngineError
 from rollgrad.domain.messages import Action, assistant_message
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.environment import StepResult
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import GenerationRequest, SamplingParams, StopReason
-
-PREFILL_TOKENS = 64
-"""Latest tokens of a prompt that the parser sees: the generation prompt, with any opened thinking, fits in them."""
+from rollgrad.domain.sampling import SamplingParams, StopReason
 
 
 @frozen(kw_only=True, eq=False)
 class PlayedTurn:
-    """What the policy did, what the environment answered, and why the episode ends with it, if it does."""
+    """What the policy was given and did, what the environment answered, and why the episode ends with it, if it
+    does."""
 
+    prompt_token_ids: tuple[int, ...]
     action: Action
     result: StepResult
     stop_reason: StopReason | None
@@ -52,11 +51,12 @@ class AgentRuntime:
         prompt: Prompt,
         params: SamplingParams,
         *,
-        on_token: Callable[[int], None] | None = None,
+        on_piece: OnPiece | None = None,
     ) -> AsyncIterator[PlayedTurn]:
         """Starts the session and plays it to its end, a turn at a time; the last turn says why it is the last.
 
-        Ends without a turn when not even the opening fits into `max_tokens`. `on_token` hears each sampled token.
+        Ends without a turn when not even the opening fits into `max_tokens`. `on_piece` hears replies in
+        messages as they are sampled.
         """
         await session.start(prompt)
         prepared, seed = self._opening(session, ledger, prompt), params.seed
@@ -66,7 +66,7 @@ class AgentRuntime:
                 return
             # One uniform stream a turn: a seed that repeated would draw every turn alike.
             seeded = evolve(params, seed=(seed + turn) % 2**63, max_new_tokens=room)
-            action = await self._act(prepared, ledger, seeded, session, on_token)
+            action = await self._act(prepared, ledger, seeded, session, on_piece)
             result = await session.advance(action)
             ledger.set_reward(ledger.turns - 1, result.reward)
             following = None
@@ -74,7 +74,7 @@ class AgentRuntime:
             if stop is None:
                 following = self._next(session, ledger, result)
                 stop = StopReason.LENGTH if self._room(following, 1) < 1 else None
-            yield PlayedTurn(action=action, result=result, stop_reason=stop)
+            yield PlayedTurn(prompt_token_ids=prepared.token_ids, action=action, result=result, stop_reason=stop)
             if following is None or stop is not None:
                 return
             prepared, params = following, result.sampling or params
@@ -85,27 +85,22 @@ class AgentRuntime:
         ledger: TokenLedger,
         params: SamplingParams,
         session: AgentSession,
-        on_token: Callable[[int], None] | None,
+        on_piece: OnPiece | None,
     ) -> Action:
-        request = GenerationRequest(prompt_token_ids=prepared.token_ids, params=params, keep=True)
-        generation = await self._engine.generate(request, on_token=on_token)
-        if not generation.token_ids:
-            raise EngineError(f"The engine ended the request ({generation.stop_reason}) before its first token.")
-        text = self._codec.decode(generation.token_ids)
         if session.messages is None:
+            generation = await sample_tokens(self._engine, prepared, params)
+            text = self._codec.decode(generation.token_ids)
             action = Action(text=text, generation=generation, message=assistant_message(text))
         else:
-            whole = self._codec.decode(generation.token_ids, special_tokens=True)
-            prompt = self._codec.decode(prepared.token_ids[-PREFILL_TOKENS:], special_tokens=True)
-            reply = self._codec.parse(whole, prompt, session.tools)
+            reply = await sample_reply(self._engine, self._codec, prepared, params, on_piece=on_piece)
             action = Action(
-                text=text,
-                generation=generation,
-                message=reply.message,
-                tool_calls=reply.tool_calls,
-                error=reply.error,
+                text=self._codec.decode(reply.generation.token_ids),
+                generation=reply.generation,
+                message=reply.parsed.message,
+                tool_calls=reply.parsed.tool_calls,
+                error=reply.parsed.error,
             )
-        ledger.commit(prepared, generation, action.message)
+        ledger.commit(prepared, action.generation, action.message)
         return action
 
     def _opening(self, session: AgentSession, ledger: TokenLedger, prompt: Prompt) -> Prepared:

@@ -7,25 +7,22 @@ replies); a turn is recorded once it is complete, and once for all retries; noth
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
 from attrs import evolve, field, frozen
 
 from rollgrad.application.agents.ledger import Prepared, TokenLedger
-from rollgrad.application.agents.runtime import PREFILL_TOKENS
-from rollgrad.domain.errors import EngineError, RollgradError
+from rollgrad.application.agents.reply import ChatReply, OnPiece, sample_reply
+from rollgrad.domain.errors import RollgradError
 from rollgrad.domain.messages import Message, ParsedReply
-from rollgrad.domain.ports.chat_codec import ChatCodec, ReplyStream, ToolSchema
+from rollgrad.domain.ports.chat_codec import ChatCodec, ToolSchema
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.sampling import SamplingParams, StopReason
 
 log = structlog.get_logger(__name__)
-
-OnPiece = Callable[[str, str], None]
-"""Hears (field, text) pieces of a reply as they are sampled."""
 
 
 @frozen(kw_only=True)
@@ -38,15 +35,6 @@ class ChatRequest:
     messages: Sequence[Message]
     tools: Sequence[ToolSchema] = ()
     changes: Mapping[str, Any] = field(factory=dict)
-
-
-@frozen(kw_only=True, eq=False)
-class ChatReply:
-    """One reply, with its tokens. `prompt_token_ids` is what the engine was given."""
-
-    parsed: ParsedReply
-    generation: Generation
-    prompt_token_ids: tuple[int, ...]
 
 
 class RefusedError(RollgradError, RuntimeError):
@@ -113,33 +101,11 @@ class ChatService:
         """
         if self._in_flight >= self._max_waiting:
             raise RefusedError(f"{self._in_flight} requests are in flight, the most that are taken: try again.", "busy")
-        prompt = self._codec.decode(prepared.token_ids[-PREFILL_TOKENS:], special_tokens=True)
-        stream = self._codec.stream(prompt, prepared.tools) if on_piece is not None else None
-        request = GenerationRequest(prompt_token_ids=prepared.token_ids, params=params, keep=True)
         self._in_flight += 1
         try:
-            generation = await self._engine.generate(request, on_token=_listener(stream, on_piece))
+            return await sample_reply(self._engine, self._codec, prepared, params, on_piece=on_piece)
         finally:
             self._in_flight -= 1
-        if not generation.token_ids:
-            raise EngineError(f"The engine ended the request ({generation.stop_reason}) before its first token.")
-        if stream is not None and on_piece is not None:
-            for name, text in stream.finish():
-                on_piece(name, text)
-        text = self._codec.decode(generation.token_ids, special_tokens=True)
-        parsed = self._codec.parse(text, prompt, prepared.tools)
-        return ChatReply(parsed=parsed, generation=generation, prompt_token_ids=prepared.token_ids)
-
-
-def _listener(stream: ReplyStream | None, on_piece: OnPiece | None) -> Callable[[int], None] | None:
-    if stream is None or on_piece is None:
-        return None
-
-    def hear(token_id: int) -> None:
-        for name, text in stream.feed(token_id):
-            on_piece(name, text)
-
-    return hear
 
 
 @frozen(kw_only=True)
