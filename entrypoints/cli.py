@@ -1,4 +1,4 @@
-"""The command line: `rollgrad train rl`, `rollgrad eval`, `rollgrad openrlhf`, `rollgrad doctor`.
+"""The command line: `COMMANDS` lists what follows `rollgrad`.
 
 Exit status: 0 done, 1 a defect (with its traceback), 2 an error that one sentence explains, 130 interrupted. Torch is
 imported by the commands only, so that help and refusals come at once.
@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 from attrs import Factory, define
@@ -23,8 +23,10 @@ import rollgrad
 from rollgrad.application.config import RLConfig
 from rollgrad.application.validation import validate, validate_evaluation
 from rollgrad.domain.errors import ConfigurationError, RollgradError
+from rollgrad.entrypoints.chat import ChatArguments, chat
 from rollgrad.entrypoints.config_io import dump_config, load_config, nearest, setting_names
 from rollgrad.entrypoints.extensions import load_extension
+from rollgrad.entrypoints.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.serve_reward import ServeRewardArguments, serve_reward_model
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ class DoctorArguments:
     """Print JSON instead of tables."""
 
 
-Arguments = TypeVar("Arguments", TrainArguments, EvalArguments, DoctorArguments, ServeRewardArguments)
+Arguments = TypeVar("Arguments")
 RunArguments = TypeVar("RunArguments", TrainArguments, EvalArguments)
 
 
@@ -203,10 +205,28 @@ def serve_reward(arguments: Sequence[str]) -> int:
     return 0
 
 
+def serve_agents(arguments: Sequence[str]) -> int:
+    """`rollgrad serve agent`."""
+    parsed = _parse(ServeAgentArguments(), "serve agent", arguments)
+    configure_logging()
+    serve_agent(parsed)
+    return 0
+
+
+def talk(arguments: Sequence[str]) -> int:
+    """`rollgrad chat`."""
+    parsed = _parse(ChatArguments(), "chat", arguments)
+    configure_logging()
+    chat(parsed)
+    return 0
+
+
 COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train rl": (train_rl, "train a model by reinforcement learning"),
     "eval": (evaluate, "evaluate a model on held-out prompts"),
     "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
+    "chat": (talk, "talk to a model in the terminal, with its tools"),
+    "serve agent": (serve_agents, "serve a model with its tools to OpenAI and Anthropic clients"),
     "serve reward": (serve_reward, "serve a reward model over HTTP"),
     "doctor": (doctor, "show what this machine offers, and whether the installation works"),
 }
@@ -298,7 +318,7 @@ def _sentence(box: str) -> str:
 
 
 def _unknown_argument(
-    kind: type[TrainArguments | EvalArguments | DoctorArguments | ServeRewardArguments],
+    kind: type[Any],
     command: str,
     unknown: Sequence[str],
 ) -> str:

@@ -170,7 +170,7 @@ def make_eval_gym(config: RLConfig, codec: TemplateCodec) -> list[Prompt]:
     return ReasoningGymPromptSource(config.eval.dataset, codec, config.data, size=size, seed=seed).prompts()
 
 
-def _eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
     """Every token that ends a reply: the tokenizer's and those the model's generation settings list."""
     configured = model.generation_config.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
@@ -181,7 +181,7 @@ def make_engine(config: RLConfig, model: Any, tokenizer: Any, codec: TemplateCod
     """The engine that samples from the trained model itself."""
     return EmbeddedEngine(
         model,
-        eos_token_ids=_eos_token_ids(model, tokenizer),
+        eos_token_ids=eos_token_ids(model, tokenizer),
         max_batch_size=config.rollout.max_batch_size,
         decode=codec.decode,
     )

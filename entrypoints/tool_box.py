@@ -9,7 +9,6 @@ from rollgrad.adapters.tools.python import PythonTool
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.environment import Tool
 
-FLAG = "--agent.tools"
 MCP = "mcp:"
 BUILT_IN: Mapping[str, type[Tool]] = {"python": PythonTool, "think": ThinkTool, "final": FinalTool}
 
@@ -19,12 +18,14 @@ class ToolBox:
 
     Args:
         names: the value of `agent.tools`; None is no tools.
+        flag: what sets it, for errors.
 
     Raises:
         ConfigurationError: a name is none of the known kinds, a file has no tools, or two tools share a name.
     """
 
-    def __init__(self, names: str | None) -> None:
+    def __init__(self, names: str | None, *, flag: str = "--agent.tools") -> None:
+        self._flag = flag
         self._tools: list[Tool] = []
         self._servers: list[str] = []
         self._connections: list[McpTools] = []
@@ -32,13 +33,13 @@ class ToolBox:
             if name.startswith(MCP):
                 self._servers.append(name.removeprefix(MCP))
             elif name.endswith(".py"):
-                self._tools += _tools_of(name)
+                self._tools += _tools_of(name, flag)
             elif name in BUILT_IN:
                 self._tools.append(BUILT_IN[name]())
             else:
                 known = ", ".join(BUILT_IN)
                 raise ConfigurationError(
-                    f"{FLAG} names {name!r}, which is no tool: the built-in ones are {known}; a file of functions ends "
+                    f"{flag} names {name!r}, which is no tool: the built-in ones are {known}; a file of functions ends "
                     f"in .py, and an MCP server is {MCP}COMMAND or {MCP}URL."
                 )
         self._check(self._tools)
@@ -63,20 +64,19 @@ class ToolBox:
         while self._connections:
             await self._connections.pop().close()
 
-    @staticmethod
-    def _check(tools: Sequence[Tool]) -> None:
+    def _check(self, tools: Sequence[Tool]) -> None:
         names = [tool.name for tool in tools]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ConfigurationError(f"{FLAG} offers two tools called {twice!r}: rename one of them.")
+            raise ConfigurationError(f"{self._flag} offers two tools called {twice!r}: rename one of them.")
 
 
-def _tools_of(path: str) -> list[Tool]:
-    tools = [value for value in vars(load_python_file(path, flag=FLAG)).values() if isinstance(value, Tool)]
+def _tools_of(path: str, flag: str) -> list[Tool]:
+    tools = [value for value in vars(load_python_file(path, flag=flag)).values() if isinstance(value, Tool)]
     tools = [tool for tool in tools if not isinstance(tool, type)]
     if not tools:
         raise ConfigurationError(
-            f"{FLAG} names {path}, but no function in it is marked as a tool: put @rollgrad.tool above those that the "
+            f"{flag} names {path}, but no function in it is marked as a tool: put @rollgrad.tool above those that the "
             "model may call."
         )
     return tools

@@ -68,7 +68,10 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["trian", "rl"], "trian rl is not a command; did you mean rollgrad train rl?"),
-        (["fly"], "fly is not a command; the commands are train rl, eval, openrlhf, doctor."),
+        (
+            ["fly"],
+            "fly is not a command; the commands are train rl, eval, openrlhf, chat, serve agent, serve reward, doctor.",
+        ),
         (
             ["train", "rl", "--algo.advantage.estimatr", "rloo"],
             "--algo.advantage.estimatr is not a flag; did you mean --algo.advantage.estimator?",
