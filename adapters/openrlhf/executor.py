@@ -81,7 +81,7 @@ class _EngineFacade:
         params = from_agent(sampling_params, self._params)
         params = evolve(params, seed=(self._params.seed + len(self.calls)) % 2**63)
         generation = await self._engine.generate(
-            GenerationRequest(prompt_token_ids=tuple(map(int, prompt_token_ids)), params=params)
+            GenerationRequest(prompt_token_ids=tuple(map(int, prompt_token_ids)), params=params, keep=True)
         )
         self.calls.append(generation)
         pairs = zip(generation.token_ids, generation.logprobs, strict=True)

@@ -33,8 +33,8 @@ def load_agent_file(path: str) -> AgentFile:
     (see `adapters.agents.function`), or OpenRLHF's `AgentExecutor`.
 
     Raises:
-        ConfigurationError: there is no such file, it cannot be imported, it defines none of them, or its `AgentExecutor`
-            is written for OpenRLHF 0.8 or earlier.
+        ConfigurationError: there is no such file, it cannot be imported, it defines none of them, or its
+            `AgentExecutor` is written for OpenRLHF 0.8 or earlier.
     """
     install()
     module = load_python_file(path, flag=FLAG)

@@ -56,8 +56,8 @@ def to_trajectories(
     if not rewards:
         raise TrajectoryError("execute() returned no reward: give its dict the key 'reward', one number.")
     score = next((segment.score for segment in reversed(segments) if segment.score is not None), sum(rewards))
-    pool = list(calls)
-    return [_trajectory(segment, pool, request, score) for segment in segments]
+    pool, version = list(calls), calls[-1].versions[-1] if calls and calls[-1].versions else 0
+    return [_trajectory(segment, pool, version, request, score) for segment in segments]
 
 
 def _read(answer: Any, max_length: int) -> _Segment:
@@ -116,11 +116,12 @@ def _check_ranges(ranges: Sequence[tuple[int, int]], length: int, max_length: in
         end = stop
 
 
-def _trajectory(segment: _Segment, pool: list[Generation], request: EpisodeRequest, score: float) -> Trajectory:
+def _trajectory(
+    segment: _Segment, pool: list[Generation], version: int, request: EpisodeRequest, score: float
+) -> Trajectory:
     tokens = segment.token_ids
     end = segment.ranges[0][0] if segment.ranges else len(tokens)
     builder = TrajectoryBuilder(tokens[:end], group_id=request.group_id, sample_id=request.sample_id)
-    latest = pool[-1].versions[-1] if pool and pool[-1].versions else 0
     for start, stop in segment.ranges:
         builder.add_observation(tokens[end:start])
         call = _sampled(pool, tokens[start:stop])
@@ -134,7 +135,7 @@ def _trajectory(segment: _Segment, pool: list[Generation], request: EpisodeReque
             Generation(
                 token_ids=tokens[start:stop],
                 logprobs=known if segment.logprobs is None else segment.logprobs[start:stop],
-                versions=call.versions[: stop - start] if call is not None else [latest] * (stop - start),
+                versions=call.versions[: stop - start] if call is not None else [version] * (stop - start),
                 stop_reason=StopReason.STOP,
             )
         )

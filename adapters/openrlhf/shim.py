@@ -78,11 +78,10 @@ class AgentInstanceBase(ABC):
         initialise = cls.__dict__.get("__init__")
         if inspect.iscoroutinefunction(initialise):
 
-            @functools.wraps(initialise)
             def later(self: "AgentInstanceBase", *args: Any, **kwargs: Any) -> None:
                 self._start = functools.partial(initialise, self, *args, **kwargs)
 
-            cls.__init__ = later  # type: ignore[method-assign]
+            setattr(cls, "__init__", later)  # noqa: B010  (mypy refuses to let a method be assigned)
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Starts the episode; `observation` is the prompt's text to begin with."""

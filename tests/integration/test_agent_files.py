@@ -1,8 +1,8 @@
 """Agent files, OpenRLHF's included, train a real (tiny) model unchanged."""
 
+import importlib.util
 import json
 import string
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ def test_slow_environments_are_cut_off(tiny_model_dir: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("x = 1", "defines neither"),
+        ("x = 1", "defines no class Environment"),
         ("import nothing_like_this", "cannot be imported"),
         ("from openrlhf.models import Actor", "cannot be imported"),
     ],

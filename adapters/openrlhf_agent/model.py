@@ -1,0 +1,118 @@
+"""Engines: text or token ids in, token ids and text out."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from rollgrad.domain.errors import ConfigurationError, EngineError
+
+MAX_TOKENS = 10240
+"""Tokens of a reply unless told otherwise."""
+TEMPERATURE = 0.6
+TIMEOUT = 600.0
+"""Seconds that a server may take for one reply."""
+
+
+class LLMEngine(ABC):
+    """Samples replies."""
+
+    @abstractmethod
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = TEMPERATURE,
+        stream: bool = False,
+    ) -> tuple[list[int], str]:
+        """(token ids, text) that follow `prompt`."""
+
+    @abstractmethod
+    def tokenize(self, prompt: str) -> list[int]:
+        """Token ids of a text, with nothing added."""
+
+
+class OpenAIEngine(LLMEngine):
+    """Any server of `/v1/completions` that returns token ids and has `/tokenize`, as vLLM does.
+
+    Args:
+        model: its name on the server; None is `OPENAI_MODEL` of the environment.
+        base_url: address up to and with `/v1`; None is `OPENAI_BASE_URL`.
+        api_key: None is `OPENAI_API_KEY`; none is sent without one.
+
+    Raises:
+        ConfigurationError: there is no model or no address.
+    """
+
+    def __init__(self, model: str | None = None, base_url: str | None = None, api_key: str | None = None) -> None:
+        import httpx2
+
+        model, base_url = model or os.environ.get("OPENAI_MODEL"), base_url or os.environ.get("OPENAI_BASE_URL")
+        if not model or not base_url:
+            raise ConfigurationError(
+                f"OpenAIEngine has model={model!r} and base_url={base_url!r}, but needs both: pass them, or set "
+                "OPENAI_MODEL and OPENAI_BASE_URL."
+            )
+        self._model = model
+        self._base_url = base_url.rstrip("/")
+        key = api_key or os.environ.get("OPENAI_API_KEY")
+        self._client = httpx2.Client(timeout=TIMEOUT, headers={"Authorization": f"Bearer {key}"} if key else {})
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = TEMPERATURE,
+        stream: bool = False,
+    ) -> tuple[list[int], str]:
+        """One reply of the server.
+
+        Raises:
+            ConfigurationError: `stream` is set.
+            EngineError: the server failed, or returned no token ids.
+        """
+        if stream:
+            raise ConfigurationError("OpenAIEngine.generate returns whole replies: leave stream=True out.")
+        body = {
+            "model": self._model,
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "return_token_ids": True,
+        }
+        url = f"{self._base_url}/completions"
+        choice = (self._post(url, body).get("choices") or [{}])[0]
+        token_ids = choice.get("token_ids")
+        if not token_ids:
+            raise EngineError(
+                f"{url} returned no token ids for return_token_ids, which agents need to continue exactly: use "
+                "a server that has them (vLLM from 0.10.2 on)."
+            )
+        return [int(token) for token in token_ids], str(choice.get("text") or "")
+
+    def tokenize(self, prompt: str) -> list[int]:
+        """Token ids of a text, with nothing added.
+
+        Raises:
+            EngineError: the server failed.
+        """
+        url = f"{self._base_url.removesuffix('/v1')}/tokenize"
+        answer = self._post(url, {"model": self._model, "prompt": prompt, "add_special_tokens": False})
+        if not isinstance(answer.get("tokens"), list):
+            raise EngineError(f"{url} returned no list of tokens: the server must be able to tokenize.")
+        return [int(token) for token in answer["tokens"]]
+
+    def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        import httpx2
+
+        try:
+            response = self._client.post(url, json=body)
+        except httpx2.HTTPError as error:
+            raise EngineError(f"{url} cannot be reached: {type(error).__name__} {error}".strip()) from error
+        if response.status_code != 200:
+            raise EngineError(f"{url} answered {response.status_code} ({response.text[:200]!r}).")
+        try:
+            answer = response.json()
+        except ValueError as error:
+            raise EngineError(f"{url} answered something that is not JSON ({response.text[:200]!r}).") from error
+        return answer if isinstance(answer, dict) else {}
