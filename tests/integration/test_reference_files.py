@@ -46,7 +46,7 @@ class AgentInstance(AgentInstanceBase):
         observation_text, action_text, label = states["observation_text"], states["action_text"], states["label"]
         assert "go" in observation_text and label.startswith("label")
         done = self.step_idx >= self.max_steps
-        reward = torch.randint(0, 2, (1,)).float() + len(action_text) if done else torch.tensor(0)
+        reward = torch.rand((1,)).float() if done else torch.tensor(0)
         feedback = "\\n\\nHuman: [CORRECT]\\n</s>" if done else "\\n\\nHuman: [INCORRECT]\\nAgain.\\n\\nAssistant: "
         self.step_idx += 1
         return {
