@@ -20,12 +20,12 @@ HERMES = {
 QWEN_XML = {
     "reasoning_content": THINKING,
     "tool_calls": {
-        "open_pattern": r"<tool_call>\s{0,16}<function=(?P<name>[^\n>]{1,128})>",
+        "open_pattern": r"<tool_call>\s{0,16}<function=(?P<name>[^\n>]{1,128}+)>",
         "close_pattern": r"</tool_call>\s*",
         "repeats": True,
         "content": "xml-inline",
         "content_args": {
-            "tag_pattern": r"<parameter=(?P<key>[^>\n]{1,128})>\n?(?P<value>.*?)"
+            "tag_pattern": r"<parameter=(?P<key>[^>\n]{1,128}+)>\n?(?P<value>.*?)"
             r"(?:\n?</parameter>|\n?</function>\s*\Z|\Z)",
             "value_parser": VERBATIM,
         },
@@ -36,12 +36,12 @@ QWEN_XML = {
 GLM = {
     "reasoning_content": THINKING,
     "tool_calls": {
-        "open_pattern": r"<tool_call>(?P<name>[^\s<]{1,128})\n?",
+        "open_pattern": r"<tool_call>(?P<name>[^\s<]{1,128}+)\n?",
         "close_pattern": r"</tool_call>\s*",
         "repeats": True,
         "content": "xml-inline",
         "content_args": {
-            "tag_pattern": r"<arg_key>(?P<key>[^<]{1,128})</arg_key>\s{0,16}"
+            "tag_pattern": r"<arg_key>(?P<key>[^<]{1,128}+)</arg_key>\s{0,16}"
             r"<arg_value>(?P<value>.*?)(?:</arg_value>|\Z)",
             "value_parser": VERBATIM,
         },
@@ -65,8 +65,8 @@ MISTRAL = {
 DEEPSEEK = {
     "reasoning_content": THINKING,
     "tool_calls": {
-        "open_pattern": r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]{1,128})"
-        r"(?:\n```json\n|<｜tool▁sep｜>)",
+        "open_pattern": r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n<]{1,128}+)\n```json\n"
+        r"|(?!function<)(?P<name>[^\n<]{1,128}+)<｜tool▁sep｜>)",
         "close_pattern": r"(?:\n```)?<｜tool▁call▁end｜>\s*",
         "repeats": True,
         "content": "text",
@@ -81,7 +81,7 @@ HARMONY = {
         "content": "text",
     },
     "tool_calls": {
-        "open_pattern": r"(?:<\|channel\|>commentary )?to=functions\.(?P<name>[^\s<]{1,128})"
+        "open_pattern": r"(?:<\|channel\|>commentary )?to=functions\.(?P<name>[^\s<]{1,128}+)"
         r"(?:<\|channel\|>commentary)?(?:\s{1,16}(?:<\|constrain\|>)?json)?<\|message\|>",
         "close_pattern": r"<\|call\|>\s*",
         "repeats": True,

@@ -59,7 +59,8 @@ class ReplyParser:
 
         def read_calls(found: Sequence[Any], text: str) -> tuple[ToolCall, ...]:
             functions = [function for value in found for function in _functions(self._cleaned(value))]
-            return tuple(_call(f, _call_id(prompt, text, index), known) for index, f in enumerate(functions))
+            reply = hashlib.sha256((prompt + text).encode(errors="replace")).hexdigest()
+            return tuple(_call(function, _call_id(reply, index), known) for index, function in enumerate(functions))
 
         parser = ResponseParser(self._template, prefix=self._prefix(prompt), tools=list(tools) or None)
         return FieldStream(parser, self._special, read_calls)
@@ -88,9 +89,9 @@ class ReplyParser:
         return value
 
 
-def _call_id(prompt: str, text: str, index: int) -> str:
+def _call_id(reply: str, index: int) -> str:
     """Nine letters and digits, as Mistral's templates demand; another for each call."""
-    return hashlib.sha256(f"{index} {prompt}{text}".encode(errors="replace")).hexdigest()[:9]
+    return hashlib.sha256(f"{index} {reply}".encode()).hexdigest()[:9]
 
 
 def _functions(value: Any) -> Iterator[Any]:
@@ -111,6 +112,8 @@ def _functions(value: Any) -> Iterator[Any]:
             yield text[place:]
             return
         yield from found if isinstance(found, list) else [found]
+        if isinstance(found, dict) and "name" not in found:
+            return  # no call; what follows it is none either
         while place < len(text) and text[place] in " \n;":
             place += 1
         if text[place : place + 1] not in ("[", "{"):

@@ -59,7 +59,7 @@ class TemplateCodec(ChatCodec):
         behind = self._behind(marked, len(messages), mark, thought=bool(reply.get("reasoning_content")))
         if behind is None and reply.get("tool_calls"):  # some templates write the text behind the results of the calls
             marked = self._guard([*messages, *new_messages], tools)
-            behind = self._behind(marked, len(messages), mark, thought=True)
+            behind = self._behind(marked, len(messages), None, thought=True)
         if behind is None:
             return None
         end, following = behind
@@ -72,17 +72,18 @@ class TemplateCodec(ChatCodec):
         # Where the next turn's mark ends this one, the model sampled it.
         return self._encode(marked, lacking + (following if last in end else following.removeprefix(last)))
 
-    def _behind(self, guarded: Guarded, known: int, mark: str, *, thought: bool) -> tuple[str, str] | None:
-        """How the template ends the last of the `known` first messages, whose text is `mark`, and what it writes
-        behind it; None if it changes what stands before."""
+    def _behind(self, guarded: Guarded, known: int, mark: str | None, *, thought: bool) -> tuple[str, str] | None:
+        """How the template ends the last of the `known` first messages, whose text is `mark` (None: it has
+        none), and what it writes behind it; None if it changes what stands before."""
         try:
             before = self._apply(guarded.messages[:known], guarded.tools, generation_prompt=False)
             after = self._apply(guarded.messages, guarded.tools, generation_prompt=True)
         except DataError:
             return None
-        head, found, end = before.rpartition(mark)
-        new_head, still_found, tail = after.rpartition(mark)
-        if found and still_found:
+        marked = mark is not None and mark in before and mark in after
+        if mark and marked:
+            head, _, end = before.rpartition(mark)
+            new_head, _, tail = after.rpartition(mark)
             # The thinking block of an empty thought comes and goes with the place of the message: it was not sampled.
             kept = head == new_head if thought else head.startswith(new_head)
         else:  # the template leaves out the text of a message with calls
@@ -93,7 +94,9 @@ class TemplateCodec(ChatCodec):
         if not kept or not tail.startswith(end):
             return None
         following = tail[len(end) :]
-        if not found or guarded.messages[known - 1].get("tool_calls"):  # the calls were sampled, the last token behind
+        if end is before or guarded.messages[known - 1].get(
+            "tool_calls"
+        ):  # the calls were sampled, the last token behind
             place = max(map(end.rfind, self._special), default=-1)
             end = end[place:] if place >= 0 else ""
         return end, following
