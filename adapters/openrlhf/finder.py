@@ -5,7 +5,8 @@ nobody else has: a package that is really installed always wins, and nothing ins
 replaced. It knows the modules of `STAND_INS` and no other, and each of them has the listed names and no other. Because
 the finder stays, an import inside a function, which runs long after the file was loaded, finds the same modules; so do
 other modules that the file imports. A question whether a package is installed (`importlib.util.find_spec`) is answered
-with no: nothing is installed, and libraries must not choose vLLM because of a stand-in.
+with no, so that no library chooses vLLM because of a stand-in; once a file has imported a stand-in, Python itself says
+that it is there.
 """
 
 import importlib
