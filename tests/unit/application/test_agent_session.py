@@ -1,0 +1,113 @@
+"""AgentSession: the conversation, in text or in messages."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rollgrad.application.agents.session import AgentSession
+from rollgrad.domain.errors import DataError
+from rollgrad.domain.messages import Action, assistant_message
+from rollgrad.domain.ports.environment import Observation, StepResult, tool_schema
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.sampling import Generation, StopReason
+from tests.fakes.environment import FakeEnvironment
+from tests.fakes.tool import FakeTool
+
+USER = {"role": "user", "content": "3+4?"}
+PROMPT = Prompt(token_ids=(1,), text="3+4?", messages=(USER,))
+TEXT = Prompt(token_ids=(1,), text="3+4?")
+
+
+class WithTools(FakeEnvironment):
+    """Has a tool."""
+
+    tools = (FakeTool(),)
+
+
+def act(content: str) -> Action:
+    generation = Generation(token_ids=[1], logprobs=[0.0], versions=[0], stop_reason=StopReason.STOP)
+    return Action(text=content, generation=generation, message=assistant_message(content))
+
+
+def session(
+    *observations: Observation, greeting: Observation = "", prompt: Prompt = PROMPT, kind: Any = FakeEnvironment
+) -> AgentSession:
+    """A session in which the environment has made `observations`."""
+
+    async def run() -> AgentSession:
+        environment = kind(
+            [StepResult(observation=o, reward=float(i)) for i, o in enumerate(observations)], greeting=greeting
+        )
+        made = AgentSession(environment)
+        await made.start(prompt)
+        for i in range(len(observations)):
+            await made.advance(act(f"reply {i}"))
+        return made
+
+    return asyncio.run(run())
+
+
+def test_text_stays_text() -> None:
+    made = session(" go on", "", greeting=" begin", prompt=TEXT)
+    assert made.messages is None
+    assert made.opening == " begin"
+    assert made.tools == ()
+    assert made.visible() == []
+    assert [result.reward for result in made.results] == [0.0, 1.0]
+    assert made.last.reward == 1.0
+
+
+def test_before_the_first_step_nothing_was_answered() -> None:
+    assert session().last == StepResult()
+
+
+def test_messages_of_the_environment_replace_the_prompt() -> None:
+    opening = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
+    made = session([{"role": "user", "content": "And?"}], "text", greeting=opening)
+    assert made.messages == [
+        *opening,
+        assistant_message("reply 0"),
+        {"role": "user", "content": "And?"},
+        assistant_message("reply 1"),
+        {"role": "user", "content": "text"},
+    ]
+    assert made.opening == ""
+
+
+def test_no_messages_stand_for_the_prompts() -> None:
+    assert session(greeting=[]).messages == [USER]
+
+
+def test_tools_make_a_conversation_of_the_prompt() -> None:
+    made = session("", greeting="Mind the gap.", kind=WithTools)
+    assert made.tools == (tool_schema(WithTools.tools[0]),)
+    assert made.messages == [USER, {"role": "user", "content": "Mind the gap."}, assistant_message("reply 0")]
+    assert session(kind=WithTools).messages == [USER]
+
+
+@pytest.mark.parametrize(("greeting", "kind"), [([], FakeEnvironment), ("", WithTools), ("go", WithTools)])
+def test_a_conversation_needs_messages(greeting: Observation, kind: Any) -> None:
+    with pytest.raises(DataError, match=r"--data\.apply-chat-template True"):
+        session(greeting=greeting, prompt=TEXT, kind=kind)
+
+
+def test_messages_after_a_text_opening_are_refused() -> None:
+    with pytest.raises(DataError, match=r"let reset\(\) return messages too"):
+        session([{"role": "user", "content": "And?"}])
+
+
+def test_an_opening_is_not_shared_with_its_maker() -> None:
+    opening = [USER]
+    made = session("go", greeting=opening)
+    assert made.messages is not None
+    assert len(made.messages) == 3
+    assert opening == [USER]
+
+
+def test_what_is_for_the_model_alone_is_not_visible() -> None:
+    hint = {"role": "user", "content": "hint", "visible": False}
+    made = session([hint, {"role": "user", "content": "And?", "visible": True}], greeting=[USER])
+    assert [m["content"] for m in made.visible()] == ["3+4?", "reply 0", "And?"]
+    assert made.messages is not None
+    assert hint in made.messages

@@ -1,0 +1,259 @@
+"""ToolEnvironment: calls, what goes wrong in them, and the answer."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from rollgrad.application.agents.session import AgentSession
+from rollgrad.application.agents.tool_environment import ToolEnvironment
+from rollgrad.domain.messages import Action, ToolCall, ToolResult, assistant_message
+from rollgrad.domain.ports.environment import Environment, StepResult
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.sampling import Generation, StopReason
+from tests.fakes.reward_source import FakeRewardSource
+from tests.fakes.tool import FakeTool
+
+PROMPT = Prompt(token_ids=(1,), text="Say x.", label="x", messages=({"role": "user", "content": "Say x."},))
+
+
+class Broken(FakeTool):
+    """Raises what nobody should read."""
+
+    name = "broken"
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        raise ValueError("the password is hunter2")
+
+
+class Together(FakeTool):
+    """Answers only when `parties` calls are running at once."""
+
+    def __init__(self, parties: int) -> None:
+        super().__init__()
+        self._barrier = asyncio.Barrier(parties)
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        await self._barrier.wait()
+        return await super().call(arguments)
+
+
+def call(text: Any = "x", name: str = "repeat", number: int = 0, **more: Any) -> ToolCall:
+    return ToolCall(id=f"call{number}", name=name, arguments={"text": text}, **more)
+
+
+def act(content: str = "", *calls: ToolCall, stop: StopReason = StopReason.STOP, error: str | None = None) -> Action:
+    return Action(
+        text=content,
+        generation=Generation(token_ids=[1], logprobs=[0.0], versions=[0], stop_reason=stop),
+        message=assistant_message(content, tool_calls=calls),
+        tool_calls=calls,
+        error=error,
+    )
+
+
+def steps(environment: ToolEnvironment, *actions: Action, prompt: Prompt = PROMPT) -> list[StepResult]:
+    async def run() -> list[StepResult]:
+        await environment.reset(prompt)
+        return [await environment.step(action) for action in actions]
+
+    return asyncio.run(run())
+
+
+def counts(
+    calls: float = 0.0, errors: float = 0.0, *, answered: float = 0.0, attempts: float = 0.0
+) -> dict[str, float]:
+    return {"tool_calls": calls, "tool_errors": errors, "answered": answered, "attempts": attempts}
+
+
+def contents(result: StepResult) -> list[str]:
+    assert not isinstance(result.observation, str)
+    return [message["content"] for message in result.observation]
+
+
+def test_it_is_an_environment() -> None:
+    tool = FakeTool()
+    environment = ToolEnvironment([tool])
+    assert isinstance(environment, Environment)
+    assert environment.tools == (tool,)
+
+
+def test_a_call_gets_its_result_and_the_answer_ends_the_episode() -> None:
+    tool = FakeTool(lambda text: ToolResult(content=text * 2))
+    called, answered = steps(ToolEnvironment([tool]), act("", call("ab")), act("ab"))
+    assert called.observation == [{"role": "tool", "tool_call_id": "call0", "name": "repeat", "content": "abab"}]
+    assert not called.terminated
+    assert called.metrics == counts(1.0, 0.0)
+    assert answered.terminated
+    assert answered.info == {"answer": "ab"}
+    assert answered.metrics == counts(1.0, 0.0, answered=1.0, attempts=1.0)
+    assert tool.calls == ["ab"]
+
+
+def test_calls_of_one_reply_run_at_once_and_are_answered_in_order() -> None:
+    tool = Together(3)
+    (result,) = steps(ToolEnvironment([tool]), act("", *(call(str(i), number=i) for i in range(3))))
+    assert contents(result) == ["0", "1", "2"]
+    assert [m["tool_call_id"] for m in result.observation if not isinstance(m, str)] == ["call0", "call1", "call2"]
+    assert result.metrics["tool_calls"] == 3.0
+
+
+def test_an_unknown_tool_is_told() -> None:
+    environment = ToolEnvironment([FakeTool(), Broken()])
+    unread = call(name="other", number=1, error="There is no function 'other'.")
+    (result,) = steps(environment, act("", call(name="other"), unread, call(number=2)))
+    assert contents(result) == [
+        "There is no function 'other'; the functions are repeat, broken.",
+        "There is no function 'other'.",
+        "x",
+    ]
+    assert result.metrics == counts(3.0, 2.0)
+    assert not result.terminated
+
+
+def test_bad_arguments_are_told() -> None:
+    environment = ToolEnvironment([tool := FakeTool()])
+    unreadable = ToolCall(id="c", name="repeat", arguments=None, error="The arguments are not valid JSON.")
+    mistyped, hinted = steps(environment, act("", call(3)), act("", unreadable))
+    assert mistyped.metrics["tool_errors"] == 1.0
+    assert "text" in contents(mistyped)[0]
+    assert hinted.observation == [environment.hint("The arguments are not valid JSON.")]
+    assert hinted.metrics["tool_errors"] == 2.0
+    assert tool.calls == []
+
+
+def test_a_tool_that_raises_ends_nothing_and_tells_no_details() -> None:
+    (result,) = steps(ToolEnvironment([Broken(), FakeTool()]), act("", call(name="broken"), call(number=1)))
+    assert contents(result) == ["The tool 'broken' failed.", "x"]
+    assert result.metrics == counts(2.0, 1.0)
+
+
+def test_a_reply_that_could_not_be_read_gets_a_hint() -> None:
+    environment = ToolEnvironment([FakeTool()])
+    (result,) = steps(environment, act("{", error="The tool call could not be read."))
+    assert result.observation == [environment.hint("The tool call could not be read.")]
+    assert result.metrics == counts(0.0, 1.0)
+    assert not result.terminated
+
+
+def test_a_terminating_result_is_the_answer() -> None:
+    tool = FakeTool(lambda text: ToolResult(content=text, terminates=text == "done"))
+    rewards = FakeRewardSource(lambda request: float(request.response == "done"))
+    (result,) = steps(ToolEnvironment([tool], rewards=rewards), act("", call("x"), call("done", number=1)))
+    assert result.terminated
+    assert result.reward == 1.0
+    assert result.info == {"answer": "done"}
+    assert result.metrics == counts(2.0, 0.0, answered=1.0, attempts=1.0)
+
+
+@pytest.mark.parametrize("stop", [StopReason.LENGTH, StopReason.ABORTED])
+def test_a_reply_that_was_cut_off_calls_and_answers_nothing(stop: StopReason) -> None:
+    tool, rewards = FakeTool(), FakeRewardSource()
+    environment = ToolEnvironment([tool], rewards=rewards)
+    called, said, unread = steps(
+        environment, act("", call(), stop=stop), act("x", stop=stop), act("x", stop=stop, error="unread")
+    )
+    assert tool.calls == []
+    assert rewards.requests == []
+    for result in (called, said, unread):
+        assert result == StepResult(metrics=counts(0.0, 0.0))
+
+
+def test_the_runs_reward_judges_the_answer() -> None:
+    rewards = FakeRewardSource()
+    (right,) = steps(ToolEnvironment([FakeTool()], rewards=rewards), act("x"))
+    (wrong,) = steps(ToolEnvironment([FakeTool()], rewards=rewards), act("y"))
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert [(request.prompt, request.response) for request in rewards.requests] == [(PROMPT, "x"), (PROMPT, "y")]
+    (unjudged,) = steps(ToolEnvironment([]), act("x"))
+    assert unjudged.reward == 0.0
+    assert unjudged.terminated
+
+
+def test_another_reward_may_be_given_with_metrics_and_parts() -> None:
+    class Judged(ToolEnvironment):
+        async def reward_hook(self, answer: str, prompt: Prompt) -> StepResult:
+            return StepResult(
+                reward=0.5, score=1.0, metrics={"length": float(len(answer))}, reward_parts={"style": 0.5}
+            )
+
+    (result,) = steps(Judged([FakeTool()]), act("abc"))
+    assert (result.reward, result.score, result.terminated) == (0.5, 1.0, True)
+    assert result.metrics == {**counts(answered=1.0, attempts=1.0), "length": 3.0}
+    assert result.reward_parts == {"style": 0.5}
+
+
+def test_the_system_prompt_stands_before_conversations_that_have_none() -> None:
+    system = {"role": "system", "content": "Be kind."}
+    own = Prompt(token_ids=(1,), text="", messages=({"role": "system", "content": "Be rude."}, *PROMPT.messages))
+    text = Prompt(token_ids=(1,), text="x")
+
+    def opening(prompt: Prompt, system_prompt: str | None = "Be kind.") -> Sequence[Any]:
+        return list(asyncio.run(ToolEnvironment([], system_prompt=system_prompt).reset(prompt)))
+
+    assert opening(PROMPT) == [system, *PROMPT.messages]
+    assert opening(own) == list(own.messages)
+    assert opening(PROMPT, None) == list(PROMPT.messages)
+    assert opening(text) == []
+
+
+def test_an_episode_counts_its_own_calls() -> None:
+    environment = ToolEnvironment([FakeTool()])
+    steps(environment, act("", call(3)))
+    (again,) = steps(environment, act("x"))
+    assert again.metrics == counts(0.0, 0.0, answered=1.0, attempts=1.0)
+
+
+def test_hints_are_for_the_model_alone() -> None:
+    async def run() -> AgentSession:
+        session = AgentSession(ToolEnvironment([FakeTool()]))
+        await session.start(PROMPT)
+        await session.advance(act("{", error="Unreadable."))
+        await session.advance(act("", call()))
+        await session.advance(act("x"))
+        return session
+
+    session = asyncio.run(run())
+    assert session.messages is not None
+    assert [m["content"] for m in session.messages] == ["Say x.", "{", "Unreadable.", "", "x", "x"]
+    assert [m["content"] for m in session.visible()] == ["Say x.", "{", "", "x", "x"]
+
+
+def test_closing_leaves_the_tools_to_their_maker() -> None:
+    tool = FakeTool()
+
+    async def run() -> None:
+        environment = ToolEnvironment([tool])
+        await environment.close()
+        await environment.close()
+
+    asyncio.run(run())
+    assert not tool.closed
+
+
+def test_a_wrong_answer_may_be_followed_by_another() -> None:
+    environment = ToolEnvironment([FakeTool()], rewards=FakeRewardSource(), attempts=3)
+    first, called, second, right = steps(environment, act("y"), act("", call("x")), act("z"), act("x"))
+    for wrong, attempts in ((first, 1.0), (second, 2.0)):
+        assert wrong.observation == [{"role": "user", "content": "That is not right. Try again."}]
+        assert (wrong.terminated, wrong.reward, wrong.score) == (False, 0.0, 0.0)
+        assert wrong.metrics == counts(attempts - 1.0, attempts=attempts)
+    assert contents(called) == ["x"]
+    assert (right.terminated, right.reward) == (True, 1.0)
+    assert right.metrics == counts(1.0, answered=1.0, attempts=3.0)
+
+
+def test_the_last_attempt_ends_the_episode_right_or_wrong() -> None:
+    environment = ToolEnvironment([], rewards=FakeRewardSource(), attempts=2)
+    first, last = steps(environment, act("y"), act("z"))
+    assert (first.terminated, last.terminated, last.reward) == (False, True, 0.0)
+    assert last.metrics == counts(answered=1.0, attempts=2.0)
+
+
+def test_an_answer_passes_at_the_threshold() -> None:
+    rewards = FakeRewardSource(lambda request: 0.25)
+    (passed,) = steps(ToolEnvironment([], rewards=rewards, attempts=2, pass_threshold=0.25), act("x"))
+    assert passed.terminated
+    (failed,) = steps(ToolEnvironment([], rewards=rewards, attempts=2), act("x"))
+    assert not failed.terminated
