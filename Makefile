@@ -4,18 +4,22 @@ export VENV
 BIN := $(VENV)/bin
 MARKS := $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),,-m "not gpu")
 
-.PHONY: help demo test check lint ci bench clean
+.PHONY: help demo demo-agent test check lint ci bench clean
 
 help:
-	@echo "make demo    train a small model on sums, and show the result"
-	@echo "make test    all tests that this machine can run"
-	@echo "make check   linters and the fast tests"
-	@echo "make lint    format, lint rules, types and layers"
-	@echo "make bench   benchmarks"
-	@echo "make clean   remove caches and build products"
+	@echo "make demo        train a small model on sums, and show the result"
+	@echo "make demo-agent  train it on products, with a Python sandbox as its tool"
+	@echo "make test        all tests that this machine can run"
+	@echo "make check       linters and the fast tests"
+	@echo "make lint        format, lint rules, types and layers"
+	@echo "make bench       benchmarks"
+	@echo "make clean       remove caches and build products"
 
 demo: $(VENV)/.demo-stamp
 	@$(BIN)/python examples/sums.py
+
+demo-agent: $(VENV)/.demo-stamp
+	@$(BIN)/python examples/products.py
 
 test: $(VENV)/.test-stamp
 	$(BIN)/pytest $(MARKS)

@@ -229,7 +229,7 @@ class RolloutConfig:
     max_turns: int = 8
     """Turns after which an episode in an environment counts as truncated."""
     max_episode_tokens: int | None = None
-    """Tokens of an episode in an environment, prompt and observations included; none sets no limit."""
+    """Tokens of an episode in an environment, prompt and observations included; default: the model's positions."""
     max_episode_seconds: float | None = None
     """Wall clock of an episode in an environment, after which it counts as truncated; none sets no limit."""
     stop_strings: tuple[str, ...] = ()

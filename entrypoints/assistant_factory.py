@@ -49,6 +49,7 @@ def load_assistant(arguments: AssistantArguments) -> LoadedAssistant:
         params=arguments.params(),
         system_prompt=arguments.system_prompt,
         max_turns=arguments.max_turns,
+        max_tokens=engine.max_tokens,
     )
     return LoadedAssistant(
         assistant=assistant, codec=codec, tools=tools, name=Path(arguments.model).resolve().name or arguments.model

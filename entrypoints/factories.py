@@ -260,7 +260,7 @@ def _served(
         server.url,
         rewards,
         model=MODEL,
-        limits=SessionLimits(max_turns=rollout.max_turns, max_tokens=rollout.max_episode_tokens),
+        limits=SessionLimits(max_turns=rollout.max_turns, max_tokens=_longest(config, server.engine)),
         max_seconds=rollout.max_episode_seconds,
     )
 
@@ -274,9 +274,15 @@ def _turns(
         codec,
         environment,
         max_turns=rollout.max_turns,
-        max_tokens=rollout.max_episode_tokens,
+        max_tokens=_longest(config, engine),
         max_seconds=rollout.max_episode_seconds,
     )
+
+
+def _longest(config: RLConfig, engine: RolloutEngine) -> int | None:
+    """Tokens of an episode at most: as set, and never more than the model has positions."""
+    limits = [config.rollout.max_episode_tokens, getattr(engine, "max_tokens", None)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def make_sinks(config: RLConfig, rollouts: int) -> MultiSink:

@@ -16,6 +16,7 @@ class TrainingServer:
     """Serves `service`, from the first time that its address is asked for until `aclose`."""
 
     def __init__(self, engine: RolloutEngine, codec: ChatCodec) -> None:
+        self.engine = engine
         self.service = ChatService(engine, codec)
         self._codec = codec
         self._server: Server | None = None

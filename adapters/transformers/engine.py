@@ -99,7 +99,8 @@ class EmbeddedEngine(RolloutEngine):
         self._eos = frozenset(eos_token_ids)
         self._max_batch_size = max_batch_size
         self._decode = decode
-        self._limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        """Positions of the model: tokens of a prompt and its reply at most; None if it does not say."""
         self._waiting: deque[_Row] = deque()
         self._active: list[_Row] = []
         self._kept = KeptSequences(KEPT_BYTES)
@@ -175,11 +176,11 @@ class EmbeddedEngine(RolloutEngine):
         total = len(request.prompt_token_ids) + request.params.max_new_tokens
         if not request.prompt_token_ids:
             raise EngineError("The request has no prompt tokens: generation starts from at least one.")
-        if self._limit is not None and total > self._limit:
+        if self.max_tokens is not None and total > self.max_tokens:
             raise ConfigurationError(
                 f"A prompt of {len(request.prompt_token_ids)} tokens plus {request.params.max_new_tokens} new ones is "
-                f"{total} tokens, but the model has {self._limit} positions; lower --rollout.max-new-tokens or "
-                "--data.max-prompt-tokens."
+                f"{total} tokens, but the model has {self.max_tokens} positions: shorten the prompt, or lower "
+                "--rollout.max-new-tokens."
             )
         if request.params.stop_strings and self._decode is None:
             raise EngineError("Stop strings need a tokenizer: build the engine with `decode`.")

@@ -36,6 +36,7 @@ class Assistant:
         params: sampling settings.
         system_prompt: put before conversations that have none.
         max_turns: replies (calls of tools included) for one answer.
+        max_tokens: of a conversation; None for no limit. A reply that would pass it is cut off.
     """
 
     def __init__(
@@ -47,13 +48,14 @@ class Assistant:
         params: SamplingParams,
         system_prompt: str | None = None,
         max_turns: int = 8,
+        max_tokens: int | None = None,
     ) -> None:
-        self.service = ChatService(engine, codec)
+        self.service = ChatService(engine, codec, max_tokens=max_tokens)
         self._codec = codec
         self._tools = tools
         self._params = params
         self._system_prompt = system_prompt
-        self._runtime = AgentRuntime(engine, codec, max_turns=max_turns)
+        self._runtime = AgentRuntime(engine, codec, max_turns=max_turns, max_tokens=max_tokens)
 
     def conversation(self, messages: Sequence[Message] = ()) -> "Conversation":
         """A new conversation, which goes on after `messages`."""

@@ -20,11 +20,13 @@ OnPiece = Callable[[str, str], None]
 
 @frozen(kw_only=True, eq=False)
 class ChatReply:
-    """One reply, with its tokens. `prompt_token_ids` is what the engine was given."""
+    """One reply, with its tokens. `prompt_token_ids` is what the engine was given; `stopped_by` the client's text that
+    ended it."""
 
     parsed: ParsedReply
     generation: Generation
     prompt_token_ids: tuple[int, ...]
+    stopped_by: str | None = None
 
 
 async def sample_tokens(

@@ -2,20 +2,23 @@
 
 A `RecordedSession` keeps the tokens of one training rollout in a `TokenLedger`; a call outside of any session is
 sampled and forgotten. Invariants: sampling settings of a recorded session are the trainer's (a client may only shorten
-replies); a turn is recorded once it is complete, and once for all retries; nothing is recorded after `seal`.
+replies, by tokens or by texts that end them); a turn is recorded once it is complete, and once for all retries; nothing
+is recorded after `seal`.
 """
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 from attrs import evolve, field, frozen
 
 from rollgrad.application.agents.ledger import Prepared, TokenLedger
 from rollgrad.application.agents.reply import ChatReply, OnPiece, sample_reply
-from rollgrad.domain.errors import RollgradError
+from rollgrad.application.agents.stop_text import StopText
+from rollgrad.domain.errors import ConfigurationError, RollgradError
 from rollgrad.domain.messages import Message, ParsedReply
 from rollgrad.domain.ports.chat_codec import ChatCodec, ToolSchema
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
@@ -35,6 +38,11 @@ class ChatRequest:
     messages: Sequence[Message]
     tools: Sequence[ToolSchema] = ()
     changes: Mapping[str, Any] = field(factory=dict)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the reply, and are no part of it."""
+        return tuple(self.changes.get("stop_strings", ()))
 
 
 class RefusedError(RollgradError, RuntimeError):
@@ -56,12 +64,16 @@ class ChatService:
         engine: samples.
         codec: between messages and tokens.
         max_waiting: requests in flight at most; more are refused (`busy`).
+        max_tokens: of a conversation outside of sessions; None for no limit. A reply that would pass it is cut off.
     """
 
-    def __init__(self, engine: RolloutEngine, codec: ChatCodec, *, max_waiting: int = 4096) -> None:
+    def __init__(
+        self, engine: RolloutEngine, codec: ChatCodec, *, max_waiting: int = 4096, max_tokens: int | None = None
+    ) -> None:
         self._engine = engine
         self._codec = codec
         self._max_waiting = max_waiting
+        self._max_tokens = max_tokens
         self._in_flight = 0
         self._sessions: dict[str, RecordedSession] = {}
 
@@ -90,10 +102,18 @@ class ChatService:
         """Answers outside of any session, with the client's settings over `defaults`."""
         token_ids = self._codec.render(request.messages, request.tools).token_ids
         prepared = Prepared(token_ids=token_ids, messages=tuple(request.messages), tools=tuple(request.tools))
-        return await self.sample(prepared, evolve(defaults, **request.changes), on_piece=on_piece)
+        params = evolve(defaults, **request.changes)
+        return await self.sample(prepared, params, stops=request.stops, on_piece=on_piece)
 
-    async def sample(self, prepared: Prepared, params: SamplingParams, *, on_piece: OnPiece | None = None) -> ChatReply:
-        """Samples one reply to `prepared`.
+    async def sample(
+        self,
+        prepared: Prepared,
+        params: SamplingParams,
+        *,
+        stops: Sequence[str] = (),
+        on_piece: OnPiece | None = None,
+    ) -> ChatReply:
+        """Samples one reply to `prepared`, without what begins with one of `stops`.
 
         Raises:
             RefusedError: too many requests are in flight.
@@ -103,7 +123,13 @@ class ChatService:
             raise RefusedError(f"{self._in_flight} requests are in flight, the most that are taken: try again.", "busy")
         self._in_flight += 1
         try:
-            return await sample_reply(self._engine, self._codec, prepared, params, on_piece=on_piece)
+            if not stops:
+                return await sample_reply(self._engine, self._codec, prepared, params, on_piece=on_piece)
+            cut = StopText(stops, on_piece)
+            reply = await sample_reply(
+                self._engine, self._codec, prepared, params, on_piece=None if on_piece is None else cut.hear
+            )
+            return cut.finish(reply)
         finally:
             self._in_flight -= 1
 
@@ -144,10 +170,11 @@ class RecordedSession:
         self._params = params
         self._limits = limits
         self._sealed = False
-        self._started = 0
-        self._replies: dict[str, tuple[str, asyncio.Task[ChatReply]]] = {}
+        self._numbers: set[int] = set()
+        self._replies: dict[str, tuple[str, list[asyncio.Task[ChatReply]]]] = {}
         self._running: set[asyncio.Task[ChatReply]] = set()
-        self._unheard: set[asyncio.Task[ChatReply]] = set()
+        self._abandoned: set[asyncio.Task[ChatReply]] = set()
+        self._delivered: set[asyncio.Task[ChatReply]] = set()
         self._recorded: dict[asyncio.Task[Any], int] = {}
         self._warned = False
 
@@ -155,35 +182,34 @@ class RecordedSession:
         self, request: ChatRequest, *, origin: "Origin | None" = None, on_piece: OnPiece | None = None
     ) -> ChatReply:
         """Answers and records. A retry gets the reply of the request that it repeats, also one that is still being
-        sampled (then without pieces).
+        sampled (then without pieces); one that failed is sampled again, and counts for no turn.
 
         The reply is completed and recorded even if the caller goes away, so that a retry finds it.
 
         Raises:
             RefusedError: the session is over, a limit is reached, or a retry has another body.
         """
-        earlier = self._replies.get(origin.key) if origin is not None else None
-        if origin is not None and origin.is_retry and earlier is not None:
-            if earlier[0] != origin.digest:
-                self._refuse("The idempotency key was used before, with another body.", "conflict")
-            return await self._heard(earlier[1])
+        repeated = self._repeated(origin)
+        if repeated is not None:
+            return await self._heard(repeated)
         if self._sealed:
             self._refuse("The session is closed: its episode has ended.", "sealed")
-        if self._started >= self._limits.max_turns:
+        number = next(number for number in itertools.count() if number not in self._numbers)
+        if number >= self._limits.max_turns:
             self.stopped = StopReason.TURN_LIMIT
             self._refuse(f"The session has had its {self._limits.max_turns} replies (rollout.max_turns).", "turn_limit")
-        turn, self._started = self._started, self._started + 1
-        task = asyncio.create_task(self._answer(request, turn, on_piece))
+        self._numbers.add(number)
+        task = asyncio.create_task(self._answer(request, number, on_piece))
         self._running.add(task)
         task.add_done_callback(self._finished)
         if origin is not None:
-            self._replies[origin.key] = (origin.digest, task)
+            self._replies.setdefault(origin.key, (origin.digest, []))[1].append(task)
         return await self._heard(task)
 
     async def seal(self) -> None:
         """Ends the session: later requests are refused, and those in flight are cancelled; idempotent.
 
-        A reply that its caller did not wait for, and that nothing continues, is left out of the record.
+        A reply that reached no caller, and that nothing continues, is left out of the record.
         """
         self._sealed = True
         self._service.forget(self)
@@ -191,36 +217,62 @@ class RecordedSession:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        for task in self._unheard:
-            if task in self._recorded:
-                self.ledger.drop_leaf(self._recorded[task])
-        self._unheard.clear()
+        for task, turn in self._recorded.items():
+            if task not in self._delivered:
+                self.ledger.drop_leaf(turn)
+
+    def _repeated(self, origin: "Origin | None") -> "asyncio.Task[ChatReply] | None":
+        """The request that this one repeats: of several alike, one whose caller went away."""
+        if origin is None or not origin.is_retry:
+            return None
+        digest, tasks = self._replies.get(origin.key, (origin.digest, []))
+        if digest != origin.digest:
+            self._refuse("The idempotency key was used before, with another body.", "conflict")
+        usable = [task for task in reversed(tasks) if not (task.done() and (task.cancelled() or task.exception()))]
+        return min(usable, key=lambda task: (task not in self._abandoned, task in self._delivered), default=None)
 
     async def _heard(self, task: "asyncio.Task[ChatReply]") -> ChatReply:
-        self._unheard.discard(task)
+        self._abandoned.discard(task)
         try:
-            return await asyncio.shield(task)
+            reply = await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._unheard.add(task)
+            if task not in self._delivered:
+                self._abandoned.add(task)
             raise
+        self._delivered.add(task)
+        return reply
 
-    async def _answer(self, request: ChatRequest, turn: int, on_piece: OnPiece | None) -> ChatReply:
-        prepared = self.ledger.prepare(request.messages, request.tools)
-        reply = await self._service.sample(prepared, self._settings(request, prepared, turn), on_piece=on_piece)
-        if self._sealed:
-            self._refuse("The session is closed: its episode has ended.", "sealed")
+    async def _answer(self, request: ChatRequest, number: int, on_piece: OnPiece | None) -> ChatReply:
         task = asyncio.current_task()
         assert task is not None
-        self._recorded[task] = self.ledger.commit(prepared, reply.generation, reply.parsed.message)
+        try:
+            prepared = self.ledger.prepare(request.messages, request.tools)
+            params = self._settings(request, prepared, number)
+            reply = await self._sampled(prepared, params, request, on_piece)
+            if self._sealed:
+                self._refuse("The session is closed: its episode has ended.", "sealed")
+            self._recorded[task] = self.ledger.commit(prepared, reply.generation, reply.parsed.message)
+        except BaseException:
+            self._numbers.discard(number)
+            raise
         self.last = reply.parsed
         return reply
 
-    def _settings(self, request: ChatRequest, prepared: Prepared, turn: int) -> SamplingParams:
+    async def _sampled(
+        self, prepared: Prepared, params: SamplingParams, request: ChatRequest, on_piece: OnPiece | None
+    ) -> ChatReply:
+        try:
+            return await self._service.sample(prepared, params, stops=request.stops, on_piece=on_piece)
+        except ConfigurationError as error:  # the engine: more tokens than the model has positions
+            self.stopped = StopReason.LENGTH
+            self._refuse(str(error), "context_length")
+
+    def _settings(self, request: ChatRequest, prepared: Prepared, number: int) -> SamplingParams:
         params = self._params
         ignored = sorted(
             name
             for name, value in request.changes.items()
-            if name not in ("max_new_tokens", "seed") and value != getattr(params, name)
+            if name not in ("max_new_tokens", "seed", "stop_strings") and value != getattr(params, name)
         )
         if ignored and not self._warned:
             self._warned = True
@@ -235,9 +287,14 @@ class RecordedSession:
                 f"{self._limits.max_tokens} (rollout.max_episode_tokens).",
                 "context_length",
             )
-        return evolve(params, max_new_tokens=room, seed=(params.seed + turn) % 2**63)
+        return evolve(
+            params,
+            max_new_tokens=room,
+            stop_strings=(*params.stop_strings, *request.stops),
+            seed=(params.seed + number) % 2**63,
+        )
 
-    def _refuse(self, message: str, kind: str) -> None:
+    def _refuse(self, message: str, kind: str) -> NoReturn:
         self.refused[kind] = self.refused.get(kind, 0) + 1
         raise RefusedError(message, kind)
 

@@ -70,7 +70,9 @@ class ServedAgentExecutor(AgentExecutor):
         finally:
             await session.seal()
         if session.ledger.is_empty:
-            return request.failure(FailureKind.ENVIRONMENT, "The agent ended its episode without asking for a reply.")
+            refused = ", ".join(f"{count} {kind}" for kind, count in session.refused.items())
+            why = f"its requests were refused: {refused}" if refused else "it did not ask for one"
+            return request.failure(FailureKind.ENVIRONMENT, f"The agent ended its episode without a reply ({why}).")
         try:
             reward = await self._judge(session, request, result)
         except RewardError as error:

@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[str, Callable[[str], str]]] = {
     "async_function": ("text", str),
     "think": ("notes", lambda text: "Noted."),
     "final": ("answer", str),
-    "python": ("code", lambda text: f"{text!r}\n"),
+    "python": ("code", lambda text: f"{text!r}"),
     "mcp": ("text", str),
 }
 """The one argument of each, and what it answers to a text (to the text's literal, in Python's case)."""

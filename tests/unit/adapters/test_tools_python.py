@@ -101,22 +101,22 @@ def _adopted(script: str) -> list[int]:
 @pytest.mark.parametrize(
     ("code", "output"),
     [
-        ("print(6 * 7)", "42\n"),
-        ("6 * 7", "42\n"),
-        ("x = 6\nx * 7", "42\n"),
-        ("'häß 漢'", "'häß 漢'\n"),
+        ("print(6 * 7)", "42"),
+        ("6 * 7", "42"),
+        ("x = 6\nx * 7", "42"),
+        ("'häß 漢'", "'häß 漢'"),
         ("x = 42", "(no output)"),
         ("None", "(no output)"),
         ("", "(no output)"),
-        ("import sys; print('a'); print('b', file=sys.stderr); 'c'", "a\nb\n'c'\n"),
-        ("def f():\n    return __name__\nf()", "'__main__'\n"),
-        ("import json, math, re, hashlib, sqlite3, decimal; json.dumps([math.pi])", "'[3.141592653589793]'\n"),
-        ("print(1)\nquit()", "1\n"),
+        ("import sys; print('a'); print('b', file=sys.stderr); 'c'", "a\nb\n'c'"),
+        ("def f():\n    return __name__\nf()", "'__main__'"),
+        ("import json, math, re, hashlib, sqlite3, decimal; json.dumps([math.pi])", "'[3.141592653589793]'"),
+        ("print(1)\nquit()", "1"),
         ("import sys; sys.exit(0)", "(no output)"),
-        ("open('a.py', 'w').write('b = 5')\nimport a\na.b", "5\n"),
-        ("import multiprocessing\nwith multiprocessing.Pool(2) as p: print(p.map(abs, [-1, 2]))", "[1, 2]\n"),
-        ("import subprocess, sys; subprocess.check_output(['/bin/echo', 'hi'])", "b'hi\\n'\n"),
-        ("import os; [os.getcwd() == os.environ['HOME'], os.listdir()]", "[True, []]\n"),
+        ("open('a.py', 'w').write('b = 5')\nimport a\na.b", "5"),
+        ("import multiprocessing\nwith multiprocessing.Pool(2) as p: print(p.map(abs, [-1, 2]))", "[1, 2]"),
+        ("import subprocess, sys; subprocess.check_output(['/bin/echo', 'hi'])", "b'hi\\n'"),
+        ("import os; [os.getcwd() == os.environ['HOME'], os.listdir()]", "[True, []]"),
         ("input()", "Traceback"),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_chain_of_processes_that_never_ends_does_not_survive(run: Callable[...
 def test_a_flood_keeps_head_and_tail_and_counts_the_rest(run: Callable[..., ToolResult]) -> None:
     result = run("print('é' * 100_000 + 'end')", output_chars=100)
     assert result == ToolResult(
-        content="é" * 50 + f"\n[... {100_000 + 4 - 100} characters left out ...]\n" + "é" * 46 + "end\n"
+        content="é" * 50 + f"\n[... {100_000 + 4 - 100} characters left out ...]\n" + "é" * 46 + "end"
     )
 
 
@@ -234,12 +234,12 @@ def test_an_endless_flood_is_stopped(run: Callable[..., ToolResult]) -> None:
 
 
 def test_bytes_that_are_no_text_are_shown_somehow(run: Callable[..., ToolResult]) -> None:
-    assert run("import os; os.write(1, b'a\\xff\\xc3'); print()").content == "a\ufffd\ufffd\n"
+    assert run("import os; os.write(1, b'a\\xff\\xc3'); print()").content == "a\ufffd\ufffd"
 
 
 @pytest.mark.parametrize("code", ["import os; os.close(1); os.close(2)", "import sys; sys.stdout.close()"])
 def test_closing_the_output_is_harmless(run: Callable[..., ToolResult], code: str) -> None:
-    assert run(f"print('kept')\n{code}\nx = 1") == ToolResult(content="kept\n")
+    assert run(f"print('kept')\n{code}\nx = 1") == ToolResult(content="kept")
 
 
 def test_the_environment_has_no_secret(run: Callable[..., ToolResult], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,14 +266,14 @@ def test_files_of_the_parent(
 
 def test_files_of_everybody(run: Callable[..., ToolResult], namespaces: bool) -> None:
     result = run("import os; [os.path.exists('/etc/passwd'), os.path.exists('/proc/1'), os.path.exists('/sys')]")
-    assert result.content == ("[False, False, False]\n" if namespaces else "[True, True, True]\n")
+    assert result.content == ("[False, False, False]" if namespaces else "[True, True, True]")
 
 
 def test_installed_packages_are_not_there(run: Callable[..., ToolResult], namespaces: bool) -> None:
     import attrs
 
     result = run(f"import os; os.path.exists({attrs.__file__!r})")
-    assert result.content == ("False\n" if namespaces or not sandbox_reads(attrs.__file__) else "True\n")
+    assert result.content == ("False" if namespaces or not sandbox_reads(attrs.__file__) else "True")
 
 
 def sandbox_reads(path: str) -> bool:
@@ -284,7 +284,7 @@ def sandbox_reads(path: str) -> bool:
 def test_the_network(run: Callable[..., ToolResult], namespaces: bool, server: int) -> None:
     result = run(f"import socket; socket.create_connection(('127.0.0.1', {server}), 5); 'connected'")
     assert result.is_error == namespaces
-    assert result.content.endswith("Network is unreachable" if namespaces else "'connected'\n")
+    assert result.content.endswith("Network is unreachable" if namespaces else "'connected'")
 
 
 def test_other_processes(run: Callable[..., ToolResult], namespaces: bool) -> None:
@@ -420,7 +420,7 @@ def test_at_most_so_many_run_at_once_and_the_loop_goes_on(namespaces: bool) -> N
             most = max(most, sum(_parent(pid) == os.getpid() for pid in with_argument(guards)))
         return list(await calls)
 
-    assert [result.content for result in asyncio.run(scenario())] == [f"{n}\n" for n in range(6)]
+    assert [result.content for result in asyncio.run(scenario())] == [str(n) for n in range(6)]
     assert most == 2
     assert ticks > 6
 

@@ -1,0 +1,176 @@
+"""`rollgrad chat` and `rollgrad serve agent` as a user runs them: real processes, a real (tiny) model, real clients."""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.application.agents.assistant import Assistant
+from rollgrad.application.agents.service import ChatRequest
+from rollgrad.domain.messages import Message
+from rollgrad.domain.sampling import SamplingParams
+from rollgrad.entrypoints.assistant_factory import load_assistant
+from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.serve_agent import ServeAgentArguments
+from tests.fakes.recording_engine import RecordingEngine
+
+ROLLGRAD = [sys.executable, "-m", "rollgrad.entrypoints.cli"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+SETTINGS = ["--max_new_tokens", "12", "--seed", "5", "--temperature", "1"]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model_dir: Path) -> Iterator[str]:
+    process = subprocess.Popen(
+        [*ROLLGRAD, "serve", "agent", "--model", str(tiny_model_dir), "--port", "0", *SETTINGS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    assert process.stdout is not None
+    yield process.stdout.readline().strip()
+    process.send_signal(signal.SIGINT)
+    _, complaints = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in complaints
+
+
+def talk(model: Path, *arguments: str, said: str = "") -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [*ROLLGRAD, "chat", "--model", str(model), "--json", *SETTINGS, *arguments],
+        input=said,
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_chat_and_server_sample_the_same_tokens(tiny_model_dir: Path, server: str) -> None:
+    (told,) = talk(tiny_model_dir, "--prompt", "What is 3 plus 4?")
+    client = OpenAI(base_url=f"{server}/v1", api_key="none")
+    asked: list[Any] = [{"role": "user", "content": "What is 3 plus 4?"}]
+    reply = client.chat.completions.create(
+        model="tiny-llama", messages=asked, extra_body={"return_token_ids": True}, seed=5
+    )
+    assert reply.choices[0].token_ids == told["token_ids"]  # type: ignore[attr-defined]
+    assert reply.choices[0].message.content == told["answer"]
+    assert client.models.list().data[0].id == "tiny-llama"
+    other = client.chat.completions.create(
+        model="tiny-llama", messages=asked, seed=6, extra_body={"return_token_ids": True}
+    )
+    assert other.choices[0].token_ids != told["token_ids"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_a_conversation_goes_on_and_starts_over(tiny_model_dir: Path, tmp_path: Path) -> None:
+    opening = tmp_path / "opening.json"
+    examples = [{"role": "user", "content": "1 plus 1?"}, {"role": "assistant", "content": "2"}]
+    opening.write_text(json.dumps(examples))
+    first, second, third = talk(
+        tiny_model_dir, "--messages", str(opening), said="What is 3?\nand 4?\n\n/new\nWhat is 3?\n/exit\nnever read\n"
+    )
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant"] * 3
+    assert second["messages"][:2] == examples
+    assert third == first, "a new conversation forgets, and the seed is the same"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["chat"], "--model is not set: name the directory or hub name of a model."),
+        (["serve", "agent"], "--model is not set"),
+        (["chat", "--model", "x", "--temperature", "-1"], "temperature"),
+        (["chat", "--model", "x", "--tools", "hammer"], "--tools names 'hammer', which is no tool"),
+        (["chat", "--model", "x", "--messages", "nowhere.json"], "--messages nowhere.json cannot be read"),
+        (["serve", "agent", "--model", "x", "--host", "0.0.0.0"], "no token protects it"),
+        (["chat", "--model", "x", "--dtype", "int3"], "--dtype is 'int3'"),
+        (["chat", "--modell", "x"], "--modell is not a flag; did you mean --model?"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROLLGRAD_TOKEN", raising=False)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) == 1
+    assert sentence in error
+
+
+def scripted(tokenizer: Any, *replies: str) -> tuple[Assistant, RecordingEngine]:
+    """An assistant with the Python tool whose model says `replies`."""
+    from rollgrad.adapters.tools.python import PythonTool
+
+    codec = TemplateCodec(tokenizer)
+    engine = RecordingEngine(lambda request, number: codec.encode(replies[number]))
+
+    async def tools() -> list[Any]:
+        return [PythonTool()]
+
+    return Assistant(engine, codec, tools, params=SamplingParams(max_new_tokens=200), system_prompt="Be brief."), engine
+
+
+CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(6 * 7)"}}\n</tool_call><|im_end|>'
+
+
+def test_a_served_answer_comes_after_the_servers_tools(tiny_tokenizer: Any) -> None:
+    assistant, engine = scripted(tiny_tokenizer, CALL, "It is 42.<|im_end|>")
+    pieces: list[str] = []
+    request = ChatRequest(messages=[{"role": "user", "content": "6 times 7?"}])
+    reply = asyncio.run(assistant.answer(request, lambda field, text: pieces.append(text)))
+    assert reply.parsed.message["content"] == "It is 42."
+    assert pieces == ["It is 42."]
+    prompt = tiny_tokenizer.decode(engine.exchanges[1].prompt)
+    assert "<tool_response>\n42\n</tool_response>" in prompt
+    assert "Be brief." in prompt
+    first, second = engine.exchanges
+    assert second.prompt[: len(first.prompt)] == first.prompt
+
+
+def test_a_client_with_tools_gets_the_call(tiny_tokenizer: Any) -> None:
+    assistant, engine = scripted(tiny_tokenizer, CALL)
+    tool = {"type": "function", "function": {"name": "python", "description": "", "parameters": {"type": "object"}}}
+    request = ChatRequest(messages=[{"role": "user", "content": "6 times 7?"}], tools=[tool])
+    reply = asyncio.run(assistant.answer(request))
+    assert reply.parsed.tool_calls[0].arguments == {"code": "print(6 * 7)"}
+    assert len(engine.exchanges) == 1
+
+
+def test_a_conversation_keeps_the_models_own_tokens(tiny_tokenizer: Any) -> None:
+    assistant, engine = scripted(tiny_tokenizer, CALL, "It is 42.<|im_end|>", "Bye.<|im_end|>")
+    conversation = assistant.conversation()
+    heard: list[tuple[str, str]] = []
+
+    async def scenario() -> list[Message]:
+        await conversation.say("6 times 7?", on_piece=lambda field, text: heard.append((field, text)))
+        await conversation.say("Thanks")
+        return conversation.messages
+
+    messages = asyncio.run(scenario())
+    roles = ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert [message["role"] for message in messages] == roles
+    assert "".join(text for field, text in heard if field == "content") == "It is 42."
+    for before, after in itertools.pairwise(engine.exchanges):
+        whole = (*before.prompt, *before.generation.token_ids)
+        assert after.prompt[: len(whole)] == whole
+
+
+def test_the_loaded_assistant_is_named_after_its_model(tiny_model_dir: Path) -> None:
+    loaded = load_assistant(ServeAgentArguments(model=str(tiny_model_dir)))
+    assert loaded.name == "tiny-llama"
