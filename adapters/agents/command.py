@@ -28,6 +28,11 @@ MAX_OUTPUT = 2**20
 """Bytes of standard output and of standard error that are read; a program that writes more is stopped."""
 SHOWN = 500
 """Characters of standard error in a failure's message."""
+POLL_SECONDS = 0.2
+"""How often it is looked whether a program has ended whose output others still hold open: asyncio's own `wait` waits
+for them too."""
+END_SECONDS = 1.0
+"""How long output stays open behind the end of a program and its children; whoever holds it then has left its group."""
 
 
 class CommandAgent(AgentProgram):
@@ -38,11 +43,16 @@ class CommandAgent(AgentProgram):
     prints is its answer; nothing printed leaves the last reply as the answer.
 
     Raises:
-        ConfigurationError: the command is empty.
+        ConfigurationError: the command is empty, or a quotation in it does not end.
     """
 
     def __init__(self, command: str) -> None:
-        self._command = shlex.split(command)
+        try:
+            self._command = shlex.split(command)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"agent.command is {command!r}, which a shell could not read ({error}): correct --agent.command."
+            ) from error
         if not self._command:
             raise ConfigurationError("agent.command is empty: give the program that plays with --agent.command.")
 
@@ -68,12 +78,7 @@ class CommandAgent(AgentProgram):
                 f"agent.command starts {self._command[0]!r}, which cannot be run ({error.strerror}): correct "
                 "--agent.command."
             ) from error
-        try:
-            said, complained = await _talk(process, _input(task))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it left behind
-            await process.wait()
+        said, complained = await _talk(process, _input(task))
         if process.returncode != 0:
             raise RuntimeError(f"exit status {process.returncode}: {complained.strip()[-SHOWN:] or 'no message'}")
         lines = said.strip().splitlines()
@@ -81,26 +86,55 @@ class CommandAgent(AgentProgram):
 
 
 async def _talk(process: asyncio.subprocess.Process, given: bytes) -> tuple[str, str]:
-    """What the process writes until it ends."""
-    assert process.stdin is not None
+    """What the process writes to its outputs until it ends; its children end with it."""
     assert process.stdout is not None
     assert process.stderr is not None
+    said, complained = bytearray(), bytearray()
+    parts = [_write(process, given), _read(process.stdout, said), _read(process.stderr, complained)]
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        pending = set(tasks)
+        while pending and process.returncode is None:
+            done, pending = await asyncio.wait(pending, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        while process.returncode is None:  # it goes on without outputs
+            await asyncio.sleep(POLL_SECONDS / 10)
+        _kill(process)
+        if pending:
+            done, _ = await asyncio.wait(pending, timeout=END_SECONDS)
+            for task in done:
+                task.result()
+    finally:
+        _kill(process)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while process.returncode is None:
+            await asyncio.sleep(POLL_SECONDS / 10)
+        process._transport.close()  # type: ignore[attr-defined]  # nothing public closes the pipes
+    return said.decode(errors="replace"), complained.decode(errors="replace")
+
+
+async def _write(process: asyncio.subprocess.Process, given: bytes) -> None:
+    assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         process.stdin.write(given)
         await process.stdin.drain()
     process.stdin.close()
-    said, complained = await asyncio.gather(_read(process.stdout), _read(process.stderr))
-    await process.wait()
-    return said, complained
 
 
-async def _read(stream: asyncio.StreamReader) -> str:
-    received = bytearray()
+async def _read(stream: asyncio.StreamReader, into: bytearray) -> None:
     while chunk := await stream.read(65536):
-        received += chunk
-        if len(received) > MAX_OUTPUT:
+        into += chunk
+        if len(into) > MAX_OUTPUT:
             raise RuntimeError(f"the program wrote more than {MAX_OUTPUT} bytes")
-    return received.decode(errors="replace")
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Ends the program and what it left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _input(task: AgentTask) -> bytes:

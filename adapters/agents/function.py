@@ -1,20 +1,18 @@
 """An agent that is a Python function."""
 
 import asyncio
+import contextlib
 import inspect
 import math
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
 
-THREADS = 256
-"""Blocking agents that play at once; they wait for replies most of the time."""
-
 
 class FunctionAgent(AgentProgram):
-    """Calls `function(task)`, which may be asynchronous; one that blocks runs in a thread.
+    """Calls `function(task)`, which may be asynchronous; one that blocks runs in a thread of its own.
 
     It returns its answer (a text), its reward (a number), a mapping with `answer`, `reward` and `metrics`, or None: the
     last reply is the answer then. A blocking function that is cancelled keeps its thread until it returns; its session
@@ -23,17 +21,49 @@ class FunctionAgent(AgentProgram):
 
     def __init__(self, function: Callable[[AgentTask], Any]) -> None:
         self._function = function
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="agent")
 
     async def run(self, task: AgentTask) -> AgentResult:
         """See `AgentProgram.run`.
 
         Raises:
             TypeError, ValueError: the function returned something else.
+            RuntimeError: it called `sys.exit`, which must not end the training run.
         """
-        if inspect.iscoroutinefunction(self._function):
-            return _result(await self._function(task))
-        return _result(await asyncio.get_running_loop().run_in_executor(self._threads, self._function, task))
+        try:
+            asynchronous = inspect.iscoroutinefunction(self._function)
+            value = self._function(task) if asynchronous else await _in_thread(self._function, task)
+            return _result(await value if inspect.isawaitable(value) else value)
+        except SystemExit as error:
+            raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+
+
+async def _in_thread(function: Callable[[AgentTask], Any], task: AgentTask) -> Any:
+    """What `function` returns, called in a daemon thread: one that never returns does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if answer.done():  # nobody waits any more
+            return
+        if error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(error)
+
+    def call() -> None:
+        value: Any = None
+        failed: BaseException | None = None
+        try:
+            value = function(task)
+        except StopIteration as error:  # a future cannot carry it
+            failed = RuntimeError(f"it raised {error!r}")
+        except BaseException as error:
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, value, failed)
+
+    threading.Thread(target=call, name="agent", daemon=True).start()
+    return await answer
 
 
 def _result(value: Any) -> AgentResult:

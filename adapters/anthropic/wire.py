@@ -20,7 +20,10 @@ from rollgrad.adapters.http.wire import (
     count,
     number,
     read,
+    stops,
+    temperature,
     text_of,
+    tool_of,
 )
 from rollgrad.application.agents.reply import ChatReply
 from rollgrad.application.agents.service import ChatRequest
@@ -40,15 +43,12 @@ class AnthropicWire(Wire):
         if choice.get("type") not in ("auto", "none"):
             raise bad(f"tool_choice is of type {choice.get('type')!r}, but this server knows auto and none only.")
         tools = [] if choice["type"] == "none" else read(body, "tools", list, [])
-        stops = read(body, "stop_sequences", list, [])
-        if not all(isinstance(text, str) and text for text in stops):
-            raise bad("stop_sequences must be a list of texts, none of them empty.")
         changes: dict[str, Any] = {
-            "temperature": number(body, "temperature", 0, 1),
+            "temperature": temperature(body, 1),
             "top_p": number(body, "top_p", 1e-6, 1),
             "top_k": count(body, "top_k", 0),
             "max_new_tokens": count(body, "max_tokens"),
-            "stop_strings": tuple(stops) or None,
+            "stop_strings": stops(body, "stop_sequences"),
         }
         system = text_of(body.get("system"), "system")
         conversation: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -147,9 +147,11 @@ def _head(call: Call, call_id: str) -> dict[str, Any]:
 def _end(reply: ChatReply) -> dict[str, Any]:
     if reply.generation.stop_reason is not StopReason.STOP:
         reason = "max_tokens"
+    elif reply.parsed.message.get("tool_calls"):
+        reason = "tool_use"
     else:
-        reason = "tool_use" if reply.parsed.message.get("tool_calls") else "end_turn"
-    return {"stop_reason": reason, "stop_sequence": None}
+        reason = "end_turn" if reply.stopped_by is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": reply.stopped_by}
 
 
 def _usage(reply: ChatReply) -> dict[str, int]:
@@ -198,6 +200,4 @@ def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:
 def _tool(tool: Any, index: int) -> Mapping[str, Any]:
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or tool.get("type") not in (None, "custom"):
         raise bad(f"tools[{index}] must have a name and an input_schema: tools that run at the server are not offered.")
-    parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
-    described = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
-    return {"type": "function", "function": described}
+    return tool_of(tool, "input_schema")

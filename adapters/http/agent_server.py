@@ -13,6 +13,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
+import structlog
 from attrs import frozen
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -40,8 +41,12 @@ KEEP_ALIVE_SECONDS = 3.0
 STATUS: Mapping[str, int] = {"sealed": 410, "turn_limit": 400, "context_length": 400, "conflict": 400, "busy": 429}
 CODES: Mapping[str, str] = {"context_length": "context_length_exceeded"}
 
+_log = structlog.get_logger()
+
 Answer = Callable[[ChatRequest, OnPiece | None], Awaitable[ChatReply]]
 """Answers a request outside of any session."""
+_Pieces = asyncio.Queue[tuple[str, str] | None]
+"""Of a reply, in order; None is its end."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -89,7 +94,7 @@ class AgentServer:
             try:
                 asked = await self._asked(wire, request)
                 if asked.call.stream:
-                    return StreamingResponse(self._stream(wire, asked), media_type="text/event-stream")
+                    return await self._streaming(wire, asked, request)
                 reply = await self._reply(asked, request)
             except HttpError as error:
                 return JSONResponse(wire.error(error), error.status_code, headers=error.headers)
@@ -111,9 +116,10 @@ class AgentServer:
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
-        return JSONResponse(
-            {"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "rollgrad"}]}
-        )
+        openai = {"object": "model", "created": 0, "owned_by": "rollgrad"}
+        anthropic = {"type": "model", "display_name": self._model, "created_at": "1970-01-01T00:00:00Z"}
+        page = {"first_id": self._model, "last_id": self._model, "has_more": False}
+        return JSONResponse({"object": "list", "data": [{"id": self._model, **openai, **anthropic}], **page})
 
     async def _asked(self, wire: Wire, request: Request) -> _Asked:
         session = self._session(request)
@@ -130,8 +136,8 @@ class AgentServer:
                 raise HttpError(410, "There is no such session, or its episode has ended.", code="sealed")
             return session
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        session = self._service.session(given)
+        given = [bearer.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
+        session = next(filter(None, map(self._service.session, given)), None)
         if session is None and self._answer is None:
             raise HttpError(401, "Send the session's key as API key, or use its URL.", code="invalid_api_key")
         return session
@@ -155,16 +161,42 @@ class AgentServer:
         assert self._answer is not None
         return await self._answer(asked.call.request, on_piece)
 
-    async def _stream(self, wire: Wire, asked: _Asked) -> AsyncIterator[str]:
-        events = wire.events(asked.call, secrets.token_hex(12))
-        pieces: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
-        heard = False
+    async def _streaming(self, wire: Wire, asked: _Asked, request: Request) -> Response:
+        """A refusal that comes soon, before any piece, is a status as without streaming: clients act on those."""
+        pieces: _Pieces = asyncio.Queue()
+        begun = asyncio.Event()
 
         def on_piece(field: str, text: str) -> None:
             pieces.put_nowait((field, text))
+            begun.set()
+
+        def on_end(task: object) -> None:
+            pieces.put_nowait(None)
+            begun.set()
 
         task = asyncio.ensure_future(self._sampled(asked, on_piece))
-        task.add_done_callback(lambda done: pieces.put_nowait(None))
+        task.add_done_callback(on_end)
+        waits = [asyncio.ensure_future(begun.wait()), asyncio.ensure_future(_gone(request))]
+        try:
+            await asyncio.wait(waits, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if waits[1].done():
+                raise HttpError(499, "The client went away.")
+            if task.done():
+                with _refusals():
+                    task.result()
+        except BaseException:
+            task.cancel()
+            raise
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return StreamingResponse(self._stream(wire, asked, task, pieces), media_type="text/event-stream")
+
+    async def _stream(
+        self, wire: Wire, asked: _Asked, task: "asyncio.Future[ChatReply]", pieces: "_Pieces"
+    ) -> AsyncIterator[str]:
+        events = wire.events(asked.call, secrets.token_hex(12))
+        heard = False
         try:
             for event in events.start():
                 yield event
@@ -220,6 +252,7 @@ class _refusals:  # noqa: N801
         if isinstance(error, EngineError):
             raise HttpError(503, str(error), code="engine_error") from error
         if isinstance(error, Exception) and not isinstance(error, HttpError):
+            _log.error("reply_failed", exc_info=error)
             raise internal_error() from error
 
 

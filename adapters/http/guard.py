@@ -79,7 +79,7 @@ async def read_json(request: Request) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise HttpError(400, "The body is JSON, but not an object ({...}).", code="invalid_json")
     if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH:
-        _check_depth(value)
+        check_depth(value)
     return value
 
 
@@ -87,7 +87,12 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _check_depth(value: Any) -> None:
+def check_depth(value: Any) -> None:
+    """Refuses a JSON value that nests deeper than MAX_JSON_DEPTH.
+
+    Raises:
+        HttpError: 400, it does.
+    """
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
         children = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]

@@ -10,12 +10,19 @@ from typing import Any, Protocol, TypeVar
 
 from attrs import frozen
 
-from rollgrad.adapters.http.guard import HttpError
+from rollgrad.adapters.http.guard import HttpError, check_depth
 from rollgrad.application.agents.reply import ChatReply
 from rollgrad.application.agents.service import ChatRequest
 from rollgrad.domain.messages import Message
 
 Value = TypeVar("Value")
+MIN_TEMPERATURE = 1e-3
+"""Below it sampling is greedy."""
+MAX_COUNT = 2**31 - 1
+"""No count of tokens is larger."""
+MAX_STOPS = 64
+"""Texts that may end a reply: each is looked for behind every token."""
+
 Decode = Callable[[Sequence[int]], str]
 """Text of token ids, special tokens included."""
 
@@ -113,16 +120,33 @@ def number(body: Mapping[str, Any], name: str, low: float, high: float) -> float
     """A number in a closed range, None if absent."""
     value = read(body, name, (int, float))
     if value is not None and not low <= value <= high:
-        raise bad(f"{name} is {value}, but it must be from {low:g} to {high:g}.")
+        raise bad(f"{name} is {json.dumps(value)[:60]}, but it must be from {low:g} to {high:g}.")
     return None if value is None else float(value)
 
 
-def count(body: Mapping[str, Any], name: str, low: int = 1) -> int | None:
-    """A whole number of at least `low`, None if absent."""
+def temperature(body: Mapping[str, Any], high: float) -> float | None:
+    """The field `temperature`, None if absent; one close to 0 is 0, since logits are divided by it."""
+    value = number(body, "temperature", 0, high)
+    return 0.0 if value is not None and value < MIN_TEMPERATURE else value
+
+
+def count(body: Mapping[str, Any], name: str, low: int = 1, high: int = MAX_COUNT) -> int | None:
+    """A whole number in a closed range, None if absent."""
     value: int | None = read(body, name, int)
-    if value is not None and value < low:
-        raise bad(f"{name} is {value}, but it must be at least {low}.")
+    if value is not None and not low <= value <= high:
+        raise bad(f"{name} is {json.dumps(value)[:60]}, but it must be from {low} to {high}.")
     return value
+
+
+def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
+    """Texts that end a reply, None if there are none."""
+    value = read(body, name, (str, list))
+    texts = (value,) if isinstance(value, str) else tuple(value or ())
+    if not all(isinstance(text, str) and text for text in texts):
+        raise bad(f"{name} must be a text, or a list of texts, none of them empty.")
+    if len(texts) > MAX_STOPS:
+        raise bad(f"{name} has {len(texts)} texts, but it may have {MAX_STOPS} at most.")
+    return texts or None
 
 
 def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
@@ -147,14 +171,27 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
 
 
 def arguments_of(text: Any) -> Mapping[str, Any]:
-    """The arguments of a call that a client sends back: JSON text of an object. What it is not is kept as it is."""
+    """The arguments of a call that a client sends back: JSON text of an object. What it is not, or what cannot be
+    passed on (nested too deep, half a surrogate pair), is kept as it is."""
     if isinstance(text, Mapping):
         return text
     try:
         value = json.loads(text)
-    except (TypeError, ValueError):
+        check_depth(value)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError, HttpError):
         return {"arguments": text}
     return value if isinstance(value, Mapping) else {"arguments": value}
+
+
+def tool_of(described: Mapping[str, Any], schema: str) -> Mapping[str, Any]:
+    """A tool in OpenAI's shape, of an object with its name, its description and its parameters' schema."""
+    function = {
+        "name": described["name"],
+        "description": read(described, "description", str, ""),
+        "parameters": read(described, schema, dict, {}) or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
 
 
 def calls_of(message: Message) -> list[tuple[str, str, str]]:

@@ -21,7 +21,10 @@ from rollgrad.adapters.http.wire import (
     count,
     number,
     read,
+    stops,
+    temperature,
     text_of,
+    tool_of,
 )
 from rollgrad.application.agents.reply import ChatReply
 from rollgrad.application.agents.service import ChatRequest
@@ -58,12 +61,12 @@ class OpenAIWire(Wire):
         if body.get("tool_choice") == "none":
             tools = []
         changes: dict[str, Any] = {
-            "temperature": number(body, "temperature", 0, 2),
+            "temperature": temperature(body, 2),
             "top_p": number(body, "top_p", 1e-6, 1),
             "top_k": count(body, "top_k", -1),
             "max_new_tokens": count(body, "max_completion_tokens") or count(body, "max_tokens"),
-            "seed": count(body, "seed", -(2**63)),
-            "stop_strings": _stop(body),
+            "seed": count(body, "seed", -(2**63), 2**63 - 1),
+            "stop_strings": stops(body, "stop"),
         }
         if changes["seed"] is not None:
             changes["seed"] %= 2**63
@@ -161,16 +164,6 @@ def _event(body: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-def _stop(body: Mapping[str, Any]) -> tuple[str, ...] | None:
-    stop = read(body, "stop", (str, list))
-    if stop is None:
-        return None
-    texts = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in texts):
-        raise bad("stop must be a text, or a list of texts, none of them empty.")
-    return texts
-
-
 def _message(message: Any, index: int) -> Message:
     where = f"messages[{index}]"
     if not isinstance(message, dict) or message.get("role") not in KNOWN_ROLES:
@@ -202,9 +195,7 @@ def _tool(tool: Any, index: int) -> Mapping[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad(f"tools[{index}] must be of type function, with function.name: there are no others here.")
-    parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    described = {"name": function["name"], "description": function.get("description") or "", "parameters": parameters}
-    return {"type": "function", "function": described}
+    return tool_of(function, "parameters")
 
 
 def _outgoing(message: Message) -> dict[str, Any]:
@@ -236,5 +227,7 @@ def _logprobs(reply: ChatReply, decode: Decode) -> dict[str, Any]:
     content = []
     for token_id, logprob in pairs:
         text = decode([token_id])
-        content.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        part = "\ufffd" in text  # of a character: its bytes are not known here
+        read_as = None if part else list(text.encode())
+        content.append({"token": text, "logprob": logprob, "bytes": read_as, "top_logprobs": []})
     return {"content": content}
