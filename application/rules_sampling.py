@@ -137,11 +137,3 @@ def turn_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
                 f"--agent.attempts, --agent.command or --train.agent_func_path (environment= in Python), or leave "
                 f"--rollout.{key} out."
             )
-    if config.train.agent_func_path is not None:
-        reward = config.reward
-        for key in ("function_path", "remote_url", "verifier"):
-            if getattr(reward, key) is not None:
-                yield (
-                    f"reward.{key} is {getattr(reward, key)!r}, but rewards come from the steps of the environment in "
-                    f"train.agent_func_path: leave --reward.{key} out (set it to None over a file)."
-                )

@@ -31,6 +31,7 @@ from rollgrad.application.executors.multi_turn import EnvironmentFactory, MultiT
 from rollgrad.application.executors.served_agent import ServedAgentExecutor
 from rollgrad.application.rules_common import optimizer_steps_per_rollout
 from rollgrad.application.rules_inputs import REASONING_GYM
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_executor import AgentExecutor
 from rollgrad.domain.ports.agent_program import AgentProgram
 from rollgrad.domain.ports.environment import Environment
@@ -55,8 +56,6 @@ def dataset_kind(spec: str | None) -> str:
 
 def reward_kind(config: RLConfig, spec: str) -> str:
     """Where rewards come from."""
-    if config.train.agent_func_path is not None:
-        return "none"
     if config.reward.function_path is not None:
         return "function"
     if config.reward.remote_url is not None:
@@ -241,6 +240,7 @@ def make_agent_file(
     file = load_agent_file(config.train.agent_func_path)
     if file.program is not None:
         return _served(config, FunctionAgent(file.program), server, rewards)
+    _refuse_reward(config)
     if file.environment is not None:
         return make_multi_turn(config, engine, codec, file.environment)
     if file.instance is not None:
@@ -248,6 +248,16 @@ def make_agent_file(
         return _turns(config, engine, codec, lambda params: AgentInstanceEnvironment(make(), params))
     limit = config.rollout.max_episode_tokens or config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return CustomAgentExecutor(file.executor, engine, codec, tokenizer, max_length=limit)
+
+
+def _refuse_reward(config: RLConfig) -> None:
+    for key in ("function_path", "remote_url", "verifier"):
+        value = getattr(config.reward, key)
+        if value is not None:
+            raise ConfigurationError(
+                f"reward.{key} is {str(value)!r}, but rewards come from the steps of the environment in "
+                f"train.agent_func_path: leave --reward.{key} out (set it to None over a file)."
+            )
 
 
 def _served(

@@ -9,7 +9,7 @@ from rollgrad.adapters.openrlhf.shim import SamplingParams as AgentSampling
 from rollgrad.adapters.openrlhf.shim import open_episode
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.messages import Action
-from rollgrad.domain.ports.environment import Environment, StepResult
+from rollgrad.domain.ports.environment import Environment, StepResult, WholePrompt
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams
 
@@ -42,20 +42,13 @@ class AgentInstanceEnvironment(Environment):
         self._metrics: dict[str, float] = {}
 
     async def reset(self, prompt: Prompt) -> str:
-        """Starts the episode.
-
-        Raises:
-            ConfigurationError: the instance rewrites the prompt rather than adding to it.
-        """
+        """Starts the episode: with what the instance adds to the prompt, or with what it makes of it."""
         self._label = prompt.label
         observation = await open_episode(self._instance, prompt.text, prompt.label)
-        if not observation.startswith(prompt.text):
-            raise ConfigurationError(
-                "The agent's reset() returned an observation that does not begin with the prompt: it may add text "
-                "after the prompt, but not rewrite it (put what stands before the prompt into --data.input-template)."
-            )
         self._text = observation
-        return observation[len(prompt.text) :]
+        if observation.startswith(prompt.text):
+            return observation[len(prompt.text) :]
+        return WholePrompt(observation)
 
     async def step(self, action: Action) -> StepResult:
         """Answers an action.

@@ -9,7 +9,7 @@ from rollgrad.application.agents.reply import OnPiece, sample_reply, sample_toke
 from rollgrad.application.agents.session import AgentSession
 from rollgrad.domain.messages import Action, assistant_message
 from rollgrad.domain.ports.chat_codec import ChatCodec
-from rollgrad.domain.ports.environment import StepResult
+from rollgrad.domain.ports.environment import StepResult, WholePrompt
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams, StopReason
@@ -105,7 +105,8 @@ class AgentRuntime:
 
     def _opening(self, session: AgentSession, ledger: TokenLedger, prompt: Prompt) -> Prepared:
         if session.messages is None:
-            return Prepared(token_ids=(*prompt.token_ids, *self._codec.encode(session.opening)))
+            before = () if isinstance(session.opening, WholePrompt) else prompt.token_ids
+            return Prepared(token_ids=(*before, *self._codec.encode(session.opening)))
         return ledger.prepare(session.messages, session.tools)
 
     def _next(self, session: AgentSession, ledger: TokenLedger, result: StepResult) -> Prepared:

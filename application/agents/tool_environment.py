@@ -77,14 +77,14 @@ class ToolEnvironment(Environment):
         results = await asyncio.gather(*map(self._call, action.tool_calls))
         self._calls += len(results)
         self._errors += sum(result.is_error for result in results)
-        final = next((result for result in results if result.terminates), None)
-        if final is not None:
-            return await self._finish(final.content)
         pairs = zip(action.tool_calls, results, strict=True)
         answers = [
             self.hint(result.content) if call.arguments is None else tool_message(call, result.content)
             for call, result in pairs
         ]
+        final = next((result for result in results if result.terminates), None)
+        if final is not None:
+            return await self._finish(final.content, answers)
         return StepResult(observation=answers, metrics=self._metrics())
 
     async def reward_hook(self, answer: str, prompt: Prompt) -> StepResult:
@@ -115,14 +115,14 @@ class ToolEnvironment(Environment):
             log.warning("tool_failed", tool=call.name, error=f"{type(error).__name__}: {error}")
             return ToolResult(content=f"The tool {call.name!r} failed.", is_error=True)
 
-    async def _finish(self, answer: str) -> StepResult:
-        """Ends the episode with `answer`, or asks for another."""
+    async def _finish(self, answer: str, results: Sequence[Message] = ()) -> StepResult:
+        """Ends the episode with `answer`, or asks for another, after the `results` of the calls beside it."""
         assert self._prompt is not None
         judged = await self.reward_hook(answer, self._prompt)
         self._attempts += 1
         passed = (judged.reward if judged.score is None else judged.score) >= self._pass_threshold
         if self._attempts < self._allowed and not passed:
-            return StepResult(observation=[{"role": "user", "content": WRONG}], metrics=self._metrics(), score=0.0)
+            return StepResult(observation=[*results, {"role": "user", "content": WRONG}], metrics=self._metrics(), score=0.0)
         return evolve(
             judged,
             terminated=True,

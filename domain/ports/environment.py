@@ -14,6 +14,12 @@ Observation = str | Sequence[Message]
 or chat messages, which the model's own template renders (special tokens in them are text)."""
 
 
+class WholePrompt(str):
+    """Text that `reset` returns in place of the prompt, rather than after it; special tokens in it are real."""
+
+    __slots__ = ()
+
+
 @frozen(kw_only=True)
 class StepResult:
     """What the environment answers (Gymnasium's names). `score` defaults to the sum of rewards so far. `sampling`
@@ -40,8 +46,8 @@ class Environment(Protocol):
     """
 
     async def reset(self, prompt: Prompt) -> Observation:
-        """Starts the episode; returns what follows the prompt (often nothing), or, as messages, the whole opening
-        conversation in place of the prompt."""
+        """Starts the episode; returns what follows the prompt (often nothing), or, as messages or as a `WholePrompt`,
+        what stands in its place."""
         ...
 
     async def step(self, action: Action) -> StepResult:

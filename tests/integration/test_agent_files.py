@@ -183,10 +183,11 @@ def test_other_files_are_refused(tmp_path: Path, source: str, message: str) -> N
         load_agent_file(str(path))
 
 
-def test_an_agent_that_rewrites_its_prompt_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    source = GUIDE.replace('{"observation": states["observation"]}', '{"observation": "something else"}')
-    with pytest.raises(ConfigurationError, match="does not begin with the prompt"):
-        rollgrad.train(config(tiny_model_dir, tmp_path, source))
+def test_an_agent_may_rewrite_its_prompt(tiny_model_dir: Path, tmp_path: Path) -> None:
+    source = GUIDE.replace('{"observation": states["observation"]}', '{"observation": "We go. " + states["label"]}')
+    source = source.replace('assert "go" in', 'assert "user" not in states["observation_text"] and "We go. label" in')
+    rollgrad.train(config(tiny_model_dir, tmp_path, source))
+    assert metrics(tmp_path)["policy/mismatch_abs"] < 1e-3
 
 
 def test_a_reward_beside_an_agent_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ class AgentInstance(AgentInstanceBase):
 
     async def reset(self, states: dict, **kwargs):
         self.session.reset(states["observation"])
-        return {"observation": states["observation"]}
+        return {"observation": self.session.template.render_system("Call tools.") + states["observation"]}
 
     async def step(self, states: dict, **kwargs):
         result = self.session.step_from_text(states["action_text"], label=states["label"])
