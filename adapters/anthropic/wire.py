@@ -30,6 +30,9 @@ from rollgrad.application.agents.service import ChatRequest
 from rollgrad.domain.messages import Message
 from rollgrad.domain.sampling import StopReason
 
+SIGNATURE = "unsigned"
+"""Of thinking: some clients send thinking whose signature is empty back as text."""
+
 
 class AnthropicWire(Wire):
     """See `Wire`."""
@@ -71,7 +74,7 @@ class AnthropicWire(Wire):
         message = reply.parsed.message
         blocks: list[dict[str, Any]] = []
         if message.get("reasoning_content"):
-            blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+            blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": SIGNATURE})
         if message.get("content"):
             blocks.append({"type": "text", "text": message["content"]})
         for use_id, name, arguments in calls_of(message):
@@ -132,6 +135,8 @@ class _Events(EventStream):
 
     def _close(self) -> Iterator[str]:
         if self._open is not None:
+            if self._open == "thinking":
+                yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
             self._open = None
             yield _event("content_block_stop", index=self._block)
 

@@ -1,0 +1,410 @@
+"""The SDKs of OpenAI and Anthropic, and agent frameworks, unmodified, against the agent server on a real socket."""
+
+import asyncio
+import functools
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.domain.sampling import StopReason
+from tests.fakes.scripted_engine import MODEL, Script, ScriptedEngine, Served, assert_recorded, serving
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+OTHER_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 30, "b": 12}}\n</tool_call>'
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+TOOL: Any = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}
+TOOL_A: Any = {"name": "add", "description": "Adds.", "input_schema": PARAMETERS}
+GO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3 plus 4?"}]
+
+Scenario = Callable[[Served, ScriptedEngine], Awaitable[None]]
+Play = Callable[..., ScriptedEngine]
+
+
+@pytest.fixture
+def play(tiny_tokenizer: Any) -> Play:
+    """Runs a scenario with a server of its own; afterwards the session has exactly what the engine said."""
+
+    def run(scenario: Scenario, script: Script, *, branches: int = 1, recorded: bool = True, **how: Any) -> Any:
+        async def body() -> ScriptedEngine:
+            codec = TemplateCodec(tiny_tokenizer)
+            engine = ScriptedEngine(codec, tiny_tokenizer.eos_token_id, script)
+            async with serving(engine, codec, **how) as served:
+                await scenario(served, engine)
+                if recorded:
+                    assert_recorded(served.session, engine.said, branches=branches)
+                return engine
+
+        return asyncio.run(body())
+
+    return run
+
+
+def client(served: Served, **settings: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(**{"base_url": served.base, "api_key": "none", "max_retries": 0, **settings})
+
+
+def claude(served: Served, **settings: Any) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(**{"base_url": served.root, "api_key": "none", "max_retries": 0, **settings})
+
+
+def test_openai_with_tools_thinking_and_a_second_turn(play: Play) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        chat = client(served).chat.completions
+        first = await chat.create(model=MODEL, messages=GO, tools=[TOOL], logprobs=True)
+        (choice,) = first.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        assert choice.message.reasoning_content == "I add twice."  # type: ignore[attr-defined]
+        assert [json.loads(call.function.arguments) for call in choice.message.tool_calls or ()] == [  # type: ignore[union-attr]
+            {"a": 3, "b": 4},
+            {"a": 30, "b": 12},
+        ]
+        ids = [call.id for call in choice.message.tool_calls or ()]
+        assert len(set(ids)) == 2
+        prompt, reply = engine.said[0]
+        assert first.usage is not None
+        assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (len(prompt), len(reply.token_ids))
+        assert choice.logprobs is not None
+        assert [each.logprob for each in choice.logprobs.content or ()] == list(reply.logprobs)
+        results: Any = [{"role": "tool", "tool_call_id": i, "content": text} for i, text in zip(ids, "79", strict=True)]
+        second = await chat.create(
+            model=MODEL, messages=[*GO, choice.message.to_dict(), *results], tools=[TOOL], temperature=0.3
+        )
+        assert second.choices[0].message.content == "The answer is 7."
+        assert second.choices[0].finish_reason == "stop"
+
+    engine = play(scenario, [f"<think>I add twice.</think>\n\n{CALL}\n{OTHER_CALL}", "The answer is 7."])
+    assert engine.requests[1].params.temperature == 1.0, "the trainer decides how to sample"
+
+
+def test_anthropic_with_tools_thinking_and_a_second_turn(play: Play) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        messages: Any = [{"role": "user", "content": "What is 3 plus 4?"}]
+        ask = functools.partial(
+            claude(served).messages.create, model=MODEL, max_tokens=180, system="Be brief.", tools=[TOOL_A]
+        )
+        first = await ask(messages=messages)
+        assert [block.type for block in first.content] == ["thinking", "tool_use", "tool_use"]
+        assert first.stop_reason == "tool_use"
+        uses = [block for block in first.content if block.type == "tool_use"]
+        assert [use.input for use in uses] == [{"a": 3, "b": 4}, {"a": 30, "b": 12}]
+        prompt, reply = engine.said[0]
+        assert (first.usage.input_tokens, first.usage.output_tokens) == (len(prompt), len(reply.token_ids))
+        results: Any = [
+            {"type": "tool_result", "tool_use_id": uses[0].id, "content": "7"},
+            {"type": "tool_result", "tool_use_id": uses[1].id, "content": [{"type": "text", "text": "42"}]},
+        ]
+        messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+        counted = await claude(served).messages.count_tokens(
+            model=MODEL, messages=messages, system="Be brief.", tools=[TOOL_A]
+        )
+        assert counted.input_tokens > 0
+        second = await ask(messages=messages)
+        assert [block.to_dict() for block in second.content] == [{"type": "text", "text": "The answer is 7."}]
+        assert second.stop_reason == "end_turn"
+
+    play(scenario, [f"<think>I add twice.</think>\n\n{CALL}\n{OTHER_CALL}", "The answer is 7."])
+
+
+def test_openai_streaming(play: Play) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        stream = await client(served).chat.completions.create(
+            model=MODEL, messages=GO, tools=[TOOL], stream=True, stream_options={"include_usage": True}, logprobs=True
+        )
+        chunks = [chunk async for chunk in stream]
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        assert "".join(delta.content or "" for delta in deltas).strip() == "Let me add."
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
+        (calls,) = [delta.tool_calls for delta in deltas if delta.tool_calls]
+        assert [json.loads(call.function.arguments or "") for call in calls if call.function] == [{"a": 3, "b": 4}]
+        assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
+        prompt, reply = engine.said[0]
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(reply.token_ids))
+        assert len(deltas) > 5, "pieces come while the reply is sampled"
+
+    play(scenario, [f"<think>Hm.</think>\n\nLet me add.\n{CALL}"])
+
+
+def test_anthropic_streaming(play: Play) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        settings: Any = {"messages": [{"role": "user", "content": "go"}], "tools": [TOOL_A], "max_tokens": 180}
+        async with claude(served).messages.stream(model=MODEL, **settings) as stream:
+            text = "".join([piece async for piece in stream.text_stream])
+            final = await stream.get_final_message()
+        assert text.strip() == "Let me add."
+        assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
+        assert final.content[0].thinking == "Hm."  # type: ignore[union-attr]
+        assert final.content[2].input == {"a": 3, "b": 4}  # type: ignore[union-attr]
+        assert final.stop_reason == "tool_use"
+        prompt, reply = engine.said[0]
+        assert (final.usage.input_tokens, final.usage.output_tokens) == (len(prompt), len(reply.token_ids))
+
+    play(scenario, [f"<think>Hm.</think>\n\nLet me add.\n{CALL}"])
+
+
+def test_synchronous_clients(play: Play) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        def in_thread() -> list[str]:
+            with openai.OpenAI(base_url=served.base, api_key="none") as one:
+                first = one.chat.completions.create(model=MODEL, messages=GO)
+                messages = [*GO, first.choices[0].message.to_dict(), {"role": "user", "content": "Sure?"}]
+                chunks = list(one.chat.completions.create(model=MODEL, messages=messages, stream=True))
+                second = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+                models = [model.id for model in one.models.list()]
+            messages += [{"role": "assistant", "content": second}, {"role": "user", "content": "Really?"}]
+            with anthropic.Anthropic(base_url=served.root, api_key="none") as two:
+                system, *rest = messages
+                third = two.messages.create(model=MODEL, max_tokens=50, system=system["content"], messages=rest)
+                models += [model.id for model in two.models.list()]
+            return [first.choices[0].message.content or "", second, third.content[0].text, *models]  # type: ignore[union-attr]
+
+        assert await asyncio.to_thread(in_thread) == ["seven", "yes", "really", MODEL, MODEL]
+
+    play(scenario, ["seven", "yes", "really"])
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_stop_texts_end_a_reply_and_are_no_part_of_it(play: Play, streams: bool) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        chat = client(served).chat.completions
+        if streams:
+            stream = await chat.create(model=MODEL, messages=GO, stop="\nObservation:", stream=True)
+            first = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        else:
+            reply = await chat.create(model=MODEL, messages=GO, stop="\nObservation:")
+            first = reply.choices[0].message.content or ""
+            assert reply.choices[0].finish_reason == "stop"
+        assert first == "Action: look"
+        messages: Any = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": first}]
+        settings: Any = {"system": "Be brief.", "max_tokens": 100, "stop_sequences": ["STOP", "END"]}
+        messages.append({"role": "user", "content": "Go on."})
+        second = await claude(served).messages.create(model=MODEL, messages=messages, **settings)
+        assert second.content[0].text == "It is 7 "  # type: ignore[union-attr]
+        assert (second.stop_reason, second.stop_sequence) == ("stop_sequence", "END")
+
+    play(scenario, ["Action: look\nObservation: nothing", "It is 7 END and STOP"])
+
+
+def test_max_tokens_only_lowers(play: Play) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        chat = client(served).chat.completions
+        short = await chat.create(model=MODEL, messages=GO, max_completion_tokens=3)
+        assert short.choices[0].finish_reason == "length"
+        assert short.usage is not None
+        assert short.usage.completion_tokens == 3
+        await chat.create(model=MODEL, messages=GO, max_tokens=100_000)
+        message = await claude(served).messages.create(
+            model=MODEL, max_tokens=2, messages=[{"role": "user", "content": "x"}]
+        )
+        assert message.stop_reason == "max_tokens"
+
+    engine = play(scenario, ["a long answer without an end", "short", "long"], branches=3)
+    assert [request.params.max_new_tokens for request in engine.requests] == [3, 200, 2]
+
+
+def test_errors_are_the_sdks_own(play: Play) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        question: Any = [{"role": "user", "content": "x"}]
+        root = {"base_url": f"{served.url}/v1"}
+        with pytest.raises(openai.AuthenticationError, match="session's key"):
+            await client(served, **root).chat.completions.create(model=MODEL, messages=question)
+        with pytest.raises(anthropic.AuthenticationError, match="session's key"):
+            await claude(served, base_url=served.url).messages.create(model=MODEL, messages=question, max_tokens=5)
+        with pytest.raises(openai.BadRequestError, match="n is 2") as refused:
+            await client(served).chat.completions.create(model=MODEL, messages=question, n=2)
+        assert refused.value.code == "invalid_value"
+        with pytest.raises(anthropic.BadRequestError, match="tool_choice") as also_refused:
+            await claude(served).messages.create(
+                model=MODEL, messages=question, max_tokens=5, tools=[TOOL_A], tool_choice={"type": "any"}
+            )
+        assert also_refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+        engine.failures = 2
+        with pytest.raises(openai.InternalServerError, match="out of memory") as broken:
+            await client(served).chat.completions.create(model=MODEL, messages=question)
+        assert broken.value.status_code == 503
+        with pytest.raises(anthropic.InternalServerError, match="out of memory"):
+            await claude(served).messages.create(model=MODEL, messages=question, max_tokens=5)
+        await served.session.seal()
+        for streams in (False, True):
+            with pytest.raises(openai.APIStatusError, match="episode has ended") as over:
+                await client(served).chat.completions.create(model=MODEL, messages=question, stream=streams)
+            assert over.value.status_code == 410
+            with pytest.raises(anthropic.APIStatusError, match="episode has ended") as also_over:
+                await claude(served).messages.create(model=MODEL, messages=question, max_tokens=5, stream=streams)
+            assert also_over.value.status_code == 410
+            assert also_over.value.body["type"] == "error"  # type: ignore[index]
+
+    play(scenario, [], recorded=False)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("sdk", ["openai", "anthropic"])
+def test_a_busy_server_is_asked_again_by_the_sdks(play: Play, sdk: str, streams: bool) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        engine.free.clear()
+        other = served.open()
+        question: Any = [{"role": "user", "content": "x"}]
+        blocker = asyncio.create_task(
+            client(served, api_key=other.key, base_url=f"{served.url}/v1").chat.completions.create(
+                model=MODEL, messages=question
+            )
+        )
+        while not engine.waiting:
+            await asyncio.sleep(0.01)
+        with pytest.raises(openai.RateLimitError) as busy:
+            await client(served).chat.completions.create(model=MODEL, messages=question, stream=streams)
+        assert busy.value.response.headers["retry-after"] == "1"
+        with pytest.raises(anthropic.RateLimitError):
+            await claude(served).messages.create(model=MODEL, messages=question, max_tokens=50, stream=streams)
+        asyncio.get_running_loop().call_later(0.1, engine.free.set)
+        if sdk == "openai":
+            answer: Any = await client(served, max_retries=2).chat.completions.create(
+                model=MODEL, messages=question, stream=streams
+            )
+        else:
+            answer = await claude(served, max_retries=2).messages.create(
+                model=MODEL, messages=question, max_tokens=50, stream=streams
+            )
+        if streams:
+            assert [event async for event in answer]
+        await blocker
+        await other.seal()
+        assert_recorded(other, engine.said[:1])
+        assert_recorded(served.session, engine.said[1:])
+
+    play(scenario, ["blocking", "free"], recorded=False, max_waiting=1, max_turns=1)
+
+
+def test_a_session_is_found_by_url_and_by_api_key(play: Play) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        root = {"api_key": served.session.key}
+        one = client(served, base_url=f"{served.url}/v1", **root)
+        first = await one.chat.completions.create(model=MODEL, messages=GO)
+        messages: Any = [GO[1], first.choices[0].message.to_dict(), {"role": "user", "content": "Sure?"}]
+        two = claude(served, base_url=served.url, **root)
+        second = await two.messages.create(model=MODEL, max_tokens=50, system="Be brief.", messages=messages)
+        messages += [{"role": "assistant", "content": second.content}, {"role": "user", "content": "Really?"}]
+        three = claude(served, base_url=served.url, api_key=None, auth_token=served.session.key)
+        await three.messages.create(model=MODEL, max_tokens=50, system="Be brief.", messages=messages)
+
+    play(scenario, ["seven", "yes", "really"])
+
+
+def test_without_sessions_nothing_is_recorded(play: Play) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        chat = client(served, base_url=f"{served.url}/v1").chat.completions
+        reply = await chat.create(model=MODEL, messages=GO, temperature=0.5, stop=["7"], seed=-1)
+        assert reply.choices[0].message.content == "It is "
+        assert served.session.ledger.turns == 0
+
+    engine = play(scenario, ["It is 7."], recorded=False, stateless=True)
+    assert engine.requests[0].params.temperature == 0.5
+
+
+def test_a_real_model_is_recorded_token_by_token(tiny_model_dir: Path) -> None:
+    import torch
+
+    from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
+    from rollgrad.adapters.transformers.engine import EmbeddedEngine
+
+    async def body() -> None:
+        tokenizer = load_tokenizer(str(tiny_model_dir), flag="model")
+        model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")
+        codec = TemplateCodec(tokenizer)
+        engine = EmbeddedEngine(model, eos_token_ids=[tokenizer.eos_token_id], decode=codec.decode)
+        async with serving(engine, codec) as served:
+            messages: Any = list(GO)
+            said = []
+            for turn in range(3):
+                reply = await client(served).chat.completions.create(
+                    model=MODEL,
+                    messages=messages,
+                    max_tokens=12,
+                    logprobs=True,
+                    extra_body={"return_token_ids": True},
+                )
+                (choice,) = reply.choices
+                said.append((reply.prompt_token_ids, choice.token_ids))  # type: ignore[attr-defined]
+                assert choice.logprobs is not None
+                messages += [choice.message.to_dict(), {"role": "user", "content": f"and {turn}?"}]
+            (trajectory,) = served.session.ledger.trajectories(
+                group_id=0, sample_id=0, stop_reason=StopReason.ENVIRONMENT
+            )
+            prompt, last = said[-1]
+            assert trajectory.token_ids_T.tolist() == prompt + last
+            for earlier_prompt, earlier in said:
+                place = len(earlier_prompt)
+                assert trajectory.token_ids_T[place : place + len(earlier)].tolist() == earlier
+
+    asyncio.run(body())
+
+
+def test_openai_agents_plays_an_episode(play: Play) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+
+        set_tracing_disabled(True)
+
+        @function_tool
+        def add(a: int, b: int) -> int:
+            """Adds."""
+            return a + b
+
+        agent = Agent(
+            name="adder",
+            instructions="Be brief.",
+            tools=[add],
+            model=OpenAIChatCompletionsModel(model=MODEL, openai_client=client(served)),
+        )
+        result = await Runner.run(agent, "What is 3 plus 4?")
+        assert result.final_output == "The answer is 7."
+        streamed = Runner.run_streamed(agent, [*result.to_input_list(), {"role": "user", "content": "And 30 plus 12?"}])
+        assert [event async for event in streamed.stream_events()]
+        assert streamed.final_output == "42"
+
+    engine = play(scenario, [CALL, "The answer is 7.", OTHER_CALL, "42"])
+    assert "<tool_response>\n7\n</tool_response>" in engine.prompt(1)
+    assert "<tool_response>\n42\n</tool_response>" in engine.prompt(3)
+
+
+@pytest.mark.parametrize("wire", ["openai", "anthropic"])
+def test_pydantic_ai_plays_an_episode(play: Play, wire: str) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        from pydantic_ai import Agent
+        from pydantic_ai.models.anthropic import AnthropicModel
+        from pydantic_ai.models.openai import OpenAIChatModel
+        from pydantic_ai.providers.anthropic import AnthropicProvider
+        from pydantic_ai.providers.openai import OpenAIProvider
+
+        model: Any = (
+            OpenAIChatModel(MODEL, provider=OpenAIProvider(openai_client=client(served)))
+            if wire == "openai"
+            else AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=claude(served)))
+        )
+        agent = Agent(model, instructions="Be brief.")
+
+        @agent.tool_plain
+        def add(a: int, b: int) -> int:
+            """Adds."""
+            return a + b
+
+        result = await agent.run("What is 3 plus 4?")
+        assert result.output == "The answer is 7."
+        async with agent.run_stream("And 30 plus 12?", message_history=result.all_messages()) as streamed:
+            assert await streamed.get_output() == "42"
+
+    script = [f"<think>Both at once.</think>\n\n{CALL}\n{OTHER_CALL}", "The answer is 7.", "42"]
+    engine = play(scenario, script)
+    assert "<tool_response>\n7\n</tool_response>\n<tool_response>\n42\n</tool_response>" in engine.prompt(1)
