@@ -1,9 +1,12 @@
 """Real environments of Gymnasium, TextArena and SkyRL-Gym, played through their adapters."""
 
 import asyncio
+import json
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -11,6 +14,7 @@ import pytest
 import skyrl_gym
 import textarena
 
+import rollgrad
 from rollgrad.adapters.environments.gymnasium import GymnasiumEnvironment
 from rollgrad.adapters.environments.skyrl import SkyRLEnvironment
 from rollgrad.adapters.environments.textarena import TextArenaEnvironment
@@ -153,3 +157,36 @@ def test_gsm8k_is_judged() -> None:
     assert [result.terminated for result in results] == [False, True]
     assert results[-1].reward == 1.0
     assert results[-1].metrics == {"steps": 2.0}
+
+
+@pytest.fixture(scope="module")
+def long_model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with positions for the rules of a game, in its tokens of few letters."""
+    model = shutil.copytree(tiny_model_dir, tmp_path_factory.mktemp("models") / "long")
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 8192}))
+    return Path(model)
+
+
+@pytest.mark.parametrize(("name", "make"), environment_factories, ids=[name for name, _ in environment_factories])
+def test_a_model_is_trained_on_each(
+    name: str, make: Callable[[], Environment], long_model: Path, tmp_path: Path
+) -> None:
+    tasks = [{"input": f"Game {index}.", "label": index} for index in range(4)]
+    (tmp_path / "games.jsonl").write_text("".join(f"{json.dumps(task)}\n" for task in tasks))
+    config = rollgrad.RLConfig()
+    config.actor.model_name_or_path = str(long_model)
+    config.actor.adam.lr = 1e-3
+    config.algo.advantage.estimator = "group_norm"
+    config.data.prompt_dataset, config.data.label_key = str(tmp_path / "games.jsonl"), "label"
+    config.rollout.batch_size, config.rollout.n_samples_per_prompt = 2, 2
+    config.rollout.max_new_tokens, config.rollout.max_turns = 6, 3
+    config.train.max_steps = 2
+    config.ckpt.output_dir = str(tmp_path / "run")
+    config.logger.console = False
+    assert rollgrad.train(config, environment=make).steps == 2
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if "reward/mean" in line]
+    assert len(trained) == 2
+    assert all(1 <= line["reward/turns"] <= 3 for line in trained)
+    assert all(line["policy/mismatch_abs"] < 1e-3 for line in trained if "policy/mismatch_abs" in line)

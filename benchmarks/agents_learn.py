@@ -1,0 +1,60 @@
+"""Trains SmolLM2 through agents that know nothing of training: each plays as a client of the run's server.
+
+`python benchmarks/agents_learn.py [--steps 8]` runs the files of `examples/agents` on `examples/sums.yaml` with the
+same seed, and prints the reward of each rollout beside that of the plain single-turn executor. Episodes, seeds and
+tokens are the same for all, so the curves should be too.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.table import Table
+
+import rollgrad
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+from smollm2 import unpack_smollm2  # noqa: E402
+
+AGENTS = {
+    "single-turn executor": {},
+    "openai SDK": {"file": "openai_sdk.py"},
+    "anthropic SDK, streaming": {"file": "anthropic_sdk.py"},
+    "OpenAI Agents SDK": {"file": "openai_agents.py"},
+    "Pydantic AI": {"file": "pydantic_agent.py"},
+    "a program (openai SDK)": {"command": f"{sys.executable} {ROOT / 'examples/agents/program.py'}"},
+}
+
+
+def rewards(how: dict[str, str], steps: int, output: str) -> list[float]:
+    """The mean reward of each rollout."""
+    config = rollgrad.load_config(ROOT / "examples" / "sums.yaml")
+    config.train.max_steps = steps
+    config.eval.dataset = None
+    config.ckpt.output_dir = output
+    if "file" in how:
+        config.train.agent_func_path = str(ROOT / "examples" / "agents" / how["file"])
+    config.agent.command = how.get("command")
+    rollgrad.train(config)
+    lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+    return [line["reward/mean"] for line in lines if "reward/mean" in line]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=8, help="rollouts of each agent")
+    steps: int = parser.parse_args().steps
+    unpack_smollm2()
+    table = Table("agent", *(str(step + 1) for step in range(steps)), title="mean reward of each rollout")
+    for name, how in AGENTS.items():
+        with TemporaryDirectory() as output:
+            table.add_row(name, *(f"{reward:.2f}" for reward in rewards(how, steps, output)))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
