@@ -99,10 +99,23 @@ class ChatService:
     async def reply(
         self, request: ChatRequest, defaults: SamplingParams, *, on_piece: OnPiece | None = None
     ) -> ChatReply:
-        """Answers outside of any session, with the client's settings over `defaults`."""
+        """Answers outside of any session, with the client's settings over `defaults`.
+
+        Raises:
+            RefusedError: the conversation leaves no room for a reply, or too many requests are in flight.
+        """
         token_ids = self._codec.render(request.messages, request.tools).token_ids
         prepared = Prepared(token_ids=token_ids, messages=tuple(request.messages), tools=tuple(request.tools))
         params = evolve(defaults, **request.changes)
+        if self._max_tokens is not None:
+            room = self._max_tokens - len(token_ids)
+            if room < 1:
+                raise RefusedError(
+                    f"The conversation has {len(token_ids)} tokens, which leaves no room for a reply within the "
+                    f"{self._max_tokens} that the model takes: shorten it.",
+                    "context_length",
+                )
+            params = evolve(params, max_new_tokens=min(room, params.max_new_tokens))
         return await self.sample(prepared, params, stops=request.stops, on_piece=on_piece)
 
     async def sample(

@@ -16,7 +16,7 @@ from openai import OpenAI
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.application.agents.assistant import Assistant
-from rollgrad.application.agents.service import ChatRequest
+from rollgrad.application.agents.service import ChatRequest, RefusedError
 from rollgrad.domain.messages import Message
 from rollgrad.domain.sampling import SamplingParams
 from rollgrad.entrypoints.assistant_factory import load_assistant
@@ -169,6 +169,16 @@ def test_a_conversation_keeps_the_models_own_tokens(tiny_tokenizer: Any) -> None
     for before, after in itertools.pairwise(engine.exchanges):
         whole = (*before.prompt, *before.generation.token_ids)
         assert after.prompt[: len(whole)] == whole
+
+
+def test_a_reply_ends_where_the_models_positions_do(tiny_model_dir: Path) -> None:
+    loaded = load_assistant(ServeAgentArguments(model=str(tiny_model_dir), seed=3, max_new_tokens=500))
+    long = ChatRequest(messages=[{"role": "user", "content": "a" * 490}])
+    reply = asyncio.run(loaded.assistant.answer(long))
+    assert len(reply.prompt_token_ids) + len(reply.generation.token_ids) <= 512
+    too_long = ChatRequest(messages=[{"role": "user", "content": "a" * 600}])
+    with pytest.raises(RefusedError, match="leaves no room for a reply within the 512 that the model takes"):
+        asyncio.run(loaded.assistant.answer(too_long))
 
 
 def test_the_loaded_assistant_is_named_after_its_model(tiny_model_dir: Path) -> None:
