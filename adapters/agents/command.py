@@ -82,7 +82,7 @@ class CommandAgent(AgentProgram):
         if process.returncode != 0:
             raise RuntimeError(f"exit status {process.returncode}: {complained.strip()[-SHOWN:] or 'no message'}")
         lines = said.strip().splitlines()
-        return AgentResult(answer=lines[-1] if lines else None)
+        return AgentResult(answer=lines[-1].strip() if lines else None)
 
 
 async def _talk(process: asyncio.subprocess.Process, given: bytes) -> tuple[str, str]:

@@ -71,9 +71,11 @@ def _result(value: Any) -> AgentResult:
         unknown = value.keys() - {"answer", "reward", "metrics"}
         if unknown:
             raise ValueError(f"the agent returned {sorted(unknown)}, but a mapping has answer, reward and metrics")
-        reward = value.get("reward")
+        answer, reward = value.get("answer"), value.get("reward")
+        if not isinstance(answer, str | None):
+            raise TypeError(f"the agent returned the answer {answer!r}, but answers are texts")
         return AgentResult(
-            answer=value.get("answer"),
+            answer=answer,
             reward=None if reward is None else _finite(reward),
             metrics={str(name): _finite(number) for name, number in (value.get("metrics") or {}).items()},
         )

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from rollgrad.application.agents.service import ChatService, RecordedSession, SessionLimits
-from rollgrad.domain.errors import DataError, EngineError, RewardError, RollgradError
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, RewardError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
 from rollgrad.domain.ports.reward_source import RewardSource
@@ -60,8 +60,8 @@ class ServedAgentExecutor(AgentExecutor):
         try:
             async with asyncio.timeout(self._max_seconds) as deadline:
                 result = await self._program.run(task)
-        except RollgradError:
-            raise  # a misconfiguration
+        except ConfigurationError:
+            raise  # every other episode would fail alike
         except Exception as error:  # whatever the agent raises costs its own episode only
             if isinstance(error, TimeoutError) and deadline.expired():
                 stop_reason = StopReason.TIMEOUT

@@ -38,7 +38,8 @@ class AgentResult:
 
 @runtime_checkable
 class AgentProgram(Protocol):
-    """Promises: cancelling `run` ends whatever it started. What it raises costs its own episode only."""
+    """Promises: cancelling `run` ends whatever it started. What it raises costs its own episode only, but
+    for a ConfigurationError, which ends the run."""
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Plays one episode; many run at once."""

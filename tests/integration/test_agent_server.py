@@ -298,8 +298,8 @@ def test_keys_of_sessions_cannot_be_guessed_or_bent() -> None:
             for wire in (CHAT, MESSAGES, "/v1/messages/count_tokens"):
                 assert (await http.post(f"/s/{bent}{wire}", json=body("go"))).status_code in (401, 404, 410), bent
             assert (await http.get(f"/s/{bent}/v1/models")).status_code in (401, 404, 410)
-        for given in ("", "Bearer", f"Basic {key}", f"Bearer {key[:-1]}", "Bearer \u00fc"):
-            headers = {"authorization": given.encode()}
+        for header in ("", "Bearer", f"Basic {key}", f"Bearer {key[:-1]}", "Bearer \u00fc"):
+            headers = {"authorization": header.encode()}
             assert (await http.post(CHAT, json=body("go"), headers=headers)).status_code == 401
         for where in ("/", "/s", f"/s/{key}", f"/s/{key}/", "/s//v1/models", f"/s/{key}/health", "/sessions", "/docs"):
             assert (await http.get(where)).status_code == 404
@@ -385,13 +385,13 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 FIELDS = (
-    "messages system tools tool_choice temperature top_p top_k max_tokens max_completion_tokens stop stop_sequences seed "
-    "stream stream_options logprobs top_logprobs n model response_format logit_bias return_token_ids functions user "
-    "thinking metadata parallel_tool_calls"
-).split()
+    *("system", "tool_choice", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop"),
+    *("stop_sequences", "seed", "stream", "stream_options", "logprobs", "top_logprobs", "n", "model", "user"),
+    *("response_format", "logit_bias", "return_token_ids", "functions", "thinking", "metadata", "parallel_tool_calls"),
+)
 BLOCKS = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "thinking", "tool_use", "tool_result", "image_url", "x"])},
-    optional={name: VALUES for name in ("text", "thinking", "id", "name", "input", "tool_use_id", "content")},
+    optional=dict.fromkeys(("text", "thinking", "id", "name", "input", "tool_use_id", "content"), VALUES),
 )
 MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system", "tool", "developer", "x"])},
@@ -418,7 +418,7 @@ TOOLS = st.lists(
 )
 BODIES = st.fixed_dictionaries(
     {"messages": st.lists(MESSAGE, min_size=1, max_size=3) | VALUES},
-    optional={"tools": TOOLS | VALUES, **{name: VALUES for name in FIELDS if name not in ("messages", "tools")}},
+    optional={"tools": TOOLS | VALUES, **dict.fromkeys(FIELDS, VALUES)},
 )
 
 

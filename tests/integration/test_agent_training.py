@@ -1,0 +1,230 @@
+"""Agents that know nothing of training are trained: functions and programs with the real SDKs, on a tiny real model."""
+
+import json
+import string
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollgrad
+from rollgrad.application.choices import Verifier
+from rollgrad.application.config import RLConfig
+from rollgrad.domain.errors import EngineError
+from rollgrad.entrypoints.cli import main
+from tests.fakes.reward_source import FakeRewardSource
+
+OPENAI = """
+import openai
+
+def run_agent(task):
+    with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        messages = list(task.prompt.messages)
+        for turn in range(2):
+            reply = client.chat.completions.create(model=task.model, messages=messages)
+            message = reply.choices[0].message
+            messages += [message.to_dict(), {"role": "user", "content": "and then?"}]
+        assert task.prompt.label.startswith("label")
+        return {RETURN}
+"""
+ANTHROPIC = """
+import anthropic
+
+async def run_agent(task):
+    async with anthropic.AsyncAnthropic(base_url=task.root_url, api_key=task.api_key) as client:
+        messages = list(task.prompt.messages)
+        for turn in range(2):
+            async with client.messages.stream(model=task.model, messages=messages, max_tokens=50) as stream:
+                reply = await stream.get_final_message()
+            messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "and then?"}]
+        return {RETURN}
+"""
+BRANCHES = """
+import asyncio
+
+import openai
+
+async def run_agent(task):
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        async def ask(*messages):
+            reply = await client.chat.completions.create(model=task.model, messages=messages)
+            return reply.choices[0].message.content or ""
+        question = task.prompt.messages[-1]
+        helpers = [{"role": "system", "content": f"You are sub-agent {number}."} for number in range(2)]
+        advice = await asyncio.gather(*(ask(helper, question) for helper in helpers))
+        await ask(*task.prompt.messages, {"role": "system", "content": "".join(advice)})
+        return float(len(advice[0]))
+"""
+PROGRAM = """
+import json, os, sys
+
+import openai
+
+given = json.loads(sys.stdin.readline())
+assert "label" not in json.dumps(given)
+with openai.OpenAI() as client:
+    messages = given["messages"]
+    for turn in range(2):
+        reply = client.chat.completions.create(model=os.environ["ROLLGRAD_MODEL"], messages=messages)
+        text = reply.choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and then?"}]
+print("thinking aloud")
+print(given["prompt"], "was the question")
+"""
+
+
+def config(tiny_model_dir: Path, folder: Path) -> RLConfig:
+    rows = [{"input": f"go {i}", "label": f"label {i}"} for i in range(4)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = RLConfig()
+    made.actor.model_name_or_path = str(tiny_model_dir)
+    made.algo.advantage.estimator = "reinforce"
+    made.data.prompt_dataset, made.data.label_key = str(folder / "data.jsonl"), "label"
+    made.train.max_steps, made.train.batch_size = 2, 4
+    made.rollout.batch_size, made.rollout.n_samples_per_prompt, made.rollout.max_new_tokens = 2, 2, 8
+    made.rollout.stop_strings = ("\ufffd", *string.printable)  # a random model seldom ends a turn by itself
+    made.ckpt.output_dir, made.logger.console = str(folder / "out"), False
+    return made
+
+
+def with_file(tiny_model_dir: Path, folder: Path, source: str) -> RLConfig:
+    made = config(tiny_model_dir, folder)
+    (folder / "agent.py").write_text(source)
+    made.train.agent_func_path = str(folder / "agent.py")
+    return made
+
+
+def with_program(tiny_model_dir: Path, folder: Path, source: str) -> RLConfig:
+    made = config(tiny_model_dir, folder)
+    (folder / "agent.py").write_text(source)
+    made.agent.command = f"{sys.executable} {folder / 'agent.py'}"
+    return made
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("source", [OPENAI, ANTHROPIC], ids=["openai", "anthropic"])
+def test_a_function_returns_its_reward(tiny_model_dir: Path, tmp_path: Path, source: str) -> None:
+    result = rollgrad.train(with_file(tiny_model_dir, tmp_path, source.replace("{RETURN}", "1.5")))
+    assert result.steps == 2
+    for row in rows(tmp_path):
+        assert row["reward/mean"] == 1.5
+        assert row["reward/turns"] == 2
+        assert row["reward/branches"] == 1
+    assert (result.model / "model.safetensors").exists()
+
+
+def test_a_function_returns_a_mapping(tiny_model_dir: Path, tmp_path: Path) -> None:
+    source = OPENAI.replace("{RETURN}", "{'reward': True, 'metrics': {'calls': 3}, 'answer': 'x'}")
+    made = with_file(tiny_model_dir, tmp_path, source)
+    made.train.max_steps = 1
+    rollgrad.train(made)
+    (row,) = rows(tmp_path)
+    assert (row["reward/mean"], row["reward/calls"]) == (1.0, 3.0)
+
+
+@pytest.mark.parametrize(("answer", "judged"), [("None", None), ("'the ' + 'answer'", "the answer")])
+def test_the_runs_reward_judges_an_answer(
+    tiny_model_dir: Path, tmp_path: Path, answer: str, judged: str | None
+) -> None:
+    judge = FakeRewardSource(lambda request: 0.25)
+    made = with_file(tiny_model_dir, tmp_path, OPENAI.replace("{RETURN}", answer))
+    made.train.max_steps = 1
+    rollgrad.train(made, reward=judge)
+    (row,) = rows(tmp_path)
+    assert row["reward/mean"] == 0.25
+    seen = [request.response for request in judge.requests]
+    assert len(seen) == 4
+    assert judged is None or set(seen) == {judged}
+
+
+def test_a_verifier_judges_an_answer(tiny_model_dir: Path, tmp_path: Path) -> None:
+    made = with_file(tiny_model_dir, tmp_path, OPENAI.replace("{RETURN}", "task.prompt.label"))
+    made.reward.verifier, made.train.max_steps = Verifier.EXACT_MATCH, 1
+    rollgrad.train(made)
+    assert rows(tmp_path)[0]["reward/mean"] == 1.0
+
+
+def test_branches_are_one_sample_with_one_reward(tiny_model_dir: Path, tmp_path: Path) -> None:
+    made = with_file(tiny_model_dir, tmp_path, BRANCHES)
+    made.algo.advantage.estimator = "group_norm"
+    rollgrad.train(made)
+    for row in rows(tmp_path):
+        assert row["reward/turns"] == 3
+        assert row["reward/branches"] == 3
+        assert row["reward/score_mean"] <= 8 * 4, "characters of at most eight tokens"
+
+
+def test_a_program_is_trained_by_its_base_url(tiny_model_dir: Path, tmp_path: Path) -> None:
+    judge = FakeRewardSource(lambda request: 1.0)
+    made = with_program(tiny_model_dir, tmp_path, PROGRAM)
+    made.train.max_steps, made.rollout.n_samples_per_prompt = 1, 1
+    made.train.batch_size = 2
+    rollgrad.train(made, reward=judge)
+    (row,) = rows(tmp_path)
+    assert row["reward/turns"] == 2
+    seen = [request.response for request in judge.requests]
+    assert len(seen) == 2
+    assert all(text.startswith("go ") and text.endswith(" was the question") for text in seen)
+
+
+CRASH = "import sys\nsys.exit('the disk is full')"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def run_agent(task):\n    raise ValueError('no such door')", "ValueError: no such door"),
+        ("import sys\nasync def run_agent(task):\n    sys.exit(3)", r"sys\.exit\(3\)"),
+        ("def run_agent(task):\n    return 1.0", "without a reply"),
+        ("def run_agent(task):\n    return [1.0]", "TypeError"),
+    ],
+    ids=["raises", "exits", "silent", "wrong"],
+)
+def test_what_a_function_does_wrong_is_said(tiny_model_dir: Path, tmp_path: Path, source: str, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        rollgrad.train(with_file(tiny_model_dir, tmp_path, source))
+
+
+def test_what_a_program_complains_of_is_said(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="exit status 1: the disk is full"):
+        rollgrad.train(with_program(tiny_model_dir, tmp_path, CRASH), reward=FakeRewardSource())
+
+
+@pytest.mark.parametrize("limit", ["max_turns", "max_episode_tokens", "positions", "max_episode_seconds"])
+def test_an_episode_that_reaches_a_limit_is_truncated_not_failed(
+    tiny_model_dir: Path, tmp_path: Path, limit: str
+) -> None:
+    source = OPENAI.replace("range(2)", "range(1000)").replace("{RETURN}", "1.0")
+    made = with_file(tiny_model_dir, tmp_path, source)
+    made.train.max_steps = 1
+    if limit == "max_turns":
+        made.rollout.max_turns = 3
+    elif limit == "max_episode_seconds":
+        made.rollout.max_episode_seconds = 0.5
+    elif limit == "max_episode_tokens":
+        made.rollout.max_episode_tokens = 100
+    rollgrad.train(made)
+    (row,) = rows(tmp_path)
+    assert row["reward/mean"] == 0.0, "it did not come to return its reward"
+    assert row["rollout/truncated_share"] == 1.0
+    if limit == "max_turns":
+        assert row["reward/turns"] == 3
+
+
+def test_a_program_that_is_missing_ends_the_command_line_with_2(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config(tiny_model_dir, tmp_path)
+    arguments = [
+        *("--actor.model_name_or_path", str(tiny_model_dir)),
+        *("--data.prompt_dataset", str(tmp_path / "data.jsonl"), "--data.label_key", "label"),
+        *("--agent.command", "/no/such/agent --fast", "--reward.verifier", "exact_match"),
+        *("--algo.advantage.estimator", "reinforce", "--ckpt.output_dir", str(tmp_path / "out")),
+        *("--train.max_steps", "1", "--rollout.batch_size", "2", "--rollout.max_new_tokens", "8"),
+    ]
+    assert main(["train", "rl", *arguments]) == 2
+    assert "/no/such/agent" in capsys.readouterr().err

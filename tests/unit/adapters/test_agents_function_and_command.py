@@ -1,0 +1,222 @@
+"""Agents as functions and as programs: what they are given, what they may return, and how they end."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgrad.adapters.agents.command import MAX_OUTPUT, CommandAgent
+from rollgrad.adapters.agents.function import FunctionAgent
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.ports.agent_program import AgentResult, AgentTask
+from rollgrad.domain.prompts import Prompt
+
+WAIT_SECONDS = 60.0
+TASK = AgentTask(
+    prompt=Prompt(
+        token_ids=(1,),
+        text="rendered",
+        label="the secret label",
+        metadata={"hint": "the secret label"},
+        messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "g\u00f6\nthere"}),
+    ),
+    root_url="http://127.0.0.1:1/s/key",
+    api_key="key",
+    model="policy",
+)
+
+
+def call(function: Any) -> AgentResult:
+    return asyncio.run(FunctionAgent(function).run(TASK))
+
+
+@pytest.mark.parametrize(
+    ("returned", "result"),
+    [
+        (None, AgentResult()),
+        ("7", AgentResult(answer="7")),
+        ("", AgentResult(answer="")),
+        (0.5, AgentResult(reward=0.5)),
+        (True, AgentResult(reward=1.0)),
+        ({}, AgentResult()),
+        ({"reward": 0, "metrics": {"calls": 2}}, AgentResult(reward=0.0, metrics={"calls": 2.0})),
+        ({"answer": "x", "metrics": None}, AgentResult(answer="x")),
+    ],
+)
+def test_what_a_function_may_return(returned: Any, result: AgentResult) -> None:
+    async def later(task: AgentTask) -> Any:
+        return returned
+
+    assert call(lambda task: returned) == result
+    assert call(later) == result
+    assert call(lambda task: later(task)) == result, "a function that returns an awaitable"
+
+
+@pytest.mark.parametrize("returned", [[1.0], float("nan"), {"rewards": 1}, {"reward": "much"}, object(), {"answer": 3}])
+def test_what_a_function_may_not_return(returned: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        call(lambda task: returned)
+
+
+def test_a_function_that_exits_ends_its_episode_only() -> None:
+    async def later(task: AgentTask) -> None:
+        sys.exit("enough")
+
+    for function in (lambda task: sys.exit(3), later):
+        with pytest.raises(RuntimeError, match=r"sys\.exit"):
+            call(function)
+
+
+def test_blocking_functions_play_at_once_and_may_be_left_behind() -> None:
+    together, forever = threading.Barrier(300), threading.Event()
+
+    async def body() -> None:
+        agent = FunctionAgent(lambda task: together.wait(WAIT_SECONDS))
+        await asyncio.gather(*(agent.run(TASK) for _ in range(300)))
+        task = asyncio.create_task(FunctionAgent(lambda task: forever.wait()).run(TASK))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(body())
+    forever.set()
+
+
+def program(folder: Path, source: str) -> CommandAgent:
+    path = folder / "an agent.py"
+    path.write_text(source)
+    return CommandAgent(shlex.join([sys.executable, str(path)]))
+
+
+def run(folder: Path, source: str) -> AgentResult:
+    return asyncio.run(program(folder, source).run(TASK))
+
+
+def test_a_program_is_given_the_question_and_the_address_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "ROLLGRAD_TOKEN", "WANDB_API_KEY", "http_proxy"):
+        monkeypatch.setenv(name, "the parent's secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "the parent's secret")
+    source = "import json, os, sys\nprint(json.dumps([dict(os.environ), sys.stdin.read()]))"
+    environment, given = json.loads(run(tmp_path, source).answer or "")
+    assert "secret" not in json.dumps(environment)
+    assert "secret" not in given
+    assert environment["OPENAI_BASE_URL"] == "http://127.0.0.1:1/s/key/v1"
+    assert environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1/s/key"
+    assert environment["OPENAI_API_KEY"] == environment["ANTHROPIC_API_KEY"] == "key"
+    assert environment["ROLLGRAD_MODEL"] == "policy"
+    assert json.loads(given) == {"prompt": "g\u00f6\nthere", "messages": list(TASK.prompt.messages)}
+    assert given.endswith("\n")
+    assert given.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        ("pass", None),
+        ("print()", None),
+        ("print('thinking')\nprint('  7 ')", "7"),
+        ("import sys\nsys.stdin.close()\nprint('never read')", "never read"),
+        ("import os\nos.write(1, b'\\xff!')", "\ufffd!"),
+        ("import os, time\nprint('out', flush=True)\nos.close(1); os.close(2)\ntime.sleep(0.3)", "out"),
+    ],
+)
+def test_the_last_line_is_the_answer(tmp_path: Path, source: str, answer: str | None) -> None:
+    assert run(tmp_path, source) == AgentResult(answer=answer)
+
+
+def test_a_prompt_and_an_answer_larger_than_pipes(tmp_path: Path) -> None:
+    task = AgentTask(
+        prompt=Prompt(token_ids=(1,), text="x" * 4_000_000), root_url="http://x", api_key="k", model="policy"
+    )
+    source = "import sys\nsys.stdout.write('y' * 900000); sys.stdout.flush()\nprint()\nprint(len(sys.stdin.read()))"
+    result = asyncio.run(program(tmp_path, source).run(task))
+    assert int(result.answer or "") > 4_000_000
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import sys\nsys.exit(3)", "exit status 3: no message"),
+        ("raise ValueError('no such door')", "ValueError: no such door"),
+        ("import os\nos.abort()", "exit status -6"),
+        (f"while True: print('x' * {MAX_OUTPUT})", "wrote more than"),
+        (f"import sys\nwhile True: sys.stderr.write('x' * {MAX_OUTPUT})", "wrote more than"),
+    ],
+)
+def test_a_program_that_fails(tmp_path: Path, source: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        run(tmp_path, source)
+
+
+CHILD = """
+import subprocess, sys, pathlib, os
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+pathlib.Path(sys.argv[0]).with_name("pids").write_text(f"{os.getpid()} {child.pid}")
+"""
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def gone(folder: Path) -> bool:
+    pids = list(map(int, (folder / "pids").read_text().split()))
+    deadline = time.monotonic() + WAIT_SECONDS
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(map(alive, pids))
+
+
+def test_a_program_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    async def body() -> None:
+        agent = program(tmp_path, CHILD + "child.wait()")
+        task = asyncio.create_task(agent.run(TASK))
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
+                await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(body())
+    assert gone(tmp_path)
+
+
+def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    assert run(tmp_path, CHILD + "print('done')") == AgentResult(answer="done")
+    assert gone(tmp_path)
+
+
+def test_a_child_that_left_the_group_holds_nobody_up(tmp_path: Path) -> None:
+    source = CHILD.replace('time.sleep(1000)"]', 'time.sleep(1000)"], start_new_session=True') + "print('done')"
+    try:
+        assert run(tmp_path, source) == AgentResult(answer="done")
+    finally:
+        os.kill(int((tmp_path / "pids").read_text().split()[1]), 9)
+
+
+@pytest.mark.parametrize("command", ["", "  ", "python 'agent.py"])
+def test_commands_that_are_none(command: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"agent\.command"):
+        CommandAgent(command)
+
+
+def test_programs_that_cannot_be_run(tmp_path: Path) -> None:
+    script = tmp_path / "agent"
+    script.write_text("echo hi")  # not executable
+    for command in ("/no/such/agent", str(tmp_path), shlex.quote(str(script))):
+        with pytest.raises(ConfigurationError, match=r"cannot be run .*: correct --agent\.command"):
+            asyncio.run(CommandAgent(command).run(TASK))

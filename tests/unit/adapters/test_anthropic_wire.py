@@ -1,0 +1,155 @@
+"""Anthropic's messages: what a body means, what is refused, and how answers and errors look."""
+
+import json
+from typing import Any
+
+import pytest
+
+from rollgrad.adapters.anthropic.wire import SIGNATURE, AnthropicWire
+from rollgrad.adapters.http.guard import HttpError
+from rollgrad.application.agents.reply import ChatReply
+from rollgrad.domain.messages import ParsedReply
+from rollgrad.domain.sampling import Generation, StopReason
+
+HI: Any = [{"role": "user", "content": "hi"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+WIRE = AnthropicWire()
+
+
+def reply(reason: StopReason = StopReason.STOP, stopped_by: str | None = None, **message: Any) -> ChatReply:
+    generation = Generation(token_ids=[65, 66], logprobs=[-0.5, -0.25], versions=[0, 0], stop_reason=reason)
+    parsed = ParsedReply(message={"role": "assistant", "content": "", **message})
+    return ChatReply(parsed=parsed, generation=generation, prompt_token_ids=(1, 2, 3), stopped_by=stopped_by)
+
+
+def decode(token_ids: Any) -> str:
+    return bytes(token_ids).decode()
+
+
+def test_a_conversation_becomes_ours() -> None:
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}
+    assistant = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "Look:"}, use]
+    cached = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
+    results = [
+        {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "r"}]},
+        {"type": "tool_result", "tool_use_id": "2", "is_error": True},
+        {"type": "text", "text": "and now?"},
+    ]
+    messages = [*HI, {"role": "assistant", "content": assistant}, {"role": "user", "content": results}]
+    read = WIRE.decode(
+        {
+            "messages": messages,
+            "system": [cached],
+            "max_tokens": 9,
+            "temperature": 1,
+            "top_k": 4,
+            "stop_sequences": ["x"],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+            "metadata": {"user_id": "u"},
+            "thinking": {"type": "adaptive"},
+        }
+    ).request
+    assert read.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Look:", "reasoning_content": "hm", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "name": "f", "content": "r"},
+        {"role": "tool", "tool_call_id": "2", "name": "", "content": ""},
+        {"role": "user", "content": "and now?"},
+    ]
+    assert read.tools == [
+        {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+    ]
+    assert read.changes == {"max_new_tokens": 9, "temperature": 1.0, "top_k": 4, "stop_strings": ("x",)}
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\]"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content"),
+        ({"messages": [{"role": "user", "content": [3]}]}, "of type None"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "'tool_use'"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, "'tool_result'"),
+        ({"system": 3}, "system"),
+        ({"tool_choice": {"type": "any"}}, "'any'"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]"),
+        ({"tools": [{"name": "f", "input_schema": "x"}]}, "input_schema"),
+        ({"temperature": 1.5}, "temperature is 1.5"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"stop_sequences": [3]}, "stop_sequences"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(more: dict[str, Any], named: str) -> None:
+    with pytest.raises(HttpError, match=named) as refused:
+        WIRE.decode({"messages": HI, **more})
+    assert refused.value.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "sequence"),
+    [
+        (reply(content="x"), "end_turn", None),
+        (reply(tool_calls=[CALL]), "tool_use", None),
+        (reply(StopReason.LENGTH, tool_calls=[CALL]), "max_tokens", None),
+        (reply(content="x", stopped_by="END"), "stop_sequence", "END"),
+    ],
+)
+def test_why_an_answer_ends(answer: ChatReply, reason: str, sequence: str | None) -> None:
+    body = WIRE.encode(WIRE.decode({"messages": HI}), answer, "x", decode)
+    assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
+    assert body["usage"] == {"input_tokens": 3, "output_tokens": 2}
+
+
+def test_an_answer_and_its_events_say_the_same() -> None:
+    answer = reply(content="hi", reasoning_content="hm", tool_calls=[CALL])
+    call = WIRE.decode({"messages": HI, "model": "m", "stream": True})
+    body = WIRE.encode(call, answer, "x", decode)
+    assert body["content"] == [
+        {"type": "thinking", "thinking": "hm", "signature": SIGNATURE},
+        {"type": "text", "text": "hi"},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+    ]
+    events = WIRE.events(call, "x")
+    pieces = [("reasoning_content", "h"), ("reasoning_content", "m"), ("content", "h"), ("content", "i")]
+    written = [*events.start()]
+    for piece in pieces:
+        written += events.piece(*piece)
+    written += events.finish(answer, decode)
+    values = []
+    for event in written:
+        name, data = event.removesuffix("\n\n").split("\n")
+        values.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {values[-1]['type']}"
+    blocks: list[dict[str, Any]] = []
+    for value in values:
+        if value["type"] == "content_block_start":
+            assert value["index"] == len(blocks)
+            blocks.append({**value["content_block"], "json": ""})
+        elif value["type"] == "content_block_delta":
+            delta = dict(value["delta"])
+            kind = delta.pop("type")
+            ((key, text),) = delta.items()
+            blocks[value["index"]]["json" if kind == "input_json_delta" else key] += text
+    for block in blocks:
+        text = block.pop("json")
+        if text:
+            block["input"] = json.loads(text)
+    assert blocks == body["content"]
+    assert [value["type"] for value in values].count("content_block_stop") == 3
+    assert [value["type"] for value in values[-2:]] == ["message_delta", "message_stop"]
+    assert values[-2]["usage"] == body["usage"]
+    assert values[0]["message"]["model"] == "m"
+
+
+def test_errors() -> None:
+    events = WIRE.events(WIRE.decode({"messages": HI}), "x")
+    (failed,) = events.failed(HttpError(503, "Down."))
+    wanted = {"type": "error", "error": {"type": "overloaded_error", "message": "Down."}}
+    assert json.loads(failed.split("data: ")[1]) == wanted
+    assert WIRE.error(HttpError(410, "Over."))["error"]["type"] == "invalid_request_error"
+    assert WIRE.error(HttpError(500, "?"))["error"]["type"] == "api_error"
+    assert events.keep_alive() == 'event: ping\ndata: {"type": "ping"}\n\n'

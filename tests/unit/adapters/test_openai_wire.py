@@ -1,0 +1,185 @@
+"""OpenAI's chat completions: what a body means, what is refused, and how answers and errors look."""
+
+import json
+from typing import Any
+
+import pytest
+
+from rollgrad.adapters.http.guard import HttpError
+from rollgrad.adapters.http.wire import MAX_STOPS, MIN_TEMPERATURE
+from rollgrad.adapters.openai.wire import OpenAIWire
+from rollgrad.application.agents.reply import ChatReply
+from rollgrad.domain.messages import ParsedReply
+from rollgrad.domain.sampling import Generation, StopReason
+
+HI: Any = [{"role": "user", "content": "hi"}]
+TOOL: Any = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "\u00fc"}}}
+WIRE = OpenAIWire()
+
+
+def reply(reason: StopReason = StopReason.STOP, **message: Any) -> ChatReply:
+    generation = Generation(token_ids=[65, 195], logprobs=[-0.5, -0.25], versions=[0, 0], stop_reason=reason)
+    parsed = ParsedReply(message={"role": "assistant", "content": "", **message})
+    return ChatReply(parsed=parsed, generation=generation, prompt_token_ids=(1, 2, 3))
+
+
+def decode(token_ids: Any) -> str:
+    return bytes(token_ids).decode(errors="replace")
+
+
+def test_settings_become_changes() -> None:
+    call = WIRE.decode(
+        {
+            "messages": HI,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": -1,
+            "max_tokens": 5,
+            "max_completion_tokens": 6,
+            "seed": -1,
+            "stop": "x",
+            "stream": True,
+            "model": "m",
+        }
+    )
+    assert call.request.changes == {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 0,
+        "max_new_tokens": 6,
+        "seed": 2**63 - 1,
+        "stop_strings": ("x",),
+    }
+    assert (call.stream, call.model) == (True, "m")
+    assert WIRE.decode({"messages": HI, "temperature": None, "stop": []}).request.changes == {}
+    assert WIRE.decode({"messages": HI, "temperature": MIN_TEMPERATURE / 2}).request.changes == {"temperature": 0.0}
+
+
+def test_messages_become_ours() -> None:
+    texts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = {**CALL, "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages: Any = [
+        {"role": "developer", "content": texts},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "content": "r", "tool_call_id": "1"},
+        {"role": "user", "content": None, "name": "eve"},
+    ]
+    read = WIRE.decode({"messages": messages, "tools": [TOOL]}).request
+    assert read.messages == [
+        {"role": "system", "content": "ab"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+        },
+        {"role": "tool", "content": "r", "tool_call_id": "1"},
+        {"role": "user", "content": "", "name": "eve"},
+    ]
+    parameters = {"type": "object", "properties": {}}
+    assert read.tools == [{"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}]
+    assert WIRE.decode({"messages": HI, "tools": [TOOL], "tool_choice": "none"}).request.tools == []
+
+
+@pytest.mark.parametrize(
+    "arguments", ["{", "[1]", "3", "", None, 5, "[" * 5000, "[" * 200 + "]" * 200, '{"a": "\\ud800"}', "1" * 5000]
+)
+def test_arguments_that_are_no_object_are_kept(arguments: Any) -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "tool_calls": [call]}
+    (read,) = WIRE.decode({"messages": [message]}).request.messages
+    json.dumps(read, ensure_ascii=False).encode()
+    kept = read["tool_calls"][0]["function"]["arguments"]
+    assert isinstance(kept, dict)
+    assert kept == {} or "arguments" in kept
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "robot"}]}, r"messages\[0\]"),
+        ({"messages": [*HI, 3]}, r"messages\[1\]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "'image_url', but",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, r"function\.name"),
+        ({"n": 2}, "n is 2"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"temperature": 3}, "temperature is 3"),
+        ({"temperature": "hot"}, "a whole number or a number"),
+        ({"temperature": True}, "temperature is true"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"top_k": 10**30}, "top_k"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * (MAX_STOPS + 1)}, f"{MAX_STOPS} at most"),
+        ({"stream": "yes"}, "stream"),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]}, "parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": 1}}]}, "description"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(more: dict[str, Any], named: str) -> None:
+    with pytest.raises(HttpError, match=named) as refused:
+        WIRE.decode({"messages": HI, **more})
+    assert refused.value.status_code == 400
+
+
+def test_an_answer() -> None:
+    call = WIRE.decode({"messages": HI, "model": "m", "logprobs": True, "return_token_ids": True})
+    body = WIRE.encode(call, reply(content="hi", reasoning_content="hm", tool_calls=[CALL]), "x", decode)
+    (choice,) = body["choices"]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "hi",
+        "reasoning_content": "hm",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "\u00fc"}'}}],
+    }
+    assert choice["finish_reason"] == "tool_calls"
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert (body["prompt_token_ids"], choice["token_ids"]) == ([1, 2, 3], [65, 195])
+    assert [(t["token"], t["logprob"], t["bytes"]) for t in choice["logprobs"]["content"]] == [
+        ("A", -0.5, [65]),
+        ("\ufffd", -0.25, None),
+    ]
+
+
+@pytest.mark.parametrize("reason", [StopReason.LENGTH, StopReason.ABORTED])
+def test_an_answer_that_was_cut_off(reason: StopReason) -> None:
+    call = WIRE.decode({"messages": HI})
+    body = WIRE.encode(call, reply(reason), "x", decode)
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["choices"][0]["message"]["content"] == ""
+    assert "prompt_token_ids" not in body
+
+
+def test_chunks() -> None:
+    call = WIRE.decode({"messages": HI, "stream": True, "stream_options": {"include_usage": True}})
+    events = WIRE.events(call, "x")
+    written = [*events.start(), *events.piece("content", "a\u2028b"), *events.finish(reply(tool_calls=[CALL]), decode)]
+    assert all(event.startswith("data: ") and event.endswith("\n\n") and event.count("\n") == 2 for event in written)
+    assert written[-1] == "data: [DONE]\n\n"
+    first, piece, calls, last, usage = [json.loads(event[6:]) for event in written[:-1]]
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert piece["choices"][0]["delta"] == {"content": "a\u2028b"}
+    assert calls["choices"][0]["delta"]["tool_calls"][0]["index"] == 0
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+    assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 5)
+    assert len({json.loads(event[6:])["id"] for event in written[:-1]}) == 1
+    assert events.keep_alive().startswith(":")
+    (failed,) = events.failed(HttpError(503, "Down.", code="engine_error"))
+    assert json.loads(failed[6:])["error"]["message"] == "Down."
+
+
+def test_an_error() -> None:
+    assert WIRE.error(HttpError(429, "Later.", code="busy")) == {
+        "error": {"message": "Later.", "type": "rate_limit_error", "code": "busy"}
+    }

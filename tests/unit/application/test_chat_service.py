@@ -1,0 +1,334 @@
+"""Replies to conversations that others lead, and episodes of agents that are clients."""
+
+import asyncio
+import pickle
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from rollgrad.application.agents.reply import ChatReply
+from rollgrad.application.agents.service import (
+    ChatRequest,
+    ChatService,
+    Origin,
+    RecordedSession,
+    RefusedError,
+    SessionLimits,
+)
+from rollgrad.application.agents.stop_text import StopText
+from rollgrad.application.executors.served_agent import ServedAgentExecutor
+from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.messages import ParsedReply
+from rollgrad.domain.ports.agent_executor import EpisodeRequest
+from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.sampling import Generation, SamplingParams, StopReason
+from rollgrad.domain.trajectory import Trajectory
+from tests.fakes.chat_codec import EOS, FakeChatCodec
+from tests.fakes.reward_source import FakeRewardSource
+from tests.fakes.scripted_engine import Script, ScriptedEngine, assert_recorded
+
+PROMPT = Prompt(token_ids=(1,), text="go", label="two", messages=({"role": "user", "content": "go"},))
+PARAMS = SamplingParams(max_new_tokens=50, seed=3)
+
+
+def ask(*texts: str, **changes: Any) -> ChatRequest:
+    roles = ("user", "assistant")
+    return ChatRequest(messages=[{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)], changes=changes)
+
+
+def play(scenario: Callable[[RecordedSession, ScriptedEngine], Awaitable[None]], script: Script, **limits: Any) -> None:
+    async def body() -> None:
+        engine = ScriptedEngine(FakeChatCodec(), EOS, script)
+        service = ChatService(engine, FakeChatCodec(), max_waiting=limits.pop("max_waiting", 100))
+        session = service.open(PROMPT, PARAMS, SessionLimits(**{"max_turns": 10, **limits}))
+        assert service.session(session.key) is session
+        await scenario(session, engine)
+        await session.seal()
+        assert service.session(session.key) is None
+        assert service.in_flight == 0
+
+    asyncio.run(body())
+
+
+def content(reply: ChatReply) -> str:
+    return str(reply.parsed.message["content"])
+
+
+def test_each_turn_has_a_seed_of_its_own() -> None:
+    async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
+        await session.reply(ask("go"))
+        engine.failures = 1
+        with pytest.raises(EngineError):
+            await session.reply(ask("go", "one", "more"))
+        await session.reply(ask("go", "one", "more"))
+        assert [request.params.seed for request in engine.requests] == [3, 4, 4]
+        assert_recorded(session, engine.said)
+
+    play(scenario, ["one", "two"])
+
+
+def test_the_trainers_stops_stay_and_the_clients_are_added() -> None:
+    async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
+        reply = await session.reply(ask("go", stop_strings=("END",), max_new_tokens=20))
+        assert content(reply) == "one "
+        assert reply.stopped_by == "END"
+        again = await session.reply(ask("go", "one ", "more"))
+        assert content(again) == "two"
+        assert_recorded(session, engine.said)
+
+    play(scenario, ["one END of it", "two"])
+
+
+def test_a_retry_takes_the_reply_that_nobody_got() -> None:
+    """Two alike at once, as for best-of-two; the first caller goes away and asks again."""
+
+    async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
+        engine.free.clear()
+        first, again = Origin(key="k", digest="d"), Origin(key="k", digest="d", is_retry=True)
+        callers = [asyncio.create_task(session.reply(ask("go"), origin=first)) for _ in range(2)]
+        while engine.waiting < 2:
+            await asyncio.sleep(0)
+        callers[0].cancel()
+        retry = asyncio.create_task(session.reply(ask("go"), origin=again))
+        await asyncio.sleep(0)
+        engine.free.set()
+        assert content(await retry) == "one"
+        assert content(await callers[1]) == "two"
+        await session.seal()
+        assert_recorded(session, engine.said, branches=2)
+
+    play(scenario, ["one", "two"])
+
+
+def test_a_caller_that_gives_up_behind_its_retry_takes_nothing_away() -> None:
+    async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
+        engine.free.clear()
+        first = asyncio.create_task(session.reply(ask("go"), origin=Origin(key="k", digest="d")))
+        while not engine.waiting:
+            await asyncio.sleep(0)
+        retry = asyncio.create_task(session.reply(ask("go"), origin=Origin(key="k", digest="d", is_retry=True)))
+        await asyncio.sleep(0)
+        first.cancel()
+        engine.free.set()
+        assert content(await retry) == "one"
+        await session.seal()
+        assert_recorded(session, engine.said)
+
+    play(scenario, ["one"])
+
+
+def test_a_reply_that_reached_nobody_is_dropped_unless_it_is_continued() -> None:
+    async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
+        for texts in (("go",), ("other",)):
+            engine.free.clear()
+            caller = asyncio.create_task(session.reply(ask(*texts)))
+            while not engine.waiting:
+                await asyncio.sleep(0)
+            caller.cancel()
+            engine.free.set()
+            while engine.waiting:
+                await asyncio.sleep(0)
+        assert content(await session.reply(ask("go", "one", "more"))) == "three"
+        await session.seal()
+        assert_recorded(session, [engine.said[0], engine.said[2]])
+
+    play(scenario, ["one", "two", "three"])
+
+
+def test_refusals_have_kinds_and_are_counted() -> None:
+    async def scenario(session: RecordedSession, engine: ScriptedEngine) -> None:
+        engine.free.clear()
+        blocked = asyncio.create_task(session.reply(ask("go")))
+        while not engine.waiting:
+            await asyncio.sleep(0)
+        with pytest.raises(RefusedError, match="1 requests are in flight") as busy:
+            await session.reply(ask("go"))
+        assert busy.value.kind == "busy"
+        engine.free.set()
+        await blocked
+        with pytest.raises(RefusedError, match="no room") as long:
+            await session.reply(ask("x" * 100))
+        assert session.stopped is StopReason.LENGTH
+        await session.reply(ask("go", "one", "more"))
+        with pytest.raises(RefusedError, match=r"its 2 replies \(rollout\.max_turns\)") as many:
+            await session.reply(ask("go"))
+        assert (long.value.kind, many.value.kind) == ("context_length", "turn_limit")
+        await session.seal()
+        with pytest.raises(RefusedError) as over:
+            await session.reply(ask("go"))
+        assert over.value.kind == "sealed"
+        copy = pickle.loads(pickle.dumps(many.value))
+        assert (str(copy), copy.kind) == (str(many.value), "turn_limit")
+        assert session.refused == {"context_length": 1, "turn_limit": 1, "sealed": 1}
+
+    play(scenario, ["one", "two"], max_turns=2, max_tokens=90, max_waiting=1)
+
+
+STOPS = [("END",), ("END", "E"), ("aab",), ("\n", "END"), ("never",)]
+
+
+@pytest.mark.parametrize("stops", STOPS)
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize("text", ["", "EEND of", "aaaab then", "one\ntwo END", "EN", "no such text aa"])
+def test_stop_texts_in_pieces_are_those_of_the_whole(stops: tuple[str, ...], size: int, text: str) -> None:
+    pieces: list[str] = []
+    cut = StopText(stops, lambda field, piece: pieces.append(piece))
+    for start in range(0, len(text), size):
+        cut.hear("content", text[start : start + size])
+    generation = Generation(token_ids=[1], logprobs=[0.0], versions=[0], stop_reason=StopReason.STOP)
+    message = {"role": "assistant", "content": text}
+    whole = cut.finish(ChatReply(parsed=ParsedReply(message=message), generation=generation, prompt_token_ids=(1,)))
+    places = [text.find(stop) for stop in stops if stop in text]
+    assert content(whole) == text[: min(places, default=len(text))]
+    assert "".join(pieces) == content(whole)
+    assert (whole.stopped_by is None) == (not places)
+
+
+def test_thinking_is_not_held_back_by_stop_texts() -> None:
+    pieces: list[tuple[str, str]] = []
+    StopText(("END",), lambda *piece: pieces.append(piece)).hear("reasoning_content", "E")
+    assert pieces == [("reasoning_content", "E")]
+
+
+# Episodes
+
+
+class Agent(AgentProgram):
+    """Asks the service as its client would, without a socket."""
+
+    def __init__(self, service: ChatService, behave: Callable[[RecordedSession], Awaitable[Any]]) -> None:
+        self._service, self._behave = service, behave
+        self.tasks: list[AgentTask] = []
+
+    async def run(self, task: AgentTask) -> AgentResult:
+        self.tasks.append(task)
+        session = self._service.session(task.api_key)
+        assert session is not None
+        result = await self._behave(session)
+        return result if isinstance(result, AgentResult) else AgentResult()
+
+
+def episode(
+    behave: Callable[[RecordedSession], Awaitable[Any]], script: Script = ("one", "two", "three"), **how: Any
+) -> tuple[list[Trajectory] | RolloutFailure, FakeRewardSource]:
+    async def body() -> tuple[list[Trajectory] | RolloutFailure, FakeRewardSource]:
+        engine = ScriptedEngine(FakeChatCodec(), EOS, script)
+        service = ChatService(engine, FakeChatCodec())
+        rewards = FakeRewardSource(how.get("judge", lambda request: float(request.response == request.label)))
+        agent = Agent(service, behave)
+
+        async def url() -> str:
+            return "http://127.0.0.1:1"
+
+        limits = SessionLimits(max_turns=3)
+        executor = ServedAgentExecutor(
+            agent, service, url, rewards, model="policy", limits=limits, max_seconds=how.get("max_seconds")
+        )
+        result = await executor.run(EpisodeRequest(prompt=PROMPT, params=PARAMS, group_id=4, sample_id=9))
+        (task,) = agent.tasks
+        assert task.base_url == f"http://127.0.0.1:1/s/{task.api_key}/v1"
+        assert service.session(task.api_key) is None, "the session is closed however the episode ends"
+        return result, rewards
+
+    return asyncio.run(body())
+
+
+async def two_turns(session: RecordedSession) -> None:
+    await session.reply(ask("go"))
+    await session.reply(ask("go", "one", "more"))
+
+
+def test_the_last_reply_is_judged_and_has_the_reward() -> None:
+    result, rewards = episode(two_turns)
+    assert isinstance(result, list)
+    (trajectory,) = result
+    assert [request.response for request in rewards.requests] == ["two"]
+    assert [s.reward for s in trajectory.segments if s.kind == "action"] == [0.0, 1.0]
+    assert (trajectory.group_id, trajectory.sample_id, trajectory.score) == (4, 9, 1.0)
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT
+    assert trajectory.metrics == {"turns": 2.0, "branches": 1.0}
+
+
+def test_branches_share_a_sample_and_one_reward() -> None:
+    async def branching(session: RecordedSession) -> AgentResult:
+        await asyncio.gather(*(session.reply(ask(text)) for text in ("go", "left", "right")))
+        return AgentResult(reward=2.5, metrics={"helpers": 2.0})
+
+    result, rewards = episode(branching)
+    assert isinstance(result, list)
+    assert sorted(trajectory.reward for trajectory in result) == [0.0, 0.0, 2.5]
+    assert {trajectory.score for trajectory in result} == {2.5}
+    assert {trajectory.sample_id for trajectory in result} == {9}
+    assert {tuple(sorted(t.metrics.items())) for t in result} == {(("branches", 3.0), ("helpers", 2.0), ("turns", 3.0))}
+    assert not rewards.requests
+
+
+def test_a_limit_truncates_the_episode_also_when_the_agent_fails_of_it() -> None:
+    async def greedy(session: RecordedSession) -> None:
+        for _ in range(4):
+            await session.reply(ask("go"))
+
+    result, _ = episode(greedy)
+    assert isinstance(result, list)
+    assert {trajectory.stop_reason for trajectory in result} == {StopReason.TURN_LIMIT}
+    assert {trajectory.score for trajectory in result} == {0.0}
+
+
+def test_the_wall_clock_truncates_too() -> None:
+    async def slow(session: RecordedSession) -> None:
+        await session.reply(ask("go"))
+        await asyncio.sleep(1000)
+
+    result, _ = episode(slow, max_seconds=0.05)
+    assert isinstance(result, list)
+    assert result[0].stop_reason is StopReason.TIMEOUT
+
+
+def test_an_agents_own_timeout_is_its_failure() -> None:
+    async def impatient(session: RecordedSession) -> None:
+        await session.reply(ask("go"))
+        raise TimeoutError("the web is slow")
+
+    result, _ = episode(impatient, max_seconds=1000)
+    assert isinstance(result, RolloutFailure)
+    assert result.kind is FailureKind.ENVIRONMENT
+    assert "TimeoutError: the web is slow" in result.message
+
+
+def test_an_agent_that_asks_nothing_fails_and_says_why() -> None:
+    async def silent(session: RecordedSession) -> None:
+        pass
+
+    result, _ = episode(silent)
+    assert isinstance(result, RolloutFailure)
+    assert "did not ask for one" in result.message
+
+
+def test_a_judge_that_fails_is_a_reward_failure() -> None:
+    result, _ = episode(two_turns, judge=lambda request: float("nan"))
+    assert isinstance(result, RolloutFailure)
+    assert result.kind is FailureKind.REWARD
+
+
+def test_a_misconfiguration_ends_the_run() -> None:
+    async def wrong(session: RecordedSession) -> None:
+        raise ConfigurationError("no such program")
+
+    with pytest.raises(ConfigurationError, match="no such program"):
+        episode(wrong)
+
+
+def test_a_call_still_running_when_the_agent_returns_is_ended_and_not_recorded() -> None:
+    async def hasty(session: RecordedSession) -> AgentResult:
+        await session.reply(ask("go"))
+        asyncio.get_running_loop().slow = asyncio.create_task(session.reply(ask("late")))  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+        return AgentResult(reward=1.0)
+
+    result, _ = episode(hasty)
+    assert isinstance(result, list)
+    (trajectory,) = result
+    assert trajectory.metrics["turns"] == 1
