@@ -8,6 +8,7 @@ import shlex
 import signal
 from collections.abc import Mapping
 
+from rollgrad.adapters.system.slots import Slots
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
 
@@ -28,6 +29,8 @@ MAX_OUTPUT = 2**20
 """Bytes of standard output and of standard error that are read; a program that writes more is stopped."""
 SHOWN = 500
 """Characters of standard error in a failure's message."""
+PROCESSES = 64
+"""Programs that play at once, by default: an idle Python with an SDK takes some 60 MB."""
 POLL_SECONDS = 0.2
 """How often it is looked whether a program has ended whose output others still hold open: asyncio's own `wait` waits
 for them too."""
@@ -42,11 +45,16 @@ class CommandAgent(AgentProgram):
     and on standard input one line of JSON with `prompt` (text) and `messages`; never the label. The last line that it
     prints is its answer; nothing printed leaves the last reply as the answer.
 
+    Args:
+        command: the program and its arguments.
+        processes: how many run at once; other episodes wait, which counts as their time.
+
     Raises:
         ConfigurationError: the command is empty, or a quotation in it does not end.
     """
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, *, processes: int = PROCESSES) -> None:
+        self._slots = Slots(processes)
         try:
             self._command = shlex.split(command)
         except ValueError as error:
@@ -63,6 +71,10 @@ class CommandAgent(AgentProgram):
             ConfigurationError: there is no such program.
             RuntimeError: it failed, or wrote too much.
         """
+        async with self._slots.here():
+            return await self._play(task)
+
+    async def _play(self, task: AgentTask) -> AgentResult:
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command,

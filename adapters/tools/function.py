@@ -15,8 +15,8 @@ from typing import Any, overload
 
 import structlog
 
+from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools.function_arguments import FunctionArguments, summary
-from rollgrad.adapters.tools.slots import Slots
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.messages import ToolResult
 from rollgrad.domain.ports.environment import Tool

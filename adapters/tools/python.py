@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools import sandbox
-from rollgrad.adapters.tools.slots import Slots
 from rollgrad.adapters.tools.text_argument import read_text, text_schema
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.messages import ToolResult

@@ -220,3 +220,24 @@ def test_programs_that_cannot_be_run(tmp_path: Path) -> None:
     for command in ("/no/such/agent", str(tmp_path), shlex.quote(str(script))):
         with pytest.raises(ConfigurationError, match=r"cannot be run .*: correct --agent\.command"):
             asyncio.run(CommandAgent(command).run(TASK))
+
+
+def test_so_many_programs_run_at_once(tmp_path: Path) -> None:
+    """Each notes how many of its like are there while it runs."""
+    script = (
+        "import os, pathlib, time\n"
+        f"place = pathlib.Path({str(tmp_path)!r})\n"
+        "mine = place / str(os.getpid())\n"
+        "mine.touch()\n"
+        "time.sleep(0.2)\n"
+        "print(len(list(place.iterdir())))\n"
+        "mine.unlink()\n"
+    )
+    agent = CommandAgent(shlex.join([sys.executable, "-c", script]), processes=2)
+
+    async def scenario() -> list[Any]:
+        return await asyncio.gather(*(agent.run(TASK) for _ in range(6)))
+
+    counts = [int(result.answer or 0) for result in asyncio.run(scenario())]
+    assert max(counts) <= 2
+    assert len(counts) == 6

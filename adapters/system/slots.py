@@ -1,11 +1,11 @@
-"""How many calls of a tool run at once."""
+"""How many of something run at once."""
 
 import asyncio
 from weakref import WeakKeyDictionary
 
 
 class Slots:
-    """A semaphore of `count` for each event loop: a tool may outlive one (training, then an evaluation)."""
+    """A semaphore of `count` for each event loop: its owner may outlive one (training, then an evaluation)."""
 
     def __init__(self, count: int) -> None:
         self._count = count
