@@ -30,7 +30,17 @@ _PUBLIC = {
     "policy_loss": "rollgrad.domain.losses.registry",
     "tool": "rollgrad.adapters.tools.function",
 }
-__all__ = ["RLConfig", "TrainResult", "__version__", "estimator", "evaluate", "load_config", "policy_loss", "tool", "train"]
+__all__ = [
+    "RLConfig",
+    "TrainResult",
+    "__version__",
+    "estimator",
+    "evaluate",
+    "load_config",
+    "policy_loss",
+    "tool",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

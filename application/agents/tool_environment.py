@@ -122,7 +122,9 @@ class ToolEnvironment(Environment):
         self._attempts += 1
         passed = (judged.reward if judged.score is None else judged.score) >= self._pass_threshold
         if self._attempts < self._allowed and not passed:
-            return StepResult(observation=[*results, {"role": "user", "content": WRONG}], metrics=self._metrics(), score=0.0)
+            return StepResult(
+                observation=[*results, {"role": "user", "content": WRONG}], metrics=self._metrics(), score=0.0
+            )
         return evolve(
             judged,
             terminated=True,
