@@ -21,6 +21,7 @@ from rollgrad.application.choices import (
     Verifier,
     Whiten,
 )
+from rollgrad.application.train_config import TrainConfig
 
 
 @define(kw_only=True)
@@ -217,7 +218,8 @@ class RolloutConfig:
     """Samples of each prompt: one group."""
     generate_batch_size: int | None = None
     """Groups in flight at once; default: batch_size. More (over-sampling) keeps what a rollout does not need for the
-    next one, where it is one update old: needs a correction, or old_logprobs rollout."""
+    next one, where it is one update old: needs a correction, or old_logprobs rollout. With train.async_enable the
+    default, and the most, is all that the bound on staleness lets through."""
     temperature: float = 1.0
     """Sampling temperature, also used in training log-probs."""
     top_p: float = 1.0
@@ -237,30 +239,9 @@ class RolloutConfig:
     max_concurrent: int = 4096
     """Episodes in flight at once."""
     max_failures: int = 0
-    """Failed episodes tolerated per rollout; one more ends the run."""
+    """Failed episodes tolerated per rollout (with train.async_enable from update to update); one more ends the run."""
     max_batch_size: int = 128
     """Sequences decoded together by the embedded engine."""
-
-
-@define(kw_only=True)
-class TrainConfig:
-    """How samples become optimizer steps."""
-
-    agent_func_path: str | None = None
-    """Python file with a class Environment (reset, step, close), or with OpenRLHF's AgentExecutor: episodes then have
-    several turns, and rewards come from their steps."""
-    max_steps: int | None = None
-    """Rollouts to train on; default: num_episodes passes over the prompts."""
-    num_episodes: int = 1
-    """Passes over the prompts when max_steps is not set."""
-    batch_size: int | None = None
-    """Samples per optimizer step; default: the whole rollout (strictly on-policy)."""
-    max_epochs: int = 1
-    """Passes over each rollout's samples."""
-    max_tokens_per_micro_batch: int = 16384
-    """Token budget of one forward and backward pass."""
-    seed: int = 42
-    """Seeds prompt order, sampling and shuffling."""
 
 
 @define(kw_only=True)

@@ -1,7 +1,8 @@
 """Where a run's memory goes, estimated from the shape of its models: arithmetic only, importable without torch.
 
-Each row is an upper estimate of what is held at its own peak. Rollout and update alternate, so the key/value cache
-and the activations are not held together; `peak_bytes` counts the larger of the two.
+Each row is an upper estimate of what is held at its own peak. Where rollout and update alternate, the key/value cache
+and the activations are not held together, and `peak_bytes` counts the larger of the two; an asynchronous run holds
+both, and the engine's copy of the weights.
 """
 
 from collections.abc import Sequence
@@ -70,6 +71,8 @@ def memory_plan(
     rows = _trained("policy", actor, compute_bytes)
     rows.append(_activations("policy", actor, config, compute_bytes))
     rows.append(_kv_cache(actor, config, compute_bytes))
+    if config.train.async_enable:
+        rows.append(_weights("engine", actor, compute_bytes))
     if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
         rows += _trained("critic", critic or actor, compute_bytes)
         rows.append(_activations("critic", critic or actor, config, compute_bytes))
@@ -123,12 +126,13 @@ def _activations(name: str, shape: ModelShape, config: RLConfig, compute_bytes: 
 
 def _kv_cache(shape: ModelShape, config: RLConfig, compute_bytes: int) -> MemoryRow:
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    sequences = min(config.rollout.max_batch_size, samples)
+    ahead = config.train.max_staleness + 1 if config.train.async_enable else 1
+    sequences = min(config.rollout.max_batch_size, samples * ahead)
     length = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim
     return MemoryRow(
         name="key/value cache",
         bytes=sequences * length * per_token * compute_bytes,
-        phase=Phase.ROLLOUT,
+        phase=Phase.ALWAYS if config.train.async_enable else Phase.ROLLOUT,
         formula=f"{sequences:,} sequences x {length:,} tokens x {per_token:,} numbers x {compute_bytes} bytes",
     )

@@ -80,6 +80,7 @@ RANGES: dict[str, Range] = {
     "train.num_episodes": COUNT,
     "train.batch_size": COUNT,
     "train.max_epochs": COUNT,
+    "train.max_staleness": NOT_NEGATIVE,
     "train.max_tokens_per_micro_batch": COUNT,
     "train.seed": NOT_NEGATIVE,
     "data.max_prompt_tokens": COUNT,

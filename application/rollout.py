@@ -39,17 +39,40 @@ class RolloutGroup:
     """Reward of the prompt's greedy rollout, where one was asked for."""
 
     @property
+    def samples(self) -> list[tuple[Trajectory, ...]]:
+        """The trajectories of each sample: its branches, in order."""
+        branches: dict[int, list[Trajectory]] = {}
+        for trajectory in self.trajectories:
+            branches.setdefault(trajectory.sample_id, []).append(trajectory)
+        return [tuple(sample) for sample in branches.values()]
+
+    @property
     def scores(self) -> list[float]:
         """What the samples are filtered and evaluated by."""
-        return [trajectory.score for trajectory in self.trajectories]
+        return [sample[0].score for sample in self.samples]
 
     @property
     def rewards(self) -> list[float]:
         """Reward of each sample, its branches together."""
-        totals: dict[int, float] = {}
-        for trajectory in self.trajectories:
-            totals[trajectory.sample_id] = totals.get(trajectory.sample_id, 0.0) + trajectory.reward
-        return list(totals.values())
+        return [sum(trajectory.reward for trajectory in sample) for sample in self.samples]
+
+
+class FailureBudget:
+    """Counts failed episodes; tolerates `allowed` of them."""
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed = allowed
+        self._failures: Counter[FailureKind] = Counter()
+
+    def charge(self, group: RolloutGroup) -> None:
+        """Adds a group's failures.
+
+        Raises:
+            RewardError, EngineError: they are too many; the message is the last failure's.
+        """
+        self._failures.update(failure.kind for failure in group.failures)
+        if self._failures.total() > self._allowed:
+            raise _too_many(group.failures[-1], self._failures, self._allowed)
 
 
 class RolloutService:
@@ -93,13 +116,20 @@ class RolloutService:
         Raises:
             RewardError, EngineError: more than `max_failures` episodes failed; the message is the last failure's.
         """
-        slots = asyncio.Semaphore(self._max_concurrent)
-        failures: Counter[FailureKind] = Counter()
+        slots = self.slots()
+        budget = self.failure_budget()
         numbers = itertools.count(first_group_id)
 
         def start() -> asyncio.Task[RolloutGroup]:
             return asyncio.create_task(
-                self._play(next(prompts), params, samples, next(numbers), slots, greedy_baseline=greedy_baseline)
+                self.play(
+                    next(prompts),
+                    params,
+                    samples=samples,
+                    group_id=next(numbers),
+                    slots=slots,
+                    greedy_baseline=greedy_baseline,
+                )
             )
 
         running = {start() for _ in range(groups)}
@@ -108,9 +138,7 @@ class RolloutService:
             while running:
                 finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for group in (task.result() for task in finished):
-                    failures.update(failure.kind for failure in group.failures)
-                    if failures.total() > self._max_failures:
-                        raise _too_many(group.failures[-1], failures, self._max_failures)
+                    budget.charge(group)
                     if refill(group):
                         running.add(start())
                     yield group
@@ -127,16 +155,26 @@ class RolloutService:
         groups = [group async for group in stream]
         return sorted(groups, key=lambda group: group.group_id)
 
-    async def _play(
+    def slots(self) -> asyncio.Semaphore:
+        """Places for `max_concurrent` episodes, to be shared by the groups of one stream."""
+        return asyncio.Semaphore(self._max_concurrent)
+
+    def failure_budget(self) -> "FailureBudget":
+        """The failed episodes that one rollout may have."""
+        return FailureBudget(self._max_failures)
+
+    async def play(
         self,
         prompt: Prompt,
         params: SamplingParams,
+        *,
         samples: int,
         group_id: int,
         slots: asyncio.Semaphore,
-        *,
-        greedy_baseline: bool,
+        greedy_baseline: bool = False,
     ) -> RolloutGroup:
+        """Plays one group; see `stream` for the arguments."""
+
         async def one(sample_id: int, settings: SamplingParams) -> list[Trajectory] | RolloutFailure:
             async with slots:
                 seeded = evolve(settings, seed=sample_seed(self._seed, sample_id))

@@ -18,10 +18,10 @@ from rollgrad.application.config import (
     EvalConfig,
     RewardConfig,
     RLConfig,
-    TrainConfig,
 )
 from rollgrad.application.ranges import RANGES
 from rollgrad.application.rules_common import first_change
+from rollgrad.application.train_config import TrainConfig
 from rollgrad.domain.catalogue import estimator_traits
 
 REASONING_GYM = "reasoning_gym:"

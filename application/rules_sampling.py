@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rollgrad.application.choices import CorrectionLevel, KLAgainst, Normalise, OldLogprobs
 from rollgrad.application.config import AlgoConfig, RewardConfig, RLConfig, RolloutConfig
+from rollgrad.application.rules_async import off_policy
 from rollgrad.domain.catalogue import estimator_traits
 
 
@@ -30,9 +31,9 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
             f"rollout.generate_batch_size is {groups}, but a rollout trains on {rollout.batch_size} groups: raise "
             "--rollout.generate_batch_size, or leave it out."
         )
-    over_sampling = groups is not None and groups > rollout.batch_size
-    off_policy = algo.correction.level is not CorrectionLevel.OFF or algo.old_logprobs is not OldLogprobs.RECOMPUTE
-    if over_sampling and not off_policy:
+    overlaps = config.train.async_enable
+    over_sampling = groups is not None and groups > rollout.batch_size and not overlaps
+    if over_sampling and not off_policy(config):
         yield (
             f"rollout.generate_batch_size is {groups} with rollout.batch_size {rollout.batch_size}, so some samples "
             "are one update old when they are trained on, which needs a correction: set --algo.correction.level (or "
@@ -45,12 +46,13 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
             f"the next rollout are not part of a training state: leave --ckpt.{key} or --rollout.generate_batch_size "
             "out."
         )
-    if algo.old_logprobs is OldLogprobs.INTERPOLATE and not over_sampling:
+    stale = over_sampling or (overlaps and config.train.max_staleness > 0)
+    if algo.old_logprobs is OldLogprobs.INTERPOLATE and not stale:
         yield (
             "algo.old_logprobs is interpolate, but every sample is of the newest policy, so there is nothing between: "
             "set --algo.old_logprobs to rollout."
         )
-    corrected = off_policy or algo.kl.against is KLAgainst.ROLLOUT
+    corrected = off_policy(config) or algo.kl.against is KLAgainst.ROLLOUT
     if corrected and (rollout.top_p < 1 or rollout.top_k > 0):
         key = (
             f"algo.old_logprobs is {algo.old_logprobs}"

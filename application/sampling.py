@@ -4,18 +4,19 @@ Invariants: which prompts are played, under which ids and seeds, follows from th
 never from timing; prompts played = groups handed out + rejected by reason + kept for the next rollout.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import field, frozen
 
+from rollgrad.application.dealing import PromptDealer
 from rollgrad.application.rollout import RolloutGroup, RolloutService
 from rollgrad.domain.curriculum import Curriculum
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.filtering import EMPTY, GroupFilter
 from rollgrad.domain.ports.prompt_source import PromptSource
-from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams
 
 
@@ -44,22 +45,29 @@ class GroupSampler:
         curriculum: Curriculum | None = None,
     ) -> None:
         self._rollout = rollout
-        self._prompts = prompts
+        self._dealer = PromptDealer(prompts, curriculum)
         self._params = params
         self._plan = plan
-        self._curriculum = curriculum
         self._ready: list[RolloutGroup] = []
-        self._next_group = 0
 
     async def take(self, rollouts_left: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         """(the groups of the next rollout in the order of their prompts, what was noticed about all that were played).
 
         `rollouts_left` counts this one: no more is played than they need together, so nothing is left over at the end.
+        A rollout that does not end, because it is cancelled or fails, leaves the stream where it began.
 
         Raises:
             RewardError: the budget of prompts ran out before enough groups were kept.
             RewardError, EngineError: too many episodes failed.
         """
+        before = self.state_dict()
+        try:
+            return await self._take(rollouts_left)
+        except BaseException:
+            self._dealer.load_state_dict(before)
+            raise
+
+    async def _take(self, rollouts_left: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         plan = self._plan
         missing = plan.groups - len(self._ready)
         wanted = min(plan.in_flight, plan.groups * rollouts_left - len(self._ready))
@@ -79,61 +87,45 @@ class GroupSampler:
                 if reason in (None, EMPTY) or started - rejected.total() + rejected[EMPTY] >= missing:
                     return False
                 if started >= limit:
-                    raise _exhausted(started, missing, len(played) - rejected.total(), rejected)
+                    raise exhausted(started, missing, len(played) - rejected.total(), rejected)
                 started += 1
                 return True
 
             stream = self._rollout.stream(
-                self._draw(),
+                (self._dealer.deal().prompt for _ in itertools.count()),
                 self._params,
                 samples=plan.samples,
                 groups=wanted,
                 refill=refill,
-                first_group_id=self._next_group,
+                first_group_id=self._dealer.next_group,
                 greedy_baseline=plan.greedy_baseline,
             )
             async for _ in stream:
                 pass
-            self._next_group += started
         played.sort(key=lambda group: group.group_id)
         kept = [group for group in played if plan.group_filter.rejection(group.scores, group.rewards) is None]
         self._ready += kept
         taken, self._ready = self._ready[: plan.groups], self._ready[plan.groups :]
-        self._learn(played)
-        return taken, _metrics(played, rejected) | {"rollout/kept_for_next": float(len(self._ready))}
+        self._dealer.learn(played)
+        return taken, sampling_metrics(played, rejected) | {"rollout/kept_for_next": float(len(self._ready))}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, JSON-serialisable; groups kept for the next rollout are not part of it."""
-        state: dict[str, Any] = {"prompts": self._prompts.state_dict(), "next_group": self._next_group}
-        if self._curriculum is not None:
-            state["curriculum"] = self._curriculum.state_dict()
-        return state
+        return self._dealer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from `state`."""
-        self._prompts.load_state_dict(state["prompts"])
-        self._next_group = int(state["next_group"])
-        if self._curriculum is not None:
-            self._curriculum = self._curriculum.load_state_dict(state["curriculum"])
+        """Continues from `state`.
 
-    def _draw(self) -> Iterator[Prompt]:
-        while True:
-            (prompt,) = self._prompts.take(1)
-            play = True
-            if self._curriculum is not None:
-                play, self._curriculum = self._curriculum.draw(prompt.text)
-            if play:
-                yield prompt
-
-    def _learn(self, played: list[RolloutGroup]) -> None:
-        if self._curriculum is None:
-            return
-        for group in played:
-            if group.scores:
-                self._curriculum = self._curriculum.record(group.prompt.text, sum(group.scores) / len(group.scores))
+        Raises:
+            ValueError: it is of an asynchronous run that had groups in flight.
+        """
+        if state.get("pending"):
+            raise ValueError(f"{len(state['pending'])} groups were in flight, which needs train.async_enable")
+        self._dealer.load_state_dict(state)
 
 
-def _exhausted(started: int, wanted: int, kept: int, rejected: "Counter[str]") -> RewardError:
+def exhausted(started: int, wanted: int, kept: int, rejected: "Counter[str]") -> RewardError:
+    """What is raised when `started` prompts gave only `kept` of the `wanted` groups."""
     reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in rejected.most_common())
     return RewardError(
         f"{started} prompts were played for {wanted} groups, but dynamic filtering kept only {kept} ({reasons}): raise "
@@ -141,7 +133,8 @@ def _exhausted(started: int, wanted: int, kept: int, rejected: "Counter[str]") -
     )
 
 
-def _metrics(played: list[RolloutGroup], rejected: "Counter[str]") -> dict[str, float]:
+def sampling_metrics(played: Sequence[RolloutGroup], rejected: "Counter[str]") -> dict[str, float]:
+    """What was noticed about all groups that were played, rejected ones included."""
     if not played:
         return {}
     scores = [score for group in played for score in group.scores]

@@ -14,6 +14,7 @@ from rollgrad.application.rules_algorithm import (
     kl_problems,
     policy_loss_problems,
 )
+from rollgrad.application.rules_async import async_problems
 from rollgrad.application.rules_inputs import (
     data_problems,
     eval_problems,
@@ -50,6 +51,7 @@ def validate(config: RLConfig, *, has_reward: bool = False, has_environment: boo
         policy_loss_problems(config),
         kl_problems(config),
         correction_problems(config),
+        async_problems(config),
         sampling_problems(config),
         shaping_problems(config, has_environment=plays),
         optimizer_problems(config),

@@ -52,11 +52,15 @@ class GenerationRequest:
     """Token ids in. Requests with equal `prompt_token_ids` that wait together share one prefill.
 
     `keep`: a later request will probably continue this one's tokens, so an engine does well to keep what it computed.
+    `begun`: so many of the last prompt tokens are the beginning of this very reply, sampled by an earlier request with
+    the same seed: the random draws go on behind theirs, and a stop string may begin in them. `params` count what is
+    still to be sampled.
     """
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     keep: bool = False
+    begun: int = field(default=0, validator=validators.ge(0))
 
 
 @frozen(kw_only=True, eq=False)

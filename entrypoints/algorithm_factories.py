@@ -7,6 +7,7 @@ from torch import Tensor
 from rollgrad.application.choices import CorrectionLevel, KLAgainst, OldLogprobs
 from rollgrad.application.config import RLConfig
 from rollgrad.application.sampling import SamplingPlan
+from rollgrad.application.train_config import PartialRollout
 from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.catalogue import estimator_traits, policy_loss_traits
 from rollgrad.domain.curriculum import Curriculum
@@ -16,7 +17,9 @@ from rollgrad.domain.losses.objectives import PolicyLossObjective
 from rollgrad.domain.losses.registry import PolicyLossParams
 from rollgrad.domain.losses.selection import clip_cov_tokens, kl_cov_tokens, token_keys
 from rollgrad.domain.ports.models import PolicyObjective
+from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.sampling import SamplingParams
+from rollgrad.domain.staleness import StalenessBound
 
 
 def make_aggregation(config: RLConfig) -> str:
@@ -104,11 +107,12 @@ def advantage_is_all(config: RLConfig) -> bool:
 
 def make_sampling_plan(config: RLConfig) -> SamplingPlan:
     """Which groups a rollout plays and keeps."""
-    algo, rollout = config.algo, config.rollout
+    algo, rollout, train = config.algo, config.rollout, config.train
+    ahead = train.max_staleness + 1 if train.async_enable else 1
     return SamplingPlan(
         groups=rollout.batch_size,
         samples=rollout.n_samples_per_prompt,
-        in_flight=rollout.generate_batch_size or rollout.batch_size,
+        in_flight=rollout.generate_batch_size or rollout.batch_size * ahead,
         budget=algo.dynamic_filtering_budget,
         group_filter=GroupFilter(
             score_range=algo.dynamic_filtering_range if algo.dynamic_filtering_enable else None,
@@ -116,6 +120,36 @@ def make_sampling_plan(config: RLConfig) -> SamplingPlan:
         ),
         greedy_baseline="greedy_baseline" in estimator_traits(algo.advantage.estimator).needs,
     )
+
+
+def make_staleness_bound(config: RLConfig, rollouts: int) -> StalenessBound:
+    """How old an asynchronous run's groups may become."""
+    train = config.train
+    return StalenessBound(
+        groups=config.rollout.batch_size,
+        updates=rollouts,
+        max_staleness=train.max_staleness,
+        unit=train.staleness_unit,
+        policy=train.stale_policy,
+    )
+
+
+def pipeline_kind(config: RLConfig) -> str:
+    """Whether rollouts and updates take turns or overlap."""
+    return "overlapping" if config.train.async_enable else "alternating"
+
+
+def continuation_kind(config: RLConfig) -> str:
+    """Whether replies that a change of weights ends are continued."""
+    return "continued" if config.train.partial_rollout is PartialRollout.RECOMPUTE else "plain"
+
+
+PAUSES = {
+    PartialRollout.NONE: PauseMode.WAIT,
+    PartialRollout.KEEP: PauseMode.KEEP,
+    PartialRollout.RECOMPUTE: PauseMode.ABORT,
+}
+"""What happens to requests in flight when an asynchronous run changes the weights."""
 
 
 def make_curriculum(config: RLConfig) -> Curriculum | None:

@@ -5,7 +5,7 @@ its port: that is how the library face and the tests swap a piece.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dependency_injector import containers, providers
 
@@ -19,21 +19,27 @@ from rollgrad.adapters.system.clock import SystemClock
 from rollgrad.adapters.torch.loading import load_tokenizer
 from rollgrad.adapters.torch.models import TorchPolicy, TorchReference
 from rollgrad.adapters.tracking.samples import SampleWriter
-from rollgrad.adapters.transformers.engine import SharedWeights
+from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
+from rollgrad.application.async_pipeline import AsyncPipeline
 from rollgrad.application.config import RLConfig
+from rollgrad.application.continuing import ContinuingEngine
 from rollgrad.application.evaluation import EvaluationService
 from rollgrad.application.executors.single_turn import SingleTurnExecutor
 from rollgrad.application.experience import ExperienceService
+from rollgrad.application.group_stream import GroupStream
+from rollgrad.application.pipeline import Schedule
 from rollgrad.application.rollout import RolloutService
 from rollgrad.application.rules_common import optimizer_steps_per_rollout
 from rollgrad.application.sampling import GroupSampler
-from rollgrad.application.sync_pipeline import Schedule, SyncPipeline
+from rollgrad.application.sync_pipeline import SyncPipeline
 from rollgrad.application.update import UpdateService
 from rollgrad.domain.entropy_control import EntropyController
 from rollgrad.domain.kl_control import KLController
 from rollgrad.domain.losses.objectives import ClippedValueObjective
 from rollgrad.entrypoints.algorithm_factories import (
+    PAUSES,
     advantage_is_all,
+    continuation_kind,
     critic_kind,
     make_aggregation,
     make_curriculum,
@@ -41,7 +47,9 @@ from rollgrad.entrypoints.algorithm_factories import (
     make_objective,
     make_sampling,
     make_sampling_plan,
+    make_staleness_bound,
     make_token_selection,
+    pipeline_kind,
     reference_kind,
 )
 from rollgrad.entrypoints.factories import (
@@ -141,8 +149,22 @@ class Container(containers.DeclarativeContainer):
         none=providers.Object(None),
     )
 
-    engine = providers.Singleton(make_engine, config, actor_model, tokenizer, codec)
-    channel = providers.Singleton(SharedWeights, engine)
+    engine_model = providers.Selector(
+        providers.Callable(pipeline_kind, config),
+        alternating=actor_model,
+        overlapping=providers.Singleton(make_actor_model, config, None, "--actor.model-name-or-path"),
+    )
+    embedded_engine = providers.Singleton(make_engine, config, engine_model, tokenizer, codec)
+    engine = providers.Selector(
+        providers.Callable(continuation_kind, config),
+        plain=embedded_engine,
+        continued=providers.Singleton(ContinuingEngine, embedded_engine),
+    )
+    channel = providers.Selector(
+        providers.Callable(pipeline_kind, config),
+        alternating=providers.Singleton(SharedWeights, engine),
+        overlapping=providers.Singleton(CopiedWeights, embedded_engine),
+    )
     environment: providers.Object[Any] = providers.Object(None)
     server = providers.Singleton(TrainingServer, engine, codec)
     tool_box = providers.Singleton(ToolBox, config.provided.agent.tools)
@@ -202,6 +224,16 @@ class Container(containers.DeclarativeContainer):
         providers.Callable(make_sampling_plan, config),
         curriculum=providers.Callable(make_curriculum, config),
     )
+    stream = providers.Singleton(
+        GroupStream,
+        rollout,
+        prompts,
+        providers.Callable(make_sampling, config),
+        providers.Callable(make_sampling_plan, config),
+        providers.Callable(make_staleness_bound, config, rollouts),
+        clock,
+        curriculum=providers.Callable(make_curriculum, config),
+    )
     sink = providers.Singleton(make_sinks, config, rollouts)
     sample_log = providers.Singleton(
         SampleWriter,
@@ -209,9 +241,8 @@ class Container(containers.DeclarativeContainer):
         codec.provided.decode,
         config.provided.logger.log_samples,
     )
-    pipeline = providers.Singleton(
-        SyncPipeline,
-        schedule=providers.Callable(
+    services: ClassVar[dict[str, providers.Provider[Any]]] = {
+        "schedule": providers.Callable(
             Schedule,
             steps=rollouts,
             eval_steps=config.provided.eval.steps,
@@ -220,33 +251,44 @@ class Container(containers.DeclarativeContainer):
             freezing_steps=config.provided.critic.freezing_steps,
             pass_threshold=config.provided.reward.pass_threshold,
         ),
-        sampler=sampler,
-        experience=experience,
-        update=update,
-        policy=policy,
-        channel=channel,
-        objective=providers.Callable(make_objective, config).provider,
-        value_objective=providers.Callable(ClippedValueObjective, clip=config.provided.critic.value_clip),
-        kl=providers.Callable(
+        "experience": experience,
+        "update": update,
+        "policy": policy,
+        "channel": channel,
+        "objective": providers.Callable(make_objective, config).provider,
+        "value_objective": providers.Callable(ClippedValueObjective, clip=config.provided.critic.value_clip),
+        "kl": providers.Callable(
             KLController,
             coef=config.provided.algo.kl.init_coef,
             target=config.provided.algo.kl.target,
             horizon=config.provided.algo.kl.horizon,
         ),
-        entropy=providers.Callable(
+        "entropy": providers.Callable(
             EntropyController,
             coef=config.provided.actor.entropy_coef,
             target=config.provided.actor.entropy_target,
             step=config.provided.actor.entropy_coef_step,
         ),
-        evaluation=providers.Selector(
+        "evaluation": providers.Selector(
             providers.Callable(dataset_kind, config.provided.eval.dataset),
             dataset=evaluation,
             reasoning_gym=evaluation,
             none=providers.Object(None),
         ),
-        sink=sink,
-        checkpoints=checkpoints,
-        clock=clock,
-        sample_log=sample_log,
+        "sink": sink,
+        "checkpoints": checkpoints,
+        "clock": clock,
+        "sample_log": sample_log,
+    }
+    """What both pipelines are built from."""
+    pipeline = providers.Selector(
+        providers.Callable(pipeline_kind, config),
+        alternating=providers.Singleton(SyncPipeline, sampler=sampler, **services),
+        overlapping=providers.Singleton(
+            AsyncPipeline,
+            stream=stream,
+            engine=engine,
+            pause=providers.Callable(PAUSES.__getitem__, config.provided.train.partial_rollout),
+            **services,
+        ),
     )

@@ -14,7 +14,7 @@ from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.tracking.report import write_report
 from rollgrad.application.config import RLConfig
 from rollgrad.application.evaluation import EvaluationService
-from rollgrad.application.sync_pipeline import SyncPipeline
+from rollgrad.application.pipeline import Pipeline
 from rollgrad.application.validation import validate, validate_evaluation
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
@@ -83,7 +83,7 @@ def train(
     metrics_path = output_dir / METRICS_FILE
     for log in (metrics_path, output_dir / SAMPLES_FILE):
         _keep_steps(log, until=-1 if state is None else state["run"]["step"])
-    pipeline: SyncPipeline = container.pipeline()
+    pipeline: Pipeline = container.pipeline()
     if state is not None:
         pipeline.resume(state)
     try:

@@ -8,7 +8,7 @@ version is a number (`set_version`). All torch work happens in one worker thread
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,9 +19,7 @@ from rollgrad.adapters.transformers.decoding import Decoder
 from rollgrad.adapters.transformers.kv_cache import KeptSequences
 from rollgrad.adapters.transformers.sampler import sample
 from rollgrad.domain.errors import ConfigurationError, EngineError
-from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
-from rollgrad.domain.ports.weight_channel import WeightChannel
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 
 PREFILL_TOKENS = 8192
@@ -51,8 +49,9 @@ class _Row:
     uniforms: torch.Tensor = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        begun, rest = self.request.begun, self.request.params.max_new_tokens
         generator = torch.Generator().manual_seed(self.request.params.seed)
-        self.uniforms = torch.rand(self.request.params.max_new_tokens, dtype=torch.float64, generator=generator)
+        self.uniforms = torch.rand(begun + rest, dtype=torch.float64, generator=generator)[begun:]
 
     @property
     def length(self) -> int:
@@ -66,10 +65,15 @@ class _Row:
 
     def tell(self) -> None:
         """Lets the listener hear what it has not heard."""
-        if self.on_token is not None:
+        if self.on_token is None or self.future.done():
+            return
+        try:
             while self.heard < len(self.tokens):
                 self.heard += 1
                 self.on_token(self.tokens[self.heard - 1])
+        except Exception as error:  # the listener's own fault must not stop the others' replies
+            self.on_token = None
+            self.future.set_exception(error)
 
     def generation(self) -> Generation:
         """What the caller gets."""
@@ -96,6 +100,7 @@ class EmbeddedEngine(RolloutEngine):
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self._decoder = Decoder(model)
+        self._parameters = dict(model.named_parameters())
         self._eos = frozenset(eos_token_ids)
         self._max_batch_size = max_batch_size
         self._decode = decode
@@ -106,9 +111,9 @@ class EmbeddedEngine(RolloutEngine):
         self._kept = KeptSequences(KEPT_BYTES)
         self._version = 0
         self._paused = False
+        self._draining = False
+        """Nothing new begins: a pause waits for what has begun."""
         self._loop_task: asyncio.Task[None] | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="embedded-engine")
 
     @property
@@ -122,10 +127,37 @@ class EmbeddedEngine(RolloutEngine):
         Raises:
             EngineError: requests are in flight and generation is not paused.
         """
-        if (self._active or self._waiting) and not self._paused:
-            raise EngineError("Weights changed while requests were in flight: pause the engine first.")
+        self._refuse_while_sampling()
         self._version = version
         self._kept.clear()
+
+    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        """Copies parameters, by name, into the model, which must not be the one that they come from; tokens sampled
+        from then on carry `version`. Returns the bytes copied.
+
+        Raises:
+            EngineError: requests are in flight and generation is not paused; or a name or shape is none of the model's.
+        """
+        self._refuse_while_sampling()
+        return await asyncio.get_running_loop().run_in_executor(self._worker, self._load, weights, version)
+
+    @torch.no_grad()
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> int:
+        copied = 0
+        for name, tensor in weights:
+            target = self._parameters.get(name)
+            if target is None or target.shape != tensor.shape:
+                found = "no such parameter" if target is None else f"the shape {tuple(target.shape)}"
+                raise EngineError(f"The engine's model has {found}: {name} of shape {tuple(tensor.shape)} was sent.")
+            target.copy_(tensor)
+            copied += tensor.nbytes
+        self._version = version
+        self._kept.clear()
+        return copied
+
+    def _refuse_while_sampling(self) -> None:
+        if (self._active or self._waiting) and not self._paused:
+            raise EngineError("Weights changed while requests were in flight: pause the engine first.")
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -140,9 +172,12 @@ class EmbeddedEngine(RolloutEngine):
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""
         if mode is PauseMode.WAIT:
-            await self.resume()  # requests that an earlier pause froze finish too
-            while not self._idle.is_set():
-                await self._idle.wait()
+            self._draining = True
+            self._paused = False  # requests that an earlier pause froze finish too
+            await self._loop_ended()
+            while self._active:
+                self._start()
+                await self._loop_ended()
         self._paused = True
         await self._loop_ended()
         if mode is PauseMode.ABORT:
@@ -150,13 +185,11 @@ class EmbeddedEngine(RolloutEngine):
             self._active.clear()
             self._waiting.clear()
             self._resolve(rows)
-            self._idle.set()
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        self._paused = False
-        if self._active or self._waiting:
-            self._start()
+        self._paused = self._draining = False
+        self._start()
 
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
@@ -165,7 +198,6 @@ class EmbeddedEngine(RolloutEngine):
         await self._loop_ended()
         self._active.clear()  # cancelled requests that a pause left behind
         self._waiting.clear()
-        self._idle.set()
         self._decoder.cache.release()
         self._kept.clear()
 
@@ -185,9 +217,13 @@ class EmbeddedEngine(RolloutEngine):
         if request.params.stop_strings and self._decode is None:
             raise EngineError("Stop strings need a tokenizer: build the engine with `decode`.")
 
+    @property
+    def _busy(self) -> bool:
+        """Whether there is a token to sample now."""
+        return not self._paused and bool(self._active or (self._waiting and not self._draining))
+
     def _start(self) -> None:
-        self._idle.clear()
-        if not self._paused and (self._loop_task is None or self._loop_task.done()):
+        if self._busy and (self._loop_task is None or self._loop_task.done()):
             self._loop_task = asyncio.get_running_loop().create_task(self._run())
 
     async def _loop_ended(self) -> None:
@@ -197,7 +233,7 @@ class EmbeddedEngine(RolloutEngine):
     async def _run(self) -> None:
         """Steps until nothing is left or someone pauses."""
         loop = asyncio.get_running_loop()
-        while (self._active or self._waiting) and not self._paused:
+        while self._busy:
             try:
                 finished = await loop.run_in_executor(self._worker, self._step)
             except Exception as error:
@@ -206,8 +242,6 @@ class EmbeddedEngine(RolloutEngine):
             for row in (*self._active, *finished):
                 row.tell()
             self._resolve(finished)
-        if not (self._active or self._waiting):
-            self._idle.set()
 
     def _resolve(self, rows: Sequence[_Row]) -> None:
         for row in rows:
@@ -219,7 +253,6 @@ class EmbeddedEngine(RolloutEngine):
         rows = [*self._active, *self._waiting]
         self._active.clear()
         self._waiting.clear()
-        self._idle.set()
         for row in rows:
             if not row.future.done():
                 failure = EngineError(f"Generation failed: {type(error).__name__}: {error}")
@@ -248,7 +281,7 @@ class EmbeddedEngine(RolloutEngine):
         prompts: dict[tuple[int, ...], list[_Row]] = {}
         continued: list[tuple[_Row, torch.Tensor]] = []
         tokens = taken = 0
-        while self._waiting and len(self._active) + taken < self._max_batch_size:
+        while self._waiting and not self._draining and len(self._active) + taken < self._max_batch_size:
             row = self._waiting[0]
             if row.future.cancelled():
                 self._waiting.popleft()
@@ -317,7 +350,8 @@ class EmbeddedEngine(RolloutEngine):
         if row.tokens[-1] in self._eos or row.tokens[-1] in params.stop_token_ids:
             return StopReason.STOP
         if params.stop_strings and self._decode is not None:
-            text = self._decode(row.tokens[-STOP_STRING_WINDOW:])
+            begun = row.request.prompt_token_ids[-row.request.begun :] if row.request.begun else ()
+            text = self._decode([*begun, *row.tokens][-STOP_STRING_WINDOW:])
             if any(stop in text for stop in params.stop_strings):
                 return StopReason.STOP
         return StopReason.LENGTH if len(row.tokens) >= params.max_new_tokens else None
@@ -343,15 +377,3 @@ class EmbeddedEngine(RolloutEngine):
                 targets.append(index)
         del self._active[remaining:]
         self._decoder.cache.move(sources, targets)
-
-
-class SharedWeights(WeightChannel):
-    """A `WeightChannel` for an engine that reads the trainer's own module: nothing is copied."""
-
-    def __init__(self, engine: EmbeddedEngine) -> None:
-        self._engine = engine
-
-    async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
-        """See `WeightChannel.push`."""
-        self._engine.set_version(version)
-        return {"seconds": 0.0, "bytes": 0.0}

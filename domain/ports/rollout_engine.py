@@ -13,7 +13,8 @@ class PauseMode(StrEnum):
     ABORT = "abort"
     """They return at once, with StopReason.ABORTED and the tokens so far."""
     WAIT = "wait"
-    """They finish first; `pause` returns after the last one."""
+    """Those that have begun finish first; `pause` returns after the last one. The others, and new ones, wait for
+    `resume`."""
     KEEP = "keep"
     """They are frozen and go on after `resume`, under whatever weights are then in place."""
 

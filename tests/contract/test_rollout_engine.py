@@ -1,21 +1,27 @@
 """What every rollout engine promises."""
 
 import asyncio
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from rollgrad.adapters.torch.loading import load_causal_lm
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
+from tests.event_loop import run
 from tests.fakes.rollout_engine import FakeRolloutEngine
 
 LONG = 150
+
+VLLM = [pytest.param("vllm", marks=pytest.mark.slow)] if importlib.util.find_spec("vllm") else []
+"""vLLM takes half a minute to start, so one engine serves all its tests."""
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +31,13 @@ def model(tiny_model_dir: Path) -> Any:
     )
 
 
-@pytest.fixture(params=["fake", "embedded"])
+@pytest.fixture(params=["fake", "embedded", *VLLM])
 def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
     if request.param == "fake":
         return FakeRolloutEngine
+    if request.param == "vllm":
+        engine = request.getfixturevalue("vllm_engine")
+        return lambda: engine
     model = request.getfixturevalue("model")
     return lambda: EmbeddedEngine(model, eos_token_ids=(), max_batch_size=8)
 
@@ -37,14 +46,6 @@ def ask(seed: int = 0, prompt: tuple[int, ...] = (65, 66, 67), **params: Any) ->
     return GenerationRequest(
         prompt_token_ids=prompt, params=SamplingParams(**{"max_new_tokens": 8, "seed": seed, **params})
     )
-
-
-def run(work: Any) -> Any:
-    async def bounded() -> Any:
-        async with asyncio.timeout(60):
-            return await work
-
-    return asyncio.run(bounded())
 
 
 async def started(engine: RolloutEngine, *requests: GenerationRequest) -> "list[asyncio.Task[Generation]]":
@@ -161,6 +162,35 @@ def test_requests_made_while_paused_wait(make: Callable[[], Any]) -> None:
         assert not task.done()
         await engine.resume()
         assert len((await task).token_ids) == 8
+
+    run(scenario())
+
+
+def test_requests_made_while_a_pause_waits_are_held(make: Callable[[], Any]) -> None:
+    async def scenario() -> None:
+        engine = make()
+        (first,) = await started(engine, ask(max_new_tokens=LONG))
+        pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+        await asyncio.sleep(0)
+        late = [asyncio.create_task(engine.generate(ask(seed=s, max_new_tokens=LONG))) for s in range(20)]
+        await pausing
+        assert first.done()
+        assert not any(task.done() for task in late)
+        engine.set_version(1)
+        await engine.resume()
+        assert {version for task in late for version in (await task).versions} == {1}
+
+    run(scenario())
+
+
+def test_a_reply_goes_on_where_another_request_left_it(make: Callable[[], Any]) -> None:
+    async def scenario() -> None:
+        whole = await make().generate(ask(max_new_tokens=20))
+        begun = tuple(whole.token_ids[:12])
+        request = ask(prompt=(65, 66, 67, *begun), max_new_tokens=8)
+        rest = await make().generate(evolve(request, begun=12))
+        assert list(rest.token_ids) == list(whole.token_ids)[12:]
+        assert list(rest.logprobs) == pytest.approx(list(whole.logprobs)[12:], abs=1e-4)
 
     run(scenario())
 

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 import rollgrad
-from rollgrad.adapters.transformers.engine import SharedWeights
+from rollgrad.adapters.transformers.weights import SharedWeights
 from rollgrad.domain.catalogue import ESTIMATORS
 from rollgrad.domain.rewards import Reward, RewardRequest
 from rollgrad.entrypoints.cli import main

@@ -26,6 +26,7 @@ class FakeRolloutEngine(RolloutEngine):
         self._running = asyncio.Event()
         self._running.set()
         self._aborts = 0
+        self._draining = False
 
     def set_version(self, version: int) -> None:
         if self._in_flight and self._running.is_set():
@@ -38,6 +39,8 @@ class FakeRolloutEngine(RolloutEngine):
         if not request.prompt_token_ids:
             raise EngineError("The request has no prompt tokens.")
         self.requests.append(request)
+        while self._draining:
+            await asyncio.sleep(0)
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -49,7 +52,10 @@ class FakeRolloutEngine(RolloutEngine):
 
     async def _draw(self, request: GenerationRequest, on_token: Callable[[int], None]) -> Generation:
         params = request.params
-        generator = random.Random(f"{params.seed} {request.prompt_token_ids}")
+        prompt = request.prompt_token_ids
+        generator = random.Random(f"{params.seed} {prompt[: len(prompt) - request.begun]}")
+        for _ in range(request.begun):
+            generator.randrange(VOCABULARY)
         tokens: list[int] = []
         versions: list[int] = []
         aborts = self._aborts
@@ -75,6 +81,7 @@ class FakeRolloutEngine(RolloutEngine):
 
     async def pause(self, mode: PauseMode) -> None:
         if mode is PauseMode.WAIT:
+            self._draining = True
             self._running.set()
             await self._idle.wait()
         self._running.clear()
@@ -83,6 +90,7 @@ class FakeRolloutEngine(RolloutEngine):
             await self._idle.wait()
 
     async def resume(self) -> None:
+        self._draining = False
         self._running.set()
 
     async def sleep(self) -> None:

@@ -11,7 +11,8 @@ import torch
 from attrs import evolve
 
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.transformers.engine import EmbeddedEngine, SharedWeights
+from rollgrad.adapters.transformers.engine import EmbeddedEngine
+from rollgrad.adapters.transformers.weights import SharedWeights
 from rollgrad.adapters.transformers.kv_cache import KeptSequences
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
@@ -541,3 +542,27 @@ def test_kept_sequences_stay_within_their_memory() -> None:
     assert kept.take((3, 1, 2, 3, 9)) is None, "what is taken is gone"
     kept.clear()
     assert kept.take((2, 1, 2, 3, 9)) is None
+
+
+def test_a_listener_hears_every_token_and_its_fault_is_its_own(model: Any) -> None:
+    heard: list[int] = []
+
+    def broken(token: int) -> None:
+        raise ValueError("deaf")
+
+    async def scenario() -> tuple[Generation, Any, Generation]:
+        rollout = engine(model)
+        first, second, third = await asyncio.gather(
+            rollout.generate(request(seed=1), on_token=heard.append),
+            rollout.generate(request(seed=2), on_token=broken),
+            rollout.generate(request(seed=3)),
+            return_exceptions=True,
+        )
+        assert isinstance(first, Generation)
+        assert isinstance(third, Generation)
+        return first, second, third
+
+    first, second, third = run(scenario())
+    assert heard == list(first.token_ids)
+    assert isinstance(second, ValueError)
+    assert len(third.token_ids) == 12

@@ -63,3 +63,13 @@ def test_peak_counts_the_larger_of_rollout_and_update() -> None:
     rows = memory_plan(small_config(), SHAPE, compute_bytes=2)
     always = sum(row.bytes for row in rows if row.phase is Phase.ALWAYS)
     assert peak_bytes(rows) == always + 32 * 8 * 3 * 17 * 2
+
+
+def test_an_asynchronous_run_holds_the_engines_copy_and_both_phases() -> None:
+    config = small_config()
+    config.train.async_enable = True
+    rows = memory_plan(config, SHAPE, compute_bytes=2)
+    held = {row.name: row.bytes for row in rows if row.phase is Phase.ALWAYS}
+    assert held["engine weights"] == 2000
+    assert held["key/value cache"] == 16 * 16 * (2 * 3 * 2 * 4) * 2, "the groups of two updates"
+    assert peak_bytes(rows) == sum(held.values()) + 32 * 8 * 3 * 17 * 2

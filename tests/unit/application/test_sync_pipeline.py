@@ -15,7 +15,8 @@ from rollgrad.application.executors.single_turn import SingleTurnExecutor
 from rollgrad.application.experience import ExperienceService
 from rollgrad.application.rollout import RolloutGroup, RolloutService
 from rollgrad.application.sampling import GroupSampler, SamplingPlan
-from rollgrad.application.sync_pipeline import RunOutcome, Schedule, SyncPipeline
+from rollgrad.application.pipeline import RunOutcome, Schedule
+from rollgrad.application.sync_pipeline import SyncPipeline
 from rollgrad.application.update import UpdateService
 from rollgrad.domain.entropy_control import EntropyController
 from rollgrad.domain.errors import NonFiniteUpdateError, RewardError

@@ -19,8 +19,10 @@ from rollgrad.application.config import RLConfig
 from rollgrad.application.ranges import RANGES
 from rollgrad.application.rules_common import optimizer_steps_per_rollout
 from rollgrad.application.rules_inputs import dataset_names
+from rollgrad.application.train_config import PartialRollout
 from rollgrad.application.validation import validate, validate_evaluation
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.staleness import StalenessUnit, StalePolicy
 
 VALID: dict[str, Any] = {
     "actor.model_name_or_path": "model",
@@ -31,6 +33,12 @@ VALID: dict[str, Any] = {
 GROUPS: dict[str, Any] = {"rollout.n_samples_per_prompt": 2}
 FILTER: dict[str, Any] = {"algo.dynamic_filtering_enable": True}
 TIS: dict[str, Any] = {"algo.correction.level": CorrectionLevel.TOKEN}
+ASYNC: dict[str, Any] = {"train.async_enable": True}
+OVERLAP: dict[str, Any] = {
+    "stale_policy": StalePolicy.DROP,
+    "staleness_unit": StalenessUnit.TOKEN,
+    "partial_rollout": PartialRollout.RECOMPUTE,
+}
 DISTILL: dict[str, Any] = {
     "algo.advantage.estimator": "on_policy_distill",
     "algo.kl.init_coef": 1.0,
@@ -102,6 +110,12 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"algo.correction.level": CorrectionLevel.SEQUENCE, "algo.correction.mode": CorrectionMode.MASK}
         | {"algo.correction.gate": CorrectionGate.BINARY_KL, "algo.correction.threshold": 0.01},
         TIS | {"rollout.generate_batch_size": 256},
+        ASYNC,
+        ASYNC | {"train.max_staleness": 0},
+        ASYNC | TIS | {"train.max_staleness": 4, "rollout.generate_batch_size": 640, "ckpt.state_steps": 1},
+        ASYNC | {"train.max_staleness": 2, "algo.old_logprobs": OldLogprobs.INTERPOLATE},
+        ASYNC | {"rollout.generate_batch_size": 256, "train.partial_rollout": PartialRollout.KEEP},
+        ASYNC | {"train.stale_policy": StalePolicy.DROP, "train.staleness_unit": StalenessUnit.TOKEN},
         {"algo.old_logprobs": OldLogprobs.INTERPOLATE, "rollout.generate_batch_size": 256},
         FILTER | GROUPS | {"algo.dynamic_filtering_range": (0.1, 0.9), "algo.dynamic_filtering_budget": 3.0},
         {"algo.dynamic_filtering_spread": True} | GROUPS,
@@ -206,6 +220,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (TIS | {"rollout.generate_batch_size": 256, "ckpt.state_steps": 1}, "leave --ckpt.state_steps"),
     (TIS | {"rollout.generate_batch_size": 256, "ckpt.resume": True}, "leave --ckpt.resume"),
     ({"algo.old_logprobs": OldLogprobs.INTERPOLATE}, "--algo.old_logprobs to rollout"),
+    *(
+        ({f"train.{key}": value}, "turn on --train.async_enable, or")
+        for key, value in {"max_staleness": 2, **OVERLAP}.items()
+    ),
+    *(
+        (ASYNC | {"train.max_staleness": 0, f"train.{key}": value}, f"--train.{key} out")
+        for key, value in OVERLAP.items()
+    ),
+    (ASYNC | {"train.max_staleness": 2}, "more than 1 update old need a correction: set --algo.correction.level"),
+    (ASYNC | {"rollout.generate_batch_size": 257}, "at most 256 groups are in flight: lower"),
+    (ASYNC | {"train.max_staleness": 0, "algo.old_logprobs": OldLogprobs.INTERPOLATE}, "nothing between"),
     ({"reward.normalize": Normalise.DATASET}, "--reward.normalize_mean_std"),
     ({"reward.normalize_mean_std": (0.0, 1.0)}, "--reward.normalize dataset"),
     ({"reward.overlong_penalty_factor": 0.5}, "--reward.overlong_buffer_len"),
@@ -263,6 +288,7 @@ OUT_OF_RANGE = {
     "top_k": -1,
     "stop_strings": ("a", ""),
     "max_failures": -1,
+    "max_staleness": -1,
     "seed": -1,
     "timeout": 0.0,
     "clip_range": (1.0, -1.0),

@@ -1,0 +1,240 @@
+"""What all pipelines share: the schedule of steps, evaluations and checkpoints, one update, interruption and resuming.
+
+Invariants: prompts submitted = trained + dropped by reason + in flight; an interruption ends the run between two steps,
+with the model of the last finished one.
+Does not own: where the groups of a step come from, and when the engine takes new weights (its subclasses).
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import structlog
+from attrs import field, frozen
+
+from rollgrad.application.evaluation import EvaluationService
+from rollgrad.application.experience import ExperienceService
+from rollgrad.application.rollout import RolloutGroup
+from rollgrad.application.rollout_metrics import rollout_metrics
+from rollgrad.application.update import UpdateService
+from rollgrad.domain.entropy_control import EntropyController
+from rollgrad.domain.errors import CheckpointError, RewardError
+from rollgrad.domain.kl_control import KLController
+from rollgrad.domain.ports.checkpoint_store import CheckpointStore
+from rollgrad.domain.ports.clock import Clock
+from rollgrad.domain.ports.metric_sink import MetricSink
+from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueObjective
+from rollgrad.domain.ports.weight_channel import WeightChannel
+
+log = structlog.get_logger(__name__)
+
+SampleLog = Callable[[int, Sequence[RolloutGroup]], None]
+"""Receives each step's groups, for people to read."""
+
+FINAL_MODEL = "model"
+"""Name of the model written at the end of a run."""
+
+
+@frozen(kw_only=True)
+class Schedule:
+    """`steps` rollouts, the first `freezing_steps` of which train the critic alone; evaluation and model checkpoints
+    every so many steps (-1: only at the ends), and the state from which training continues (-1: never). A sample passes
+    from a score of `pass_threshold` on."""
+
+    steps: int
+    eval_steps: int = -1
+    save_steps: int = -1
+    state_steps: int = -1
+    freezing_steps: int = 0
+    pass_threshold: float = 1.0
+
+
+class ObjectiveFactory(Protocol):
+    """Makes the policy's loss for the current weights of its terms and the version under training."""
+
+    def __call__(self, *, kl_coef: float, entropy_coef: float, version: int) -> PolicyObjective:
+        """The objective of one update."""
+        ...
+
+
+@frozen(kw_only=True)
+class RunOutcome:
+    """`steps` finished; held-out metrics `before` and `after`; whether someone interrupted the run."""
+
+    steps: int
+    before: Mapping[str, float] = field(factory=dict)
+    after: Mapping[str, float] = field(factory=dict)
+    interrupted: bool = False
+
+
+class GroupSource(Protocol):
+    """Where a step's groups come from, as far as checkpoints are concerned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, JSON-serialisable."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state`."""
+        ...
+
+
+class Pipeline(ABC):
+    """Ties the services together; a subclass says what a step is."""
+
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        source: GroupSource,
+        experience: ExperienceService,
+        update: UpdateService,
+        policy: PolicyModel,
+        channel: WeightChannel,
+        objective: ObjectiveFactory,
+        value_objective: ValueObjective | None,
+        kl: KLController,
+        entropy: EntropyController,
+        evaluation: EvaluationService | None,
+        sink: MetricSink,
+        checkpoints: CheckpointStore,
+        clock: Clock,
+        sample_log: SampleLog,
+    ) -> None:
+        self._schedule = schedule
+        self._source = source
+        self._experience = experience
+        self._update = update
+        self._policy = policy
+        self._channel = channel
+        self._objective = objective
+        self._value_objective = value_objective
+        self._kl = kl
+        self._entropy = entropy
+        self._evaluation = evaluation
+        self._sink = sink
+        self._checkpoints = checkpoints
+        self._clock = clock
+        self._sample_log = sample_log
+        self._done = 0
+        self._before: Mapping[str, float] = {}
+
+    async def run(self) -> RunOutcome:
+        """Trains to the end of the schedule, or until the task is cancelled (Ctrl-C), and saves the model."""
+        after: Mapping[str, float] = {}
+        interrupted = False
+        try:
+            if self._done:
+                await self._channel.push(self._policy, self._done)
+            else:
+                self._before = await self._evaluate()
+            while self._done < self._schedule.steps:
+                await self._step()
+                if self._due(self._schedule.eval_steps):
+                    await self._evaluate()
+                if self._due(self._schedule.save_steps):
+                    self._save(f"step_{self._done}")
+                if self._due(self._schedule.state_steps):
+                    self._checkpoints.save_training(self.training_state())
+            after = await self._evaluate()
+        except asyncio.CancelledError:
+            interrupted = True
+            log.info("interrupted: saving the model", step=self._done)
+        finally:
+            await self._stop()
+        self._save(FINAL_MODEL)
+        if self._schedule.state_steps > 0:
+            self._checkpoints.save_training(self.training_state())
+        return RunOutcome(steps=self._done, before=self._before, after=after, interrupted=interrupted)
+
+    @abstractmethod
+    async def _step(self) -> None:
+        """One update; counts it in `_done`, and reports it."""
+
+    @abstractmethod
+    async def _stop(self) -> None:
+        """Ends what is still in flight when the steps are over, however they ended."""
+
+    def _learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """The update that `groups` feed; returns what is to report about it and them.
+
+        Raises:
+            RewardError: every episode of the groups failed.
+        """
+        schedule, clock = self._schedule, self._clock
+        started = clock.monotonic()
+        trajectories = [t for group in groups for t in group.trajectories]
+        if not trajectories:
+            raise RewardError(f"All {len(groups)} groups of step {self._done} failed: there is nothing to train on.")
+        baselines = {g.group_id: g.baseline for g in groups if g.baseline is not None}
+        experience = self._experience.make(trajectories, self._kl.coef, baselines)
+        prepared = clock.monotonic()
+        metrics = rollout_metrics(groups, schedule.pass_threshold) | experience.metrics
+        self._entropy = self._entropy.observe(metrics["rollout/entropy"])
+        objective = self._objective(kl_coef=self._kl.coef, entropy_coef=self._entropy.weight, version=self._done + 1)
+        metrics |= self._update.run(
+            experience.batch,
+            objective,
+            self._value_objective,
+            train_policy=self._done >= schedule.freezing_steps,
+        )
+        if self._entropy.target is not None:
+            metrics["policy/entropy_coef"] = self._entropy.weight
+        if "policy/ref_kl" in metrics:
+            metrics["policy/kl_coef"] = self._kl.coef
+            self._kl = self._kl.update(metrics["policy/ref_kl"], len(trajectories))
+        ended = clock.monotonic()
+        return metrics | {"time/experience_s": prepared - started, "time/update_s": ended - prepared}
+
+    def _report(self, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
+        self._sink.log(self._done, metrics)
+        self._sample_log(self._done, groups)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self._done % every == 0 and self._done < self._schedule.steps
+
+    async def _evaluate(self) -> Mapping[str, float]:
+        if self._evaluation is None:
+            return {}
+        metrics = await self._evaluation.run()
+        self._sink.log(self._done, metrics)
+        return metrics
+
+    def _save(self, name: str) -> None:
+        self._checkpoints.save_model(self._policy, name)
+        self._checkpoints.save_state(self.state_dict(), name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, JSON-serialisable."""
+        return {
+            "step": self._done,
+            **self._source.state_dict(),
+            "kl": self._kl.state_dict(),
+            "entropy": self._entropy.state_dict(),
+            "experience": self._experience.state_dict(),
+        }
+
+    def training_state(self) -> dict[str, Any]:
+        """All that a run needs to continue as if it had never been interrupted."""
+        return {"run": self.state_dict(), "update": self._update.state_dict(), "before": dict(self._before)}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continues from `training_state` when `run` is called.
+
+        Raises:
+            CheckpointError: it is of a run with other settings.
+        """
+        run = state["run"]
+        try:
+            self._update.load_state_dict(state["update"])
+            self._source.load_state_dict(run)
+            self._experience.load_state_dict(run["experience"])
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"The training state is of a run with another model, optimizer or data ({type(error).__name__}: "
+                f"{str(error)[:200]}): continue with the settings that the run started with."
+            ) from error
+        self._kl = self._kl.load_state_dict(run["kl"])
+        self._entropy = self._entropy.load_state_dict(run["entropy"])
+        self._done, self._before = int(run["step"]), dict(state["before"])
