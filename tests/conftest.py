@@ -55,28 +55,62 @@ def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved Llama of two layers with grouped heads and random weights, with `tiny_tokenizer` beside it."""
+    return _tiny_llama(tiny_tokenizer, tmp_path_factory.mktemp("models") / "tiny-llama", head_dim=16)
+
+
+@pytest.fixture(scope="session")
+def wide_headed_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with heads of 32 numbers, the least that vLLM's attention has on a CPU."""
+    return _tiny_llama(tiny_tokenizer, tmp_path_factory.mktemp("models") / "wide-headed-llama", head_dim=32)
+
+
+def _tiny_llama(tokenizer: Any, path: Path, *, head_dim: int) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer),
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=512,
         initializer_range=0.1,  # distributions that differ clearly from token to token
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tiny_tokenizer.eos_token_id,
-        pad_token_id=tiny_tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
-    path = tmp_path_factory.mktemp("models") / "tiny-llama"
     LlamaForCausalLM(config).save_pretrained(path)
-    tiny_tokenizer.save_pretrained(path)
+    tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def vllm_in_float32(wide_headed_model_dir: Path) -> Iterator[Any]:
+    """A `VLLMEngine` of `wide_headed_model_dir`, for tests that run in the loop of `tests.event_loop`."""
+    from rollgrad.adapters.vllm.engine import VLLMEngine
+
+    engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=64)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def vllm_engine(vllm_in_float32: Any) -> Any:
+    """The same, awake, running, at version 0."""
+    from tests.event_loop import run
+
+    async def ready() -> None:
+        await vllm_in_float32.wake()
+        await vllm_in_float32.resume()
+        vllm_in_float32.set_version(0)
+
+    run(ready())
+    return vllm_in_float32
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""vLLM: a rollout engine, and the way of weights to its processes."""

@@ -1,0 +1,368 @@
+"""vLLM as a rollout engine: tokens in, tokens out, over an `AsyncLLM` whose workers are processes of their own.
+
+Requests made while generation is paused wait here, not in vLLM: they can then be told from those that a pause froze.
+Versions are labels that vLLM's core puts on the steps it takes; a new one is announced before anything runs under it.
+vLLM is deaf to the death of its processes in all calls but `generate`, so every other call is watched.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from rollgrad.adapters.vllm.starting import start
+from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+from rollgrad.domain.sampling import Generation, GenerationRequest, StopReason
+
+T = TypeVar("T")
+
+STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
+
+LIVENESS_SECONDS = 0.5
+"""How often a call that waits looks whether vLLM's processes are alive."""
+
+SEEDS = 2**63
+"""vLLM's seeds are 63 bits."""
+
+BEGUN_STRIDE = 2**31
+"""Between the seeds of one reply's parts: vLLM cannot go on with the random numbers of another request."""
+
+
+class VLLMEngine(RolloutEngine):
+    """See `RolloutEngine`. Starting takes half a minute, and blocks; the engine serves one event loop.
+
+    A reply that another request began goes on with random numbers of its own, not with those that an uninterrupted
+    request would have drawn; a stop string must not begin in the part that is the prompt.
+
+    vLLM spawns processes that import the main module again: a script needs `if __name__ == "__main__":`.
+
+    Args:
+        model: hub name or directory of the checkpoint that generation starts from.
+        eos_token_ids: tokens that end every reply.
+        dtype: number format of the weights in vLLM: "auto" is the checkpoint's.
+        max_tokens: tokens of a prompt and its reply at most; None is what the model has positions for.
+        max_batch_size: sequences decoded together.
+        tensor_parallel_size: devices that share one copy of the model.
+        memory_fraction: share of a GPU's memory that vLLM may take; a CPU gets 2 GiB of keys and values.
+
+    Raises:
+        MissingExtraError: vLLM is not installed.
+        EngineError: vLLM does not start.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        eos_token_ids: Sequence[int],
+        dtype: str = "auto",
+        max_tokens: int | None = None,
+        max_batch_size: int = 256,
+        tensor_parallel_size: int = 1,
+        memory_fraction: float = 0.9,
+    ) -> None:
+        self._eos = frozenset(eos_token_ids)
+        self.llm = start(
+            model=model,
+            dtype=dtype,
+            max_model_len=max_tokens,
+            max_num_seqs=max_batch_size,
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=memory_fraction,
+        )
+        self.max_tokens: int = self.llm.model_config.max_model_len
+        """Tokens of a prompt and its reply at most."""
+        self._ids = itertools.count()
+        self._version = 0
+        self._announced: int | None = None
+        self._running: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._held = 0
+        self._aborts = 0
+        self._paused = self._asleep = False
+        self._changing = asyncio.Lock()
+        self._gate = asyncio.Event()
+        self._broken: str | None = None
+        self._proof: Callable[[], Awaitable[None]] | None = None
+
+    @property
+    def version(self) -> int:
+        """Policy version of the tokens sampled from now on."""
+        return self._version
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the weights."""
+        dtype: torch.dtype = self.llm.model_config.dtype
+        return dtype
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the model knows."""
+        size: int = self.llm.model_config.get_vocab_size()
+        return size
+
+    def set_version(self, version: int) -> None:
+        """Records that the weights have changed.
+
+        Raises:
+            EngineError: requests are in flight and generation is not paused.
+        """
+        if self._asleep:
+            raise EngineError("Weights cannot change while the engine sleeps: wake it first.")
+        if self._running and not self._paused:
+            raise EngineError("Weights changed while requests were in flight: pause the engine first.")
+        self._version = version
+
+    @asynccontextmanager
+    async def changing_weights(self) -> AsyncIterator[None]:
+        """Inside, nothing is sampled: new requests wait, and so does `resume`.
+
+        Raises:
+            EngineError: requests are in flight and generation is not paused, or the engine sleeps.
+        """
+        async with self._changing:
+            self.set_version(self._version)
+            yield
+        self._changed()
+
+    def give_up(self, reason: str) -> None:
+        """From now on every request fails with `reason`: the weights are not those of any policy."""
+        self._broken = reason
+
+    async def generate(
+        self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
+    ) -> Generation:
+        """See `RolloutEngine.generate`."""
+        self._check(request)
+        if not await self._admitted():
+            return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
+        name = f"rollgrad-{next(self._ids)}"
+        self._running.add(name)
+        self._idle.clear()
+        try:
+            await self._announce()
+            return await self._sample(name, request, on_token)
+        finally:
+            self._running.discard(name)
+            if not self._running:
+                self._idle.set()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
+        frozen = self._paused
+        self._paused = True
+        if mode is PauseMode.ABORT:
+            self._aborts += 1
+            self._changed()
+            while self._running:  # one that is only now on its way to vLLM is caught by the next round
+                await self.call(self.llm.abort(list(self._running)))
+                await self._wait_idle(LIVENESS_SECONDS)
+        elif mode is PauseMode.WAIT and self._running:
+            if frozen:
+                await self._go_on()
+            while self._running:  # each fails by itself if vLLM dies
+                await self._wait_idle(LIVENESS_SECONDS)
+        if not self._asleep:
+            await self.call(self.llm.pause_generation(mode="keep", clear_cache=False))
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        self._paused = False
+        if not self._asleep:
+            await self._go_on()
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        if self._running or self._held:
+            raise EngineError("The engine cannot sleep while requests are in flight: pause it with abort or wait.")
+        async with self._changing:
+            if self._asleep:
+                return
+            self._asleep = True
+            await self.call(self.llm.sleep(level=1))
+
+    async def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        if not self._asleep:
+            return
+        await self.call(self.llm.wake_up())  # weights and caches; vLLM schedules again
+        self._asleep = False
+        if self._paused:
+            await self.call(self.llm.pause_generation(mode="keep", clear_cache=False))
+        else:
+            await self._go_on()
+
+    def close(self) -> None:
+        """Ends vLLM's processes; may be called again."""
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            llm.shutdown()
+
+    async def forget(self) -> None:
+        """Drops all keys and values, which are the old weights'; frozen requests compute theirs anew."""
+        await self.call(self.llm.reset_prefix_cache(reset_running_requests=True))
+
+    async def prove(self, proof: Callable[[], Awaitable[None]]) -> None:
+        """Runs `proof`, which samples by `next_logprobs`, as soon as frozen requests allow: now, or in `resume`."""
+        if self._running:
+            self._proof = proof
+            return
+        await self._announce()
+        if self._paused:
+            await self.call(self.llm.resume_generation())
+        await proof()
+        if self._paused:
+            await self.call(self.llm.pause_generation(mode="keep", clear_cache=False))
+
+    async def next_logprobs(self, tokens: Sequence[int], temperature: float) -> list[float]:
+        """Log-probs of `tokens[1:]`, each given those before it, as sampling at `temperature` sees them."""
+        from vllm import SamplingParams as Params
+
+        async def one(length: int) -> float:
+            params = Params(
+                temperature=temperature,
+                max_tokens=1,
+                logprobs=1,
+                logprob_token_ids=[tokens[length]],
+                skip_reading_prefix_cache=True,
+                detokenize=False,
+            )
+            output = await self._last_output(f"rollgrad-{next(self._ids)}", tokens[:length], params)
+            return float(output.outputs[0].logprobs[0][tokens[length]].logprob)
+
+        return list(await asyncio.gather(*(one(length) for length in range(1, len(tokens)))))
+
+    async def call(self, work: Awaitable[T]) -> T:
+        """The result of a call to vLLM.
+
+        Raises:
+            EngineError: it failed, or vLLM's processes died.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=LIVENESS_SECONDS)
+                if not task.done() and self.llm.errored:
+                    raise EngineError("vLLM's processes have died; their log says why. Start the engine again.")
+            return task.result()
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
+        finally:
+            task.cancel()
+
+    def _check(self, request: GenerationRequest) -> None:
+        total = len(request.prompt_token_ids) + request.params.max_new_tokens
+        if not request.prompt_token_ids:
+            raise EngineError("The request has no prompt tokens: generation starts from at least one.")
+        if total > self.max_tokens:
+            raise ConfigurationError(
+                f"A prompt of {len(request.prompt_token_ids)} tokens plus {request.params.max_new_tokens} new ones is "
+                f"{total} tokens, but the engine holds {self.max_tokens}: shorten the prompt, or lower "
+                "--rollout.max-new-tokens."
+            )
+
+    async def _admitted(self) -> bool:
+        """Waits while generation is paused; False if it is aborted meanwhile."""
+        aborts = self._aborts
+        self._held += 1
+        try:
+            while (self._paused or self._asleep or self._changing.locked()) and self._aborts == aborts:
+                await self._gate.wait()
+        finally:
+            self._held -= 1
+        return self._aborts == aborts
+
+    def _changed(self) -> None:
+        """Lets requests that wait look again."""
+        self._gate.set()
+        self._gate = asyncio.Event()
+
+    async def _wait_idle(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return
+
+    async def _announce(self) -> None:
+        if self._announced != self._version:
+            version = self._version
+            await self.call(self.llm.update_weight_version(str(version)))
+            self._announced = version
+
+    async def _go_on(self) -> None:
+        async with self._changing:
+            await self._announce()
+            await self.call(self.llm.resume_generation())
+        self._changed()
+        proof, self._proof = self._proof, None
+        if proof is not None:
+            await proof()
+
+    async def _sample(
+        self, name: str, request: GenerationRequest, on_token: Callable[[int], None] | None
+    ) -> Generation:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+
+        def take(output: Any) -> None:
+            tokens.extend(output.outputs[0].token_ids)
+            logprobs.extend(output.outputs[0].logprobs.logprobs)  # flat: those of the sampled tokens alone
+            for token in output.outputs[0].token_ids if on_token is not None else ():
+                on_token(token)  # type: ignore[misc]
+
+        params = self._params(request, streamed=on_token is not None)
+        last = (await self._last_output(name, request.prompt_token_ids, params, take)).outputs[0]
+        if last.finish_reason not in STOP_REASONS:
+            raise EngineError(f"Generation failed: vLLM ended the request with {last.finish_reason!r}.")
+        versions = [int(span.version) for span in last.weight_versions or () for _ in range(span.start, span.end)]
+        return Generation(
+            token_ids=tokens, logprobs=logprobs, versions=versions, stop_reason=STOP_REASONS[last.finish_reason]
+        )
+
+    async def _last_output(
+        self, name: str, prompt: Sequence[int], params: Any, take: Callable[[Any], None] = lambda output: None
+    ) -> Any:
+        from vllm.inputs.engine import tokens_input
+
+        if self._broken is not None:
+            raise EngineError(self._broken)
+        last = None
+        try:
+            async for output in self.llm.generate(tokens_input(list(prompt)), params, name):
+                take(output)
+                last = output
+        except Exception as error:
+            raise EngineError(f"Generation failed: {type(error).__name__}: {error}") from error
+        return last
+
+    def _params(self, request: GenerationRequest, *, streamed: bool) -> Any:
+        from vllm import SamplingParams as Params
+        from vllm.sampling_params import RequestOutputKind
+
+        params = request.params
+        return Params(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            max_tokens=params.max_new_tokens,
+            min_tokens=params.min_new_tokens,
+            ignore_eos=True,  # ends are the ids named here and no others
+            stop_token_ids=sorted(self._eos.union(params.stop_token_ids)),
+            stop=list(params.stop_strings),
+            detokenize=bool(params.stop_strings),
+            skip_special_tokens=False,
+            seed=(params.seed + request.begun * BEGUN_STRIDE) % SEEDS,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )

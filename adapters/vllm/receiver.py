@@ -1,0 +1,71 @@
+"""The end of the weight channel that lives in vLLM's workers: takes tensors out of shared memory, loads them.
+
+vLLM keeps the tensors of a fused layer until all its parts are there, so a tensor never stays in a bucket: the next one
+would overwrite it.
+"""
+
+from typing import Any
+
+from attrs import define
+
+from rollgrad.adapters.vllm.buckets import Assembler, Piece, SharedMemory
+
+
+@define
+class ReceiverSettings:
+    """What the trainer says once: where the shared memory is, and the bytes of a bucket."""
+
+    path: str
+    bucket_bytes: int
+
+
+@define
+class FullBucket:
+    """What the trainer says for each bucket: which one, and what lies in it."""
+
+    bucket: int
+    pieces: list[Piece]
+
+
+def receiver_class() -> type:
+    """The class that vLLM's factory makes one of in each worker; a function, for the base class takes vLLM's import."""
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    class SharedMemoryReceiver(WeightTransferEngine):  # type: ignore[misc]
+        """See the module."""
+
+        init_info_cls = ReceiverSettings
+        update_info_cls = FullBucket
+
+        def init_transfer_engine(self, init_info: ReceiverSettings) -> None:
+            """Maps the trainer's memory."""
+            self._memory = SharedMemory(init_info.path, bucket_bytes=init_info.bucket_bytes)
+
+        def start_weight_update(self) -> None:
+            """Makes the layers ready to be loaded as from a checkpoint: they hold repacked weights otherwise."""
+            self._assembler = Assembler(self.device)
+            self._lacking = {name for name, _ in self.model.named_parameters()}
+            initialize_layerwise_reload(self.model)
+
+        def receive_weights(self, update_info: FullBucket) -> None:
+            """Loads the tensors that a bucket completes."""
+            bucket = self._memory.bucket(update_info.bucket)
+            loaded = self.model.load_weights(self._assembler.take(bucket, update_info.pieces))
+            self._lacking -= loaded or self._lacking  # a model that names nothing checks for itself
+
+        def finish_weight_update(self) -> None:
+            """Repacks what waited, and insists that the model is complete.
+
+            Raises:
+                ValueError: a tensor was cut short, or a parameter did not come.
+            """
+            finalize_layerwise_reload(self.model, self.model_config)
+            quantized: Any = self.model_config.quantization  # its scales are made here, not sent
+            if not self._assembler.whole() or (self._lacking and quantized is None):
+                raise ValueError(f"These parameters did not come from the trainer: {sorted(self._lacking)[:8]}")
+
+        def shutdown(self) -> None:
+            """Nothing to do: the memory goes with the process."""
+
+    return SharedMemoryReceiver

