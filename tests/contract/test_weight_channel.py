@@ -29,12 +29,14 @@ VLLM = [pytest.param("vllm", marks=pytest.mark.slow)] if importlib.util.find_spe
 REQUEST = GenerationRequest(prompt_token_ids=(65, 66), params=SamplingParams(max_new_tokens=100))
 
 
-@pytest.fixture(params=["fake", "shared", "copied"])
+@pytest.fixture(params=["fake", "shared", "copied", *VLLM])
 def parts(request: pytest.FixtureRequest, tiny_model_dir: Path) -> tuple[WeightChannel, Any, PolicyModel]:
     """(channel, engine, policy)."""
     if request.param == "fake":
         engine = FakeRolloutEngine()
         return FakeWeightChannel(engine), engine, FakePolicy()
+    if request.param == "vllm":
+        tiny_model_dir = request.getfixturevalue("wide_headed_model_dir")
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
     policy = TorchPolicy(model, load_tokenizer(str(tiny_model_dir), flag=FLAG), OptimizerSettings(lr=0.1))
     if request.param == "copied":
