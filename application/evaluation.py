@@ -41,7 +41,7 @@ class EvaluationService:
         groups = await self._rollout.collect(self._prompts, self._params, samples=self._samples)
         scores: dict[str, list[list[float]]] = defaultdict(list)
         for group in groups:
-            scores[group.prompt.datasource].append([t.score for t in group.trajectories])
+            scores[group.prompt.datasource].append(group.scores)
         metrics = self._summary("eval", [s for source in scores.values() for s in source])
         if len(scores) > 1:
             for source, source_scores in scores.items():

@@ -23,7 +23,12 @@ def play(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
     actions = [7] * (1 + request.group_id)
     return [
         make_trajectory(
-            request.prompt.token_ids, actions, group_id=request.group_id, rewards=[score], stop_reason=reason
+            request.prompt.token_ids,
+            actions,
+            group_id=request.group_id,
+            sample_id=request.sample_id,
+            rewards=[score],
+            stop_reason=reason,
         )
     ]
 

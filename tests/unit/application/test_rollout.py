@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollgrad.application.rollout import RolloutGroup, RolloutService, sample_seed
+from rollgrad.application.rollout_metrics import rollout_metrics
 from rollgrad.domain.errors import ConfigurationError, EngineError, RewardError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import FailureKind, RolloutFailure
-from rollgrad.domain.sampling import SamplingParams
-from rollgrad.domain.trajectory import Trajectory
+from rollgrad.domain.sampling import Generation, SamplingParams, StopReason
+from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
 from tests.fakes.agent_executor import FakeAgentExecutor, reply_with_sample_id
 
 PARAMS = SamplingParams(max_new_tokens=4)
@@ -169,3 +170,27 @@ def test_leaving_a_stream_early_cancels_the_rest() -> None:
         assert executor.in_flight == 0
 
     asyncio.run(scenario())
+
+
+def test_the_branches_of_a_sample_count_once() -> None:
+    def branch(sample_id: int, reward: float, tokens: int) -> Trajectory:
+        builder = TrajectoryBuilder([1], group_id=0, sample_id=sample_id)
+        builder.add_action(
+            Generation(
+                token_ids=[2] * tokens, logprobs=[-1.0] * tokens, versions=[0] * tokens, stop_reason=StopReason.STOP
+            )
+        )
+        builder.set_reward(reward)
+        return builder.build(stop_reason=StopReason.STOP, score=1.0 - sample_id, metrics={"branches": 3.0 - sample_id})
+
+    branches = (branch(0, 0.0, 2), branch(0, 0.0, 3), branch(0, 1.0, 4), branch(1, 0.0, 1), branch(1, 0.0, 2))
+    group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1,), text="a"), trajectories=branches)
+    assert group.samples == [branches[:3], branches[3:]]
+    assert (group.scores, group.rewards) == ([1.0, 0.0], [1.0, 0.0])
+    metrics = rollout_metrics([group], pass_threshold=0.5)
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/score_mean"] == 0.5
+    assert metrics["rollout/samples"] == 2.0
+    assert metrics["rollout/response_length_mean"] == 6.0
+    assert metrics["rollout/response_length_passed"] == 9.0
+    assert metrics["reward/branches"] == 2.5
