@@ -87,7 +87,8 @@ class VLLMEngine(RolloutEngine):
         self._paused = self._asleep = False
         self._changing = asyncio.Lock()
         self._gate = asyncio.Event()
-        self._broken: str | None = None
+        self.broken: str | None = None
+        """Why every request fails: the weights are not those of any policy."""
         self._proof: Callable[[], Awaitable[None]] | None = None
 
     @property
@@ -130,10 +131,6 @@ class VLLMEngine(RolloutEngine):
             self.set_version(self._version)
             yield
         self._changed()
-
-    def give_up(self, reason: str) -> None:
-        """From now on every request fails with `reason`: the weights are not those of any policy."""
-        self._broken = reason
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -333,8 +330,8 @@ class VLLMEngine(RolloutEngine):
     ) -> Any:
         from vllm.inputs.engine import tokens_input
 
-        if self._broken is not None:
-            raise EngineError(self._broken)
+        if self.broken is not None:
+            raise EngineError(self.broken)
         last = None
         try:
             async for output in self.llm.generate(tokens_input(list(prompt)), params, name):

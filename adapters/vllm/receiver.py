@@ -4,8 +4,6 @@ vLLM keeps the tensors of a fused layer until all its parts are there, so a tens
 would overwrite it.
 """
 
-from typing import Any
-
 from attrs import define
 
 from rollgrad.adapters.vllm.buckets import Assembler, Piece, SharedMemory
@@ -21,10 +19,12 @@ class ReceiverSettings:
 
 @define
 class FullBucket:
-    """What the trainer says for each bucket: which one, and what lies in it."""
+    """What the trainer says for each bucket: which one, and what lies in it; and, with no pieces, that it was the
+    last."""
 
     bucket: int
     pieces: list[Piece]
+    last: bool = False
 
 
 def receiver_class() -> type:
@@ -38,32 +38,38 @@ def receiver_class() -> type:
         init_info_cls = ReceiverSettings
         update_info_cls = FullBucket
 
+        _begun = False
+
         def init_transfer_engine(self, init_info: ReceiverSettings) -> None:
             """Maps the trainer's memory."""
             self._memory = SharedMemory(init_info.path, bucket_bytes=init_info.bucket_bytes)
 
         def start_weight_update(self) -> None:
             """Makes the layers ready to be loaded as from a checkpoint: they hold repacked weights otherwise."""
+            if self._begun:  # a transfer that broke off
+                self.finish_weight_update()
             self._assembler = Assembler(self.device)
             self._lacking = {name for name, _ in self.model.named_parameters()}
+            self._begun = True
             initialize_layerwise_reload(self.model)
 
         def receive_weights(self, update_info: FullBucket) -> None:
-            """Loads the tensors that a bucket completes."""
-            bucket = self._memory.bucket(update_info.bucket)
-            loaded = self.model.load_weights(self._assembler.take(bucket, update_info.pieces))
-            self._lacking -= loaded or self._lacking  # a model that names nothing checks for itself
-
-        def finish_weight_update(self) -> None:
-            """Repacks what waited, and insists that the model is complete.
+            """Loads the tensors that a bucket completes.
 
             Raises:
-                ValueError: a tensor was cut short, or a parameter did not come.
+                ValueError: it was the last, and a parameter did not come or was cut short.
             """
+            bucket = self._memory.bucket(update_info.bucket)
+            loaded = self.model.load_weights(self._assembler.take(bucket, update_info.pieces))
+            self._lacking -= self._lacking if loaded is None else loaded  # a model that names nothing checks for itself
+            quantized = self.model_config.quantization is not None  # its scales are made here, not sent
+            if update_info.last and ((self._lacking and not quantized) or not self._assembler.whole()):
+                raise ValueError(f"these parameters did not come from the trainer: {sorted(self._lacking)[:8]}")
+
+        def finish_weight_update(self) -> None:
+            """Repacks what waited."""
             finalize_layerwise_reload(self.model, self.model_config)
-            quantized: Any = self.model_config.quantization  # its scales are made here, not sent
-            if not self._assembler.whole() or (self._lacking and quantized is None):
-                raise ValueError(f"These parameters did not come from the trainer: {sorted(self._lacking)[:8]}")
+            self._begun = False
 
         def shutdown(self) -> None:
             """Nothing to do: the memory goes with the process."""

@@ -7,6 +7,7 @@ other. Afterwards the engine and the trainer score the same tokens; what they ma
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ class SharedMemoryWeights(WeightChannel):
 
         Raises:
             EngineError: requests are in flight and generation is not paused; vLLM did not take the weights, or computes
-                something else with them. In the last two cases the engine refuses all further requests.
+                something else with them. In the last two cases the engine refuses
+                requests until a push succeeds.
             ConfigurationError: /dev/shm is too small.
         """
         engine = self._engine
@@ -61,8 +63,11 @@ class SharedMemoryWeights(WeightChannel):
             try:
                 await self._send(outgoing, memory)
             except BaseException:
-                engine.give_up("A transfer of weights to vLLM broke off, and left it with parts of a model.")
+                engine.broken = "A transfer of weights to vLLM broke off and left it with half a model: push again."
+                with suppress(EngineError):
+                    await engine.call(engine.llm.finish_weight_update())  # vLLM refuses the next one otherwise
                 raise
+            engine.broken = None
             engine.set_version(version)
             seconds = time.perf_counter() - started
             tolerance = max(PROBE_TOLERANCE[dtype] for dtype in (outgoing.dtype, engine.dtype))
@@ -96,10 +101,13 @@ class SharedMemoryWeights(WeightChannel):
                 full: tuple[int, list[Piece]] | None = await asyncio.to_thread(next, buckets, None)
                 if reading is not None:
                     await reading
-                if full is None:
-                    break
-                request = WeightTransferUpdateRequest({"bucket": full[0], "pieces": full[1]})
+                index, pieces = full or (0, [])
+                update = {"bucket": index, "pieces": pieces, "last": full is None}
+                request = WeightTransferUpdateRequest(update)
                 reading = asyncio.create_task(engine.call(engine.llm.update_weights(request)))
+                if full is None:
+                    await reading
+                    break
         finally:
             if reading is not None:
                 reading.cancel()
@@ -115,7 +123,7 @@ class SharedMemoryWeights(WeightChannel):
                 f"{difference:.2g} nats on average, more than the {tolerance:g} that rounding explains: vLLM computes "
                 "this model differently, or did not take all of its weights."
             )
-            self._engine.give_up(reason)
+            self._engine.broken = reason
             raise EngineError(reason)
 
 
