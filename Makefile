@@ -2,6 +2,9 @@
 VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
+# Two processes with one thread each: most tests use one core, and each process takes 1 to 2 GB.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 MARKS := $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),,-m "not gpu")
 
 .PHONY: help demo demo-agent test check lint ci bench clean
@@ -22,10 +25,10 @@ demo-agent: $(VENV)/.demo-stamp
 	@$(BIN)/python examples/products.py
 
 test: $(VENV)/.test-stamp
-	$(BIN)/pytest $(MARKS)
+	$(PYTEST) $(MARKS)
 
 check: lint
-	$(BIN)/pytest -m "not slow and not gpu and not chaos"
+	$(PYTEST) -m "not slow and not gpu and not chaos"
 
 lint: $(VENV)/.test-stamp
 	$(BIN)/ruff format --check .
