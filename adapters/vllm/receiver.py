@@ -4,6 +4,8 @@ vLLM keeps the tensors of a fused layer until all its parts are there, so a tens
 would overwrite it.
 """
 
+from typing import Any
+
 from attrs import define
 
 from rollgrad.adapters.vllm.buckets import Assembler, Piece, SharedMemory
@@ -69,9 +71,22 @@ def receiver_class() -> type:
         def finish_weight_update(self) -> None:
             """Repacks what waited."""
             finalize_layerwise_reload(self.model, self.model_config)
+            _repack_tied(self.model)
             self._begun = False
 
         def shutdown(self) -> None:
             """Nothing to do: the memory goes with the process."""
 
     return SharedMemoryReceiver
+
+
+def _repack_tied(model: Any) -> None:
+    """A layer whose weight is another's loads none, so vLLM does not repack it: on a CPU its product would go on with
+    the packed copy of the old weights."""
+    seen: set[int] = set()
+    for layer in model.modules():
+        weight, method = layer._parameters.get("weight"), getattr(layer, "quant_method", None)
+        if weight is not None and method is not None:
+            if id(weight) in seen:
+                method.process_weights_after_loading(layer)
+            seen.add(id(weight))

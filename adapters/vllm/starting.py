@@ -36,19 +36,19 @@ def start(**settings: Any) -> Any:
         ) from error
     register()
     cpu = current_platform.is_cpu()
-    arguments = AsyncEngineArgs(
-        **settings,
-        kv_cache_memory_bytes=CPU_CACHE_BYTES if cpu else None,
-        enable_chunked_prefill=not cpu,
-        enforce_eager=cpu,
-        enable_sleep_mode=current_platform.is_sleep_mode_available(),
-        enable_prefix_caching=True,
-        generation_config="vllm",
-        logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        disable_log_stats=True,
-    )
     try:
+        arguments = AsyncEngineArgs(
+            **settings,
+            kv_cache_memory_bytes=CPU_CACHE_BYTES if cpu else None,
+            enable_chunked_prefill=not cpu,
+            enforce_eager=cpu,
+            enable_sleep_mode=current_platform.is_sleep_mode_available(),
+            enable_prefix_caching=True,
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            disable_log_stats=True,
+        )
         if not cpu:
             return AsyncLLM.from_engine_args(arguments)
         arguments.max_num_batched_tokens = max(arguments.create_model_config().max_model_len, PREFILL_TOKENS)

@@ -1,0 +1,382 @@
+"""vLLM itself on a small model in float32: what it says of its tokens is what the trainer computes."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.torch.models import TorchPolicy
+from rollgrad.adapters.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.vllm.engine import VLLMEngine
+from rollgrad.adapters.vllm.weights import SharedMemoryWeights
+from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtraError
+from rollgrad.domain.ports.models import LossOutput, TokenScores
+from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
+from tests.event_loop import run
+from tests.fakes.agent_executor import make_trajectory
+
+pytestmark = pytest.mark.slow
+
+FLAG = "--actor.model-name-or-path"
+PROMPT = (65, 66, 67)
+
+TOLERANCE = 1e-4
+"""Largest difference of a log-prob: products are summed in another order, no more."""
+
+
+def ask(seed: int = 0, prompt: tuple[int, ...] = PROMPT, **params: Any) -> GenerationRequest:
+    return GenerationRequest(
+        prompt_token_ids=prompt, params=SamplingParams(**{"max_new_tokens": 24, "seed": seed, **params})
+    )
+
+
+@pytest.fixture
+def policy(wide_headed_model_dir: Path) -> TorchPolicy:
+    path = str(wide_headed_model_dir)
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
+    return TorchPolicy(model, load_tokenizer(path, flag=FLAG), OptimizerSettings(lr=0.02))
+
+
+@pytest.fixture
+def channel(vllm_engine: VLLMEngine, policy: TorchPolicy) -> Iterator[SharedMemoryWeights]:
+    """Afterwards the engine has the weights of the checkpoint again."""
+    original = {name: tensor.clone() for name, tensor in policy.weights()}
+    channel = SharedMemoryWeights(vllm_engine)
+    yield channel
+    with torch.no_grad():
+        for name, tensor in policy.weights():
+            tensor.copy_(original[name])
+    run(vllm_engine.pause(PauseMode.ABORT))
+    run(channel.push(policy, 0))
+
+
+def learn(policy: TorchPolicy, steps: int = 5) -> None:
+    """Changes all weights."""
+    batch = pack([make_trajectory(PROMPT, [7, 8, 9, 200, 201])])
+
+    def likelihood(scores: TokenScores, part: PackedBatch) -> LossOutput:
+        return LossOutput(loss=-scores.logprobs_N.sum())
+
+    for _ in range(steps):
+        policy.update([batch], likelihood)
+
+
+@torch.no_grad()
+def plain_logits(model_dir: Path, tokens: Sequence[int]) -> torch.Tensor:
+    """Row t is of the token after t, by transformers alone."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    return model(torch.tensor([list(tokens)])).logits[0]
+
+
+def scores(policy: TorchPolicy, prompt: Sequence[int], reply: Sequence[int]) -> list[float]:
+    """The trainer's log-probs of `reply`."""
+    return policy.score(pack([make_trajectory(prompt, reply)])).logprobs_N[len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_logprobs_are_of_the_distribution_that_was_sampled(
+    vllm_engine: VLLMEngine, wide_headed_model_dir: Path, temperature: float, top_k: int
+) -> None:
+    generation = run(vllm_engine.generate(ask(temperature=temperature, top_k=top_k)))
+    logits = plain_logits(wide_headed_model_dir, [*PROMPT, *generation.token_ids])[len(PROMPT) - 1 : -1] / temperature
+    if top_k:
+        least = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    expected = logits.log_softmax(-1)[range(24), list(generation.token_ids)]
+    assert generation.logprobs == pytest.approx(expected.tolist(), abs=TOLERANCE)
+
+
+def test_logprobs_within_a_nucleus_are_renormalised(vllm_engine: VLLMEngine, wide_headed_model_dir: Path) -> None:
+    generation = run(vllm_engine.generate(ask(top_p=0.5)))
+    probs = plain_logits(wide_headed_model_dir, [*PROMPT, *generation.token_ids])[len(PROMPT) - 1 : -1].softmax(-1)
+    for row, token, logprob in zip(probs, generation.token_ids, generation.logprobs, strict=True):
+        ordered = row.sort(descending=True).values
+        size = int((ordered.cumsum(0) < 0.5).sum()) + 1
+        assert row[token] >= ordered[size - 1]
+        assert logprob == pytest.approx(float((row[token] / ordered[:size].sum()).log()), abs=1e-3)
+
+
+def test_greedy_tokens_are_the_likeliest_with_logprobs_of_temperature_one(
+    vllm_engine: VLLMEngine, wide_headed_model_dir: Path
+) -> None:
+    async def beside_a_sampled_one() -> Generation:
+        greedy, _ = await asyncio.gather(
+            vllm_engine.generate(ask(temperature=0.0)), vllm_engine.generate(ask(temperature=0.3, top_k=2))
+        )
+        return greedy
+
+    greedy = run(beside_a_sampled_one())
+    rows = plain_logits(wide_headed_model_dir, [*PROMPT, *greedy.token_ids])[len(PROMPT) - 1 : -1].log_softmax(-1)
+    assert list(greedy.token_ids) == rows.argmax(-1).tolist()
+    assert greedy.logprobs == pytest.approx(rows.max(-1).values.tolist(), abs=TOLERANCE)
+
+
+def test_sixty_four_requests_at_once(vllm_engine: VLLMEngine, policy: TorchPolicy) -> None:
+    async def together() -> list[Generation]:
+        return await asyncio.gather(*(vllm_engine.generate(ask(s, prompt=(*PROMPT, s))) for s in range(64)))
+
+    for seed, generation in enumerate(run(together())):
+        assert len(generation.token_ids) == 24
+        expected = scores(policy, (*PROMPT, seed), generation.token_ids)
+        assert generation.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_each_token_is_heard_once_and_in_order(vllm_engine: VLLMEngine) -> None:
+    heard: list[int] = []
+    silent = run(vllm_engine.generate(ask()))
+    generation = run(vllm_engine.generate(ask(), on_token=heard.append))
+    assert heard == list(generation.token_ids) == list(silent.token_ids)
+    assert len(generation.logprobs) == len(generation.versions) == 24
+
+
+def test_a_stop_string_is_part_of_the_reply(vllm_engine: VLLMEngine, wide_headed_model_dir: Path) -> None:
+    tokenizer = load_tokenizer(str(wide_headed_model_dir), flag=FLAG)
+    full = list(run(vllm_engine.generate(ask())).token_ids)
+    stop = next(text for token in full[6:] if (text := tokenizer.decode([token])).isascii() and text)
+    generation = run(vllm_engine.generate(ask(stop_strings=(stop,))))
+    assert generation.stop_reason is StopReason.STOP
+    assert list(generation.token_ids) == full[: len(generation.token_ids)]
+    assert stop in tokenizer.decode(generation.token_ids)
+    assert stop not in tokenizer.decode(list(generation.token_ids)[:-1])
+    assert len(generation.logprobs) == len(generation.versions) == len(generation.token_ids)
+
+
+def test_no_stop_token_before_the_minimum(vllm_engine: VLLMEngine, wide_headed_model_dir: Path) -> None:
+    stop = tuple(run(vllm_engine.generate(ask())).token_ids[:3])
+    generation = run(vllm_engine.generate(ask(stop_token_ids=stop, min_new_tokens=10)))
+    assert not set(generation.token_ids[:10]) & set(stop)
+    logits = plain_logits(wide_headed_model_dir, [*PROMPT, *generation.token_ids])[len(PROMPT) - 1 : -1]
+    end = load_tokenizer(
+        str(wide_headed_model_dir), flag=FLAG
+    ).eos_token_id  # vLLM's minimum keeps it off, asked or not
+    logits[:10, [*stop, end]] = float("-inf")
+    expected = logits.log_softmax(-1)[range(len(generation.token_ids)), list(generation.token_ids)]
+    assert generation.logprobs == pytest.approx(expected.tolist(), abs=TOLERANCE)
+
+
+def test_what_is_longer_than_the_engine_holds_is_refused(vllm_engine: VLLMEngine) -> None:
+    assert vllm_engine.max_tokens == 512
+    with pytest.raises(ConfigurationError, match=r"513 tokens.*holds 512"):
+        run(vllm_engine.generate(ask(max_new_tokens=510)))
+    assert len(run(vllm_engine.generate(ask(prompt=(65,) * 510, max_new_tokens=2))).token_ids) == 2
+
+
+def test_a_cancelled_call_leaves_nothing_in_vllm(vllm_engine: VLLMEngine) -> None:
+    async def scenario() -> int:
+        tasks = [asyncio.create_task(vllm_engine.generate(ask(s, max_new_tokens=400))) for s in range(8)]
+        await vllm_engine.generate(ask(max_new_tokens=2))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return vllm_engine.llm.get_num_unfinished_requests()
+
+    assert run(scenario()) == 0
+
+
+def test_an_abort_returns_the_tokens_so_far_and_refuses_those_who_wait(
+    vllm_engine: VLLMEngine, policy: TorchPolicy
+) -> None:
+    async def scenario() -> tuple[Generation, Generation]:
+        begun = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=400)))
+        await vllm_engine.generate(ask(max_new_tokens=4))
+        await vllm_engine.pause(PauseMode.KEEP)
+        waiting = asyncio.create_task(vllm_engine.generate(ask()))
+        await asyncio.sleep(0)
+        await vllm_engine.pause(PauseMode.ABORT)
+        return await begun, await waiting
+
+    begun, waiting = run(scenario())
+    assert begun.stop_reason is waiting.stop_reason is StopReason.ABORTED
+    assert list(waiting.token_ids) == []
+    assert 0 < len(begun.token_ids) < 400
+    assert begun.logprobs == pytest.approx(scores(policy, PROMPT, begun.token_ids), abs=TOLERANCE)
+    assert set(begun.versions) == {0}
+
+
+def test_after_a_push_the_engine_computes_what_the_trainer_computes(
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights
+) -> None:
+    before = run(vllm_engine.generate(ask()))
+    learn(policy)
+    assert before.logprobs != pytest.approx(scores(policy, PROMPT, before.token_ids), abs=0.01)
+    moved = run(channel.push(policy, 3))
+    assert moved["bytes"] == sum(tensor.nbytes for _, tensor in policy.weights())
+    after = run(vllm_engine.generate(ask()))
+    assert after.logprobs == pytest.approx(scores(policy, PROMPT, after.token_ids), abs=TOLERANCE)
+    assert set(after.versions) == {3}
+
+
+def test_the_checkpoint_pushed_again_gives_its_very_logprobs(
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights
+) -> None:
+    first = run(vllm_engine.generate(ask()))
+    original = {name: tensor.clone() for name, tensor in policy.weights()}
+    learn(policy)
+    run(channel.push(policy, 1))
+    assert list(run(vllm_engine.generate(ask())).logprobs) != list(first.logprobs)
+    with torch.no_grad():
+        for name, tensor in policy.weights():
+            tensor.copy_(original[name])
+    run(channel.push(policy, 2))
+    again = run(vllm_engine.generate(ask()))
+    assert list(again.token_ids) == list(first.token_ids)
+    assert list(again.logprobs) == list(first.logprobs)
+
+
+def test_a_frozen_request_goes_on_under_the_new_weights(
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights
+) -> None:
+    """Its earlier tokens are computed anew, so that its later ones are of the new policy and no mixture."""
+
+    async def scenario() -> Generation:
+        task = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=200)))
+        await vllm_engine.generate(ask(max_new_tokens=20))
+        await vllm_engine.pause(PauseMode.KEEP)
+        learn(policy)
+        await channel.push(policy, 1)
+        await vllm_engine.resume()
+        return await task
+
+    untrained = {name: tensor.clone() for name, tensor in policy.weights()}
+    generation = run(scenario())
+    versions = list(generation.versions)
+    switch = versions.index(1)
+    assert versions == [0] * switch + [1] * (200 - switch)
+    assert switch >= 20
+    new = scores(policy, PROMPT, generation.token_ids)
+    assert generation.logprobs[switch:] == pytest.approx(new[switch:], abs=TOLERANCE)
+    with torch.no_grad():
+        for name, tensor in policy.weights():
+            tensor.copy_(untrained[name])
+    old = scores(policy, PROMPT, generation.token_ids)
+    assert generation.logprobs[:switch] == pytest.approx(old[:switch], abs=TOLERANCE)
+
+
+class Lossy(TorchPolicy):
+    """Sends something other than it has."""
+
+    fault = ""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, (name, tensor) in enumerate(super().weights()):
+            if self.fault == "lacks a tensor" and index == 4:
+                continue
+            if self.fault == "breaks off" and index == 4:
+                raise OSError("the trainer lost a rank")
+            wrong = self.fault == "wrong numbers" and "down_proj" in name
+            yield (f"no.such.{name}" if self.fault == "unknown name" else name), tensor * 3 if wrong else tensor
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("wrong numbers", "differ from the trainer's by"),
+        ("lacks a tensor", "did not come from the trainer"),
+        ("unknown name", "no module or parameter named"),
+        ("breaks off", "lost a rank"),
+    ],
+)
+def test_weights_that_do_not_arrive_are_noticed_and_the_next_push_heals(
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights, fault: str, message: str
+) -> None:
+    policy.__class__ = Lossy
+    assert isinstance(policy, Lossy)
+    learn(policy)
+    policy.fault = fault
+    with pytest.raises((EngineError, OSError), match=message):
+        run(channel.push(policy, 1))
+    with pytest.raises(EngineError, match="weights"):
+        run(vllm_engine.generate(ask()))
+    policy.fault = ""
+    run(channel.push(policy, 2))
+    generation = run(vllm_engine.generate(ask()))
+    assert generation.logprobs == pytest.approx(scores(policy, PROMPT, generation.token_ids), abs=TOLERANCE)
+    assert set(generation.versions) == {2}
+
+
+def test_a_wrong_model_is_noticed_when_frozen_requests_go_on(
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights
+) -> None:
+    async def scenario() -> None:
+        task = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=100)))
+        await vllm_engine.generate(ask(max_new_tokens=2))
+        await vllm_engine.pause(PauseMode.KEEP)
+        policy.__class__ = Lossy
+        policy.fault = "wrong numbers"  # type: ignore[attr-defined]
+        await channel.push(policy, 1)
+        with pytest.raises(EngineError, match="differ from the trainer's"):
+            await vllm_engine.resume()
+        await task
+        policy.fault = ""  # type: ignore[attr-defined]
+
+    run(scenario())
+
+
+def test_a_sleeping_engine_takes_no_weights(
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights
+) -> None:
+    run(vllm_engine.sleep())
+    with pytest.raises(EngineError, match="wake it first"):
+        run(channel.push(policy, 1))
+    run(vllm_engine.wake())
+    run(channel.push(policy, 1))
+
+
+def test_requests_made_during_a_push_wait_for_it(
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights
+) -> None:
+    async def scenario() -> list[Generation]:
+        pushing = asyncio.create_task(channel.push(policy, 1))
+        await asyncio.sleep(0)
+        generations = await asyncio.gather(*(vllm_engine.generate(ask(seed)) for seed in range(4)))
+        await pushing
+        return generations
+
+    assert {version for generation in run(scenario()) for version in generation.versions} == {1}
+
+
+def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "vllm.engine.arg_utils", None)
+    with pytest.raises(MissingExtraError, match=r"pip install rollgrad\[vllm\]"):
+        VLLMEngine("any", eos_token_ids=())
+
+
+def test_a_model_that_is_not_there_is_one_sentence(vllm_engine: VLLMEngine, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="vLLM did not start"):
+        VLLMEngine(str(tmp_path / "nothing"), eos_token_ids=())
+
+
+@pytest.mark.chaos
+def test_a_killed_process_is_an_error_for_all_who_wait(wide_headed_model_dir: Path) -> None:
+    import psutil
+
+    before = set(psutil.Process().children(recursive=True))
+    engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=8)
+    started = set(psutil.Process().children(recursive=True)) - before
+
+    async def scenario() -> None:
+        tasks = [asyncio.create_task(engine.generate(ask(s, max_new_tokens=500))) for s in range(4)]
+        await engine.generate(ask(max_new_tokens=2))
+        for process in started:
+            if process.is_running():
+                os.kill(process.pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(result, EngineError)
+            for work in (engine.generate(ask()), engine.pause(PauseMode.KEEP), engine.resume(), engine.forget()):
+                with pytest.raises(EngineError):
+                    await work
+
+    run(scenario())
+    engine.close()
