@@ -38,10 +38,13 @@ class AsyncPipeline(Pipeline):
         started, idle = clock.monotonic(), self._stream.idle_s
         groups, sampling_metrics = await self._stream.take()
         generated = clock.monotonic()
-        metrics = await uninterrupted(asyncio.to_thread(self._learn, groups)) | sampling_metrics
+        metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learn, groups))
+        metrics |= sampling_metrics
         self._done += 1
         updated = clock.monotonic()
         try:
+            if cancelled:
+                raise asyncio.CancelledError
             await self._hand_over()
         finally:
             idle = self._stream.idle_s - idle
@@ -68,19 +71,13 @@ class AsyncPipeline(Pipeline):
         await self._stream.stop()
 
 
-async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
-    """Finishes `work` also when the caller is cancelled, which then takes effect at the caller's next wait."""
+async def uninterrupted(work: Coroutine[Any, Any, Result]) -> tuple[Result, bool]:
+    """(what `work` returns, whether the caller was cancelled meanwhile, which it has to heed afterwards)."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():
         try:
-            await asyncio.shield(task)
+            await asyncio.wait([task])  # unlike awaiting the task, this never cancels it
         except asyncio.CancelledError:
             cancelled = True
-        except Exception:
-            break  # the work's own, raised below
-    if cancelled and task.exception() is None:
-        current = asyncio.current_task()
-        assert current is not None
-        current.cancel()
-    return task.result()
+    return task.result(), cancelled

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 
 from rollgrad.domain.errors import EngineError
@@ -14,11 +15,13 @@ VOCABULARY = 256
 
 
 class FakeRolloutEngine(RolloutEngine):
-    """Each token is uniform under the request's seed and prompt. `fail_with` makes the next token raise."""
+    """Each token is uniform under the request's seed and prompt. `fail_with` makes the next token raise; `latency` is
+    the turns of the event loop that each token of a request takes besides its own."""
 
     def __init__(self) -> None:
         self.version = 0
         self.fail_with: str | None = None
+        self.latency: Callable[[GenerationRequest], int] = lambda request: 0
         self.requests: list[GenerationRequest] = []
         self._in_flight = 0
         self._idle = asyncio.Event()
@@ -26,6 +29,8 @@ class FakeRolloutEngine(RolloutEngine):
         self._running = asyncio.Event()
         self._running.set()
         self._aborts = 0
+        self._begun: Counter[int] = Counter()
+        """Requests in flight by the aborts before them."""
         self._draining = False
 
     def set_version(self, version: int) -> None:
@@ -41,12 +46,15 @@ class FakeRolloutEngine(RolloutEngine):
         self.requests.append(request)
         while self._draining:
             await asyncio.sleep(0)
+        aborts = self._aborts
         self._in_flight += 1
+        self._begun[aborts] += 1
         self._idle.clear()
         try:
             return await self._draw(request, on_token or (lambda token: None))
         finally:
             self._in_flight -= 1
+            self._begun[aborts] -= 1
             if not self._in_flight:
                 self._idle.set()
 
@@ -61,7 +69,8 @@ class FakeRolloutEngine(RolloutEngine):
         aborts = self._aborts
         reason = StopReason.LENGTH
         while len(tokens) < params.max_new_tokens:
-            await asyncio.sleep(0)
+            for _ in range(1 + self.latency(request)):
+                await asyncio.sleep(0)
             while not self._running.is_set() and self._aborts == aborts:
                 await asyncio.sleep(0)
             if self._aborts != aborts:
@@ -87,7 +96,8 @@ class FakeRolloutEngine(RolloutEngine):
         self._running.clear()
         if mode is PauseMode.ABORT:
             self._aborts += 1
-            await self._idle.wait()
+            while any(count for aborts, count in self._begun.items() if aborts < self._aborts):
+                await asyncio.sleep(0)
 
     async def resume(self) -> None:
         self._draining = False

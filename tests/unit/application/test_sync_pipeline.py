@@ -2,139 +2,24 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from attrs import define, field
 
-from rollgrad.application.choices import Aggregation
-from rollgrad.application.config import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
-from rollgrad.application.evaluation import EvaluationService
-from rollgrad.application.executors.single_turn import SingleTurnExecutor
-from rollgrad.application.experience import ExperienceService
-from rollgrad.application.rollout import RolloutGroup, RolloutService
-from rollgrad.application.sampling import GroupSampler, SamplingPlan
-from rollgrad.application.pipeline import RunOutcome, Schedule
-from rollgrad.application.sync_pipeline import SyncPipeline
-from rollgrad.application.update import UpdateService
-from rollgrad.domain.entropy_control import EntropyController
+from rollgrad.application.pipeline import RunOutcome
 from rollgrad.domain.errors import NonFiniteUpdateError, RewardError
 from rollgrad.domain.kl_control import KLController
-from rollgrad.domain.losses.objectives import PolicyLossObjective
-from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import RewardRequest
-from rollgrad.domain.sampling import SamplingParams
-from tests.fakes.chat_codec import FakeChatCodec
-from tests.fakes.checkpoint_store import FakeCheckpointStore
 from tests.fakes.clock import FakeClock
-from tests.fakes.metric_sink import FakeMetricSink
-from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference
-from tests.fakes.prompt_source import FakePromptSource
-from tests.fakes.reward_source import FakeRewardSource
-from tests.fakes.rollout_engine import FakeRolloutEngine
-from tests.fakes.weight_channel import FakeWeightChannel
-
-PARAMS = SamplingParams(max_new_tokens=3)
-PROMPTS = [Prompt(token_ids=(index + 1,), text=str(index), label=index) for index in range(5)]
-
-
-def bytes_above_half(request: RewardRequest) -> float:
-    return sum(character >= "@" for character in request.response) / 3
-
-
-@define
-class Run:
-    """A pipeline and everything it was built from."""
-
-    pipeline: SyncPipeline
-    engine: FakeRolloutEngine
-    policy: FakePolicy
-    channel: FakeWeightChannel
-    sink: FakeMetricSink
-    checkpoints: FakeCheckpointStore
-    prompts: FakePromptSource
-    rewards: FakeRewardSource
-    clock: FakeClock
-    sampled: list[tuple[int, list[RolloutGroup]]] = field(factory=list)
-
-    def train(self) -> RunOutcome:
-        return asyncio.run(self.pipeline.run())
-
-    @property
-    def steps(self) -> list[dict[str, float]]:
-        return [metrics for _, metrics in self.sink.records if "rollout/samples" in metrics]
+from tests.fakes.models import VOCABULARY, FakePolicy
+from tests.fakes.pipeline import Run, make_run
 
 
 @pytest.fixture
 def build(tmp_path: Path) -> Callable[..., Run]:
-    def make(
-        *,
-        steps: int = 3,
-        eval_steps: int = -1,
-        save_steps: int = -1,
-        evaluation: bool = False,
-        kl: KLController | None = None,
-        max_failures: int = 0,
-        value: Callable[[RewardRequest], float] = bytes_above_half,
-        policy: FakePolicy | None = None,
-    ) -> Run:
-        controller = kl or KLController(coef=0.0)
-        engine, rewards = FakeRolloutEngine(), FakeRewardSource(value)
-        policy = policy or FakePolicy(torch.linspace(-0.5, 0.5, VOCABULARY))
-        executor = SingleTurnExecutor(engine, FakeChatCodec(), rewards)
-        rollout = RolloutService(executor, max_concurrent=4, max_failures=max_failures, seed=1)
-        run = Run(
-            pipeline=None,  # type: ignore[arg-type]
-            engine=engine,
-            policy=policy,
-            channel=FakeWeightChannel(engine),
-            sink=FakeMetricSink(),
-            checkpoints=FakeCheckpointStore(tmp_path),
-            prompts=FakePromptSource(PROMPTS),
-            rewards=rewards,
-            clock=FakeClock(),
-        )
-        run.pipeline = SyncPipeline(
-            schedule=Schedule(steps=steps, eval_steps=eval_steps, save_steps=save_steps),
-            sampler=GroupSampler(rollout, run.prompts, PARAMS, SamplingPlan(groups=2, samples=3, in_flight=2)),
-            experience=ExperienceService(
-                policy,
-                reference=FakeReference() if controller.coef else None,
-                critic=None,
-                algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo"), kl=KLConfig(init_coef=controller.coef)),
-                reward=RewardConfig(),
-                max_length=3,
-                max_tokens=8,
-                steps_per_rollout=1,
-            ),
-            update=UpdateService(
-                policy,
-                None,
-                aggregation=Aggregation.TOKEN_MEAN,
-                max_length=3,
-                batch_size=None,
-                epochs=1,
-                max_tokens=8,
-                seed=0,
-            ),
-            policy=policy,
-            channel=run.channel,
-            objective=lambda **weights: PolicyLossObjective(),
-            value_objective=None,
-            kl=controller,
-            entropy=EntropyController(coef=0.0),
-            evaluation=EvaluationService(rollout, PROMPTS[:2], PARAMS, samples=1, threshold=0.5)
-            if evaluation
-            else None,
-            sink=run.sink,
-            checkpoints=run.checkpoints,
-            clock=run.clock,
-            sample_log=lambda step, groups: run.sampled.append((step, list(groups))),
-        )
-        return run
-
-    return make
+    return partial(make_run, tmp_path)
 
 
 def test_prompts_submitted_are_prompts_trained(build: Callable[..., Run]) -> None:

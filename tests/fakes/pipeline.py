@@ -1,0 +1,162 @@
+"""A pipeline over fakes, synchronous or asynchronous, and everything that it was built from."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, evolve, field
+
+from rollgrad.application.async_pipeline import AsyncPipeline
+from rollgrad.application.choices import Aggregation
+from rollgrad.application.config import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from rollgrad.application.continuing import ContinuingEngine
+from rollgrad.application.evaluation import EvaluationService
+from rollgrad.application.executors.single_turn import SingleTurnExecutor
+from rollgrad.application.experience import ExperienceService
+from rollgrad.application.group_stream import GroupStream
+from rollgrad.application.pipeline import Pipeline, RunOutcome, Schedule
+from rollgrad.application.rollout import RolloutGroup, RolloutService
+from rollgrad.application.sampling import GroupSampler, SamplingPlan
+from rollgrad.application.sync_pipeline import SyncPipeline
+from rollgrad.application.update import UpdateService
+from rollgrad.domain.curriculum import Curriculum
+from rollgrad.domain.entropy_control import EntropyController
+from rollgrad.domain.filtering import GroupFilter
+from rollgrad.domain.kl_control import KLController
+from rollgrad.domain.losses.objectives import PolicyLossObjective
+from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import RewardRequest
+from rollgrad.domain.sampling import SamplingParams
+from rollgrad.domain.staleness import StalenessBound
+from tests.fakes.chat_codec import FakeChatCodec
+from tests.fakes.checkpoint_store import FakeCheckpointStore
+from tests.fakes.clock import FakeClock
+from tests.fakes.metric_sink import FakeMetricSink
+from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference
+from tests.fakes.prompt_source import FakePromptSource
+from tests.fakes.reward_source import FakeRewardSource
+from tests.fakes.rollout_engine import FakeRolloutEngine
+from tests.fakes.weight_channel import FakeWeightChannel
+
+PARAMS = SamplingParams(max_new_tokens=3)
+PROMPTS = [Prompt(token_ids=(index + 1,), text=str(index), label=index) for index in range(5)]
+GROUPS, SAMPLES = 2, 3
+
+
+def bytes_above_half(request: RewardRequest) -> float:
+    """The share of the second half of the alphabet."""
+    return sum(character >= "@" for character in request.response) / 3
+
+
+@define
+class Run:
+    """A pipeline and everything it was built from."""
+
+    pipeline: Pipeline
+    engine: FakeRolloutEngine
+    policy: FakePolicy
+    channel: FakeWeightChannel
+    sink: FakeMetricSink
+    checkpoints: FakeCheckpointStore
+    prompts: FakePromptSource
+    rewards: FakeRewardSource
+    clock: FakeClock
+    sampled: list[tuple[int, list[RolloutGroup]]] = field(factory=list)
+
+    def train(self) -> RunOutcome:
+        """Runs it to its end."""
+        return asyncio.run(self.pipeline.run())
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """What each update reported."""
+        return [metrics for _, metrics in self.sink.records if "rollout/samples" in metrics]
+
+
+def make_run(
+    root: Path,
+    *,
+    steps: int = 3,
+    eval_steps: int = -1,
+    save_steps: int = -1,
+    state_steps: int = -1,
+    evaluation: bool = False,
+    kl: KLController | None = None,
+    max_failures: int = 0,
+    value: Callable[[RewardRequest], float] = bytes_above_half,
+    policy: FakePolicy | None = None,
+    params: SamplingParams = PARAMS,
+    group_filter: GroupFilter | None = None,
+    curriculum: Curriculum | None = None,
+    bound: StalenessBound | None = None,
+    pause: PauseMode = PauseMode.WAIT,
+) -> Run:
+    """Two groups of three samples an update; asynchronous where there is a `bound`."""
+    controller = kl or KLController(coef=0.0)
+    policy = policy or FakePolicy(torch.linspace(-0.5, 0.5, VOCABULARY))
+    engine, rewards, prompts, clock = (
+        FakeRolloutEngine(),
+        FakeRewardSource(value),
+        FakePromptSource(PROMPTS),
+        FakeClock(),
+    )
+    sampled = ContinuingEngine(engine) if pause is PauseMode.ABORT else engine
+    executor = SingleTurnExecutor(sampled, FakeChatCodec(), rewards)
+    rollout = RolloutService(executor, max_concurrent=4, max_failures=max_failures, seed=1)
+    run = Run(
+        pipeline=None,  # type: ignore[arg-type]
+        engine=engine,
+        policy=policy,
+        channel=FakeWeightChannel(engine),
+        sink=FakeMetricSink(),
+        checkpoints=FakeCheckpointStore(root),
+        prompts=prompts,
+        rewards=rewards,
+        clock=clock,
+    )
+    services: dict[str, Any] = {
+        "schedule": Schedule(steps=steps, eval_steps=eval_steps, save_steps=save_steps, state_steps=state_steps),
+        "experience": ExperienceService(
+            policy,
+            reference=FakeReference() if controller.coef else None,
+            critic=None,
+            algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo"), kl=KLConfig(init_coef=controller.coef)),
+            reward=RewardConfig(),
+            max_length=3,
+            max_tokens=8,
+            steps_per_rollout=1,
+        ),
+        "update": UpdateService(
+            policy,
+            None,
+            aggregation=Aggregation.TOKEN_MEAN,
+            max_length=3,
+            batch_size=None,
+            epochs=1,
+            max_tokens=8,
+            seed=0,
+        ),
+        "policy": policy,
+        "channel": run.channel,
+        "objective": lambda **weights: PolicyLossObjective(),
+        "value_objective": None,
+        "kl": controller,
+        "entropy": EntropyController(coef=0.0),
+        "evaluation": EvaluationService(rollout, PROMPTS[:2], PARAMS, samples=1, threshold=0.5) if evaluation else None,
+        "sink": run.sink,
+        "checkpoints": run.checkpoints,
+        "clock": clock,
+        "sample_log": lambda step, groups: run.sampled.append((step, list(groups))),
+    }
+    plan = SamplingPlan(groups=GROUPS, samples=SAMPLES, in_flight=GROUPS, group_filter=group_filter or GroupFilter())
+    if bound is None:
+        sampler = GroupSampler(rollout, prompts, params, plan, curriculum)
+        run.pipeline = SyncPipeline(sampler=sampler, **services)
+    else:
+        plan = evolve(plan, in_flight=GROUPS * (bound.max_staleness + 1))
+        stream = GroupStream(rollout, prompts, params, plan, bound, clock, curriculum)
+        run.pipeline = AsyncPipeline(stream=stream, engine=engine, pause=pause, **services)
+    return run
