@@ -44,6 +44,15 @@ def tiny_tokenizer() -> Any:
     )
 
 
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A command line that ran in a test leaves no log that writes to that test's captured stderr."""
+    import structlog
+
+    yield
+    structlog.reset_defaults()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keeps what `datasets` caches out of the user's home."""

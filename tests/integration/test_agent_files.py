@@ -192,7 +192,8 @@ def test_an_agent_may_rewrite_its_prompt(tiny_model_dir: Path, tmp_path: Path) -
 
 def test_a_reward_beside_an_agent_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     made = config(tiny_model_dir, tmp_path, GUIDE)
-    made.reward.function_path = "reward.py"
+    made.reward.function_path = str(tmp_path / "reward.py")
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n")
     with pytest.raises(ConfigurationError, match=r"leave --reward\.function_path out"):
         rollgrad.train(made)
 

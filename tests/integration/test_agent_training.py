@@ -205,7 +205,11 @@ def test_an_episode_that_reaches_a_limit_is_truncated_not_failed(
     if limit == "max_turns":
         made.rollout.max_turns = 3
     elif limit == "max_episode_seconds":
-        made.rollout.max_episode_seconds = 0.5
+        made.rollout.max_episode_seconds = 6.0
+        slow = source.replace(
+            "            message = reply", "            import time; time.sleep(60 * turn)\n            message = reply"
+        )
+        (tmp_path / "agent.py").write_text(slow)
     elif limit == "max_episode_tokens":
         made.rollout.max_episode_tokens = 100
     rollgrad.train(made)
