@@ -283,9 +283,30 @@ class _Translator:
             self.set("train.max_tokens_per_micro_batch", self.value("train.max_tokens_per_gpu", 16192))
         else:
             self.lose("train.max_tokens_per_gpu", "OpenRLHF reads it with --use_dynamic_batch only")
+        self.overlap(prompts)
+
+    def overlap(self, prompts: int) -> None:
+        """How rollouts overlap with each other and with training."""
         in_flight = self.value("rollout.vllm_generate_batch_size", prompts)
         corrects = self.value("algo.advantage.is_correction_enable", False)
-        if in_flight > prompts and corrects:
+        overlaps = self.value("train.async_enable", False)
+        if overlaps:
+            ahead = self.value("train.async_queue_size", 1)
+            self.set("train.async_enable", True)
+            self.set("train.max_staleness", ahead)
+            if self.value("train.partial_rollout_enable", False):
+                self.set("train.partial_rollout", "keep")
+            self.change("train.async_enable", "an update waits for its own groups only, not for a whole batch")
+            most = prompts * (ahead + 1)
+            if in_flight > most:
+                self.change("rollout.vllm_generate_batch_size", f"{most}, for no more can be trained on in time")
+                in_flight = most
+        else:
+            for key in ("async_queue_size", "partial_rollout_enable"):
+                self.lose(f"train.{key}", "OpenRLHF reads it with --async_train only")
+        if in_flight > prompts and overlaps:
+            self.set("rollout.generate_batch_size", in_flight)
+        elif in_flight > prompts and corrects:
             self.set("rollout.generate_batch_size", in_flight)
             self.change("rollout.vllm_generate_batch_size", "a rollout does not wait for the groups that it can spare")
         elif in_flight != prompts:

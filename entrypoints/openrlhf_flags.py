@@ -33,7 +33,6 @@ class Flag:
 
 CLUSTER = "one process trains and generates; clusters are not there yet"
 DEEPSPEED = "training runs in one process without DeepSpeed"
-ASYNC = "rollouts and training take turns in one process; asynchronous training is not there yet"
 LORA = "all weights are trained; LoRA and quantised training are not there yet"
 CHECKPOINTS = (
     "models are saved in the run's directory (ckpt.output_dir), and runs continue by ckpt.state_steps and ckpt.resume"
@@ -131,9 +130,9 @@ FLAGS: dict[str, Flag] = {
     ),
     "train.dynamic_batch_enable": Flag(SWITCH),
     "train.max_tokens_per_gpu": Flag(INTEGER),
-    "train.async_enable": Flag(SWITCH, reason=ASYNC),
-    "train.async_queue_size": Flag(INTEGER, reason=ASYNC),
-    "train.partial_rollout_enable": Flag(SWITCH, reason=ASYNC),
+    "train.async_enable": Flag(SWITCH),
+    "train.async_queue_size": Flag(INTEGER),
+    "train.partial_rollout_enable": Flag(SWITCH),
     "train.agent_func_path": Flag(TEXT, "train.agent_func_path"),
     "train.enable_ema": Flag(SWITCH, reason=EMA),
     "train.ema_beta": Flag(NUMBER, reason=EMA),

@@ -466,7 +466,8 @@ def test_evaluation() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--async_train",),
+        ("--async_queue_size", "4"),
+        ("--partial_rollout",),
         ("--vllm_num_engines", "4"),
         ("--zero_stage", "3"),
         ("--packing_samples",),
@@ -495,6 +496,29 @@ def test_what_has_no_counterpart_is_one_line_that_says_why(flags: tuple[str, ...
 )
 def test_flags_that_ask_for_nothing_are_passed_over(flags: tuple[str, ...]) -> None:
     assert notes_of(*flags) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "staleness", "partial"),
+    [
+        ((), 1, "none"),
+        (("--train.async_queue_size", "3", "--enable_vllm_is_correction"), 3, "none"),
+        (("--partial_rollout",), 1, "keep"),
+        (("--train.partial_rollout_enable", "--async_queue_size", "2", "--enable_vllm_is_correction"), 2, "keep"),
+    ],
+)
+def test_asynchronous_training(flags: tuple[str, ...], staleness: int, partial: str) -> None:
+    train = config_of("--async_train", *flags).train
+    assert (train.async_enable, train.max_staleness, train.partial_rollout) == (True, staleness, partial)
+    (note,) = notes_of("--async_train", *flags)
+    assert note == "not identical: --async_train: an update waits for its own groups only, not for a whole batch"
+
+
+@pytest.mark.parametrize(("given", "groups", "notes"), [("2048", None, 1), ("1536", 1536, 1), ("4096", 2048, 2)])
+def test_groups_in_flight_of_an_asynchronous_run(given: str, groups: int | None, notes: int) -> None:
+    flags = ("--async_train", "--vllm_generate_batch_size", given)
+    assert config_of(*flags).rollout.generate_batch_size == (groups or 2048)
+    assert len(notes_of(*flags)) == notes
 
 
 # The command.
