@@ -59,10 +59,11 @@ def heed_interrupts() -> None:
     "flags",
     [
         (),
+        ("--train.async_enable", "--train.partial_rollout", "keep", "--ckpt.state_steps", "1000"),
         # Its scorer runs in worker processes, which a terminal's Ctrl-C reaches as well.
         ("--data.prompt_dataset", "reasoning_gym:basic_arithmetic", "--reward.function_path", "None"),
     ],
-    ids=["reward_function", "worker_processes"],
+    ids=["reward_function", "asynchronous", "worker_processes"],
 )
 def test_ctrl_c_saves_and_says_where(workspace: Path, flags: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl", "--config", "run.yaml", *flags]

