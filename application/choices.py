@@ -78,6 +78,15 @@ class OldLogprobs(StrEnum):
     INTERPOLATE = "interpolate"
 
 
+class Engine(StrEnum):
+    """What samples."""
+
+    EMBEDDED = "embedded"
+    """In this process, from the trained model itself where nothing samples during an update."""
+    VLLM = "vllm"
+    """vLLM, in processes of its own: pip install rollgrad[vllm]."""
+
+
 class DType(StrEnum):
     """Number format of forward and backward; master weights and losses stay float32."""
 

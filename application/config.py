@@ -13,6 +13,7 @@ from rollgrad.application.choices import (
     CorrectionLevel,
     CorrectionMode,
     DType,
+    Engine,
     KLAgainst,
     KLEstimator,
     LRScheduler,
@@ -240,8 +241,10 @@ class RolloutConfig:
     """Episodes in flight at once."""
     max_failures: int = 0
     """Failed episodes tolerated per rollout (with train.async_enable from update to update); one more ends the run."""
+    engine: Engine = Engine.EMBEDDED
+    """What samples; vllm runs in processes of its own (pip install rollgrad[vllm])."""
     max_batch_size: int = 128
-    """Sequences decoded together by the embedded engine."""
+    """Sequences decoded together by the engine."""
 
 
 @define(kw_only=True)

@@ -20,6 +20,7 @@ from rollgrad.adapters.torch.loading import load_tokenizer
 from rollgrad.adapters.torch.models import TorchPolicy, TorchReference
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
+from rollgrad.adapters.vllm.weights import SharedMemoryWeights
 from rollgrad.application.async_pipeline import AsyncPipeline
 from rollgrad.application.config import RLConfig
 from rollgrad.application.continuing import ContinuingEngine
@@ -54,6 +55,7 @@ from rollgrad.entrypoints.algorithm_factories import (
 )
 from rollgrad.entrypoints.factories import (
     SAMPLES_FILE,
+    channel_kind,
     dataset_kind,
     executor_kind,
     make_actor_model,
@@ -71,6 +73,7 @@ from rollgrad.entrypoints.factories import (
     make_rollouts,
     make_sinks,
     make_tool_executor,
+    make_vllm_engine,
     reward_kind,
 )
 from rollgrad.entrypoints.tool_box import ToolBox
@@ -155,15 +158,20 @@ class Container(containers.DeclarativeContainer):
         overlapping=providers.Singleton(make_actor_model, config, None, "--actor.model-name-or-path"),
     )
     embedded_engine = providers.Singleton(make_engine, config, engine_model, tokenizer, codec)
+    vllm_engine = providers.Singleton(make_vllm_engine, config, actor_model, tokenizer)
+    own_or_vllm = providers.Selector(config.provided.rollout.engine, embedded=embedded_engine, vllm=vllm_engine)
     engine = providers.Selector(
         providers.Callable(continuation_kind, config),
-        plain=embedded_engine,
-        continued=providers.Singleton(ContinuingEngine, embedded_engine),
+        plain=own_or_vllm,
+        continued=providers.Singleton(ContinuingEngine, own_or_vllm),
     )
     channel = providers.Selector(
-        providers.Callable(pipeline_kind, config),
+        providers.Callable(channel_kind, config),
         alternating=providers.Singleton(SharedWeights, engine),
         overlapping=providers.Singleton(CopiedWeights, embedded_engine),
+        processes=providers.Singleton(
+            SharedMemoryWeights, vllm_engine, temperature=config.provided.rollout.temperature
+        ),
     )
     environment: providers.Object[Any] = providers.Object(None)
     server = providers.Singleton(TrainingServer, engine, codec)

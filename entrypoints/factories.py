@@ -24,8 +24,10 @@ from rollgrad.adapters.tracking.jsonl import JsonlSink
 from rollgrad.adapters.tracking.multi import MultiSink
 from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
+from rollgrad.adapters.vllm.engine import VLLMEngine
 from rollgrad.application.agents.service import SessionLimits
 from rollgrad.application.agents.tool_environment import ToolEnvironment
+from rollgrad.application.choices import Engine
 from rollgrad.application.config import ActorConfig, CriticConfig, RLConfig
 from rollgrad.application.executors.multi_turn import EnvironmentFactory, MultiTurnExecutor
 from rollgrad.application.executors.served_agent import ServedAgentExecutor
@@ -40,6 +42,7 @@ from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams
+from rollgrad.entrypoints.algorithm_factories import pipeline_kind
 from rollgrad.entrypoints.tool_box import ToolBox
 from rollgrad.entrypoints.training_server import MODEL, TrainingServer
 
@@ -184,6 +187,21 @@ def make_engine(config: RLConfig, model: Any, tokenizer: Any, codec: TemplateCod
         max_batch_size=config.rollout.max_batch_size,
         decode=codec.decode,
     )
+
+
+def make_vllm_engine(config: RLConfig, model: Any, tokenizer: Any) -> VLLMEngine:
+    """The engine that samples in vLLM, in the number format of `model`, which is the trained one."""
+    return VLLMEngine(
+        config.actor.model_name_or_path,
+        eos_token_ids=eos_token_ids(model, tokenizer),
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_batch_size=config.rollout.max_batch_size,
+    )
+
+
+def channel_kind(config: RLConfig) -> str:
+    """How weights reach the engine."""
+    return "processes" if config.rollout.engine is Engine.VLLM else pipeline_kind(config)
 
 
 def executor_kind(config: RLConfig, environment: Any) -> str:

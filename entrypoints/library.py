@@ -89,7 +89,7 @@ def train(
     try:
         outcome = _run(_closing(pipeline.run(), container))
     finally:
-        _close(container.reward, container.sink)
+        _close(container.reward, container.sink, container.engine)
     report = None
     if metrics_path.exists():
         title = f"{Path(config.actor.model_name_or_path).name} on {config.data.prompt_dataset}"
@@ -120,7 +120,7 @@ def evaluate(
     try:
         return _run(_closing(evaluation.run(), container))
     finally:
-        _close(container.reward)
+        _close(container.reward, container.engine)
 
 
 def _training_state(store: CheckpointStore, config: RLConfig) -> Mapping[str, Any]:

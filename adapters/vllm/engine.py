@@ -7,13 +7,14 @@ vLLM is deaf to the death of its processes in all calls but `generate`, so every
 
 import asyncio
 import itertools
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import torch
 
-from rollgrad.adapters.vllm.starting import start
+from rollgrad.adapters.vllm.starting import shut_down, start
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.sampling import Generation, GenerationRequest, StopReason
@@ -35,8 +36,9 @@ BEGUN_STRIDE = 2**31
 class VLLMEngine(RolloutEngine):
     """See `RolloutEngine`. Starting takes half a minute, and blocks; the engine serves one event loop.
 
-    A reply that another request began goes on with random numbers of its own, not with those that an uninterrupted
-    request would have drawn; a stop string must not begin in the part that is the prompt.
+    Requests that a pause froze go on after a change of weights as if the new ones had computed all their tokens so far,
+    which takes their prefill again. A reply that another request began goes on with random numbers of its own, not with
+    those that an uninterrupted request would have drawn; a stop string must not begin in the part that is the prompt.
 
     vLLM spawns processes that import the main module again: a script needs `if __name__ == "__main__":`.
 
@@ -74,6 +76,7 @@ class VLLMEngine(RolloutEngine):
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=memory_fraction,
         )
+        self._end = weakref.finalize(self, shut_down, self.llm)
         self.max_tokens: int = self.llm.model_config.max_model_len
         """Tokens of a prompt and its reply at most."""
         self._ids = itertools.count()
@@ -196,10 +199,8 @@ class VLLMEngine(RolloutEngine):
             await self._go_on()
 
     def close(self) -> None:
-        """Ends vLLM's processes; may be called again."""
-        llm, self.llm = self.llm, None
-        if llm is not None:
-            llm.shutdown()
+        """Ends vLLM's processes; may be called again, and happens by itself when Python ends."""
+        self._end()
 
     async def forget(self) -> None:
         """Drops all keys and values, which are the old weights'; frozen requests compute theirs anew."""

@@ -58,6 +58,12 @@ def start(**settings: Any) -> Any:
         raise EngineError(f"vLLM did not start with {settings}: {type(error).__name__}: {error}") from error
 
 
+def shut_down(llm: Any) -> None:
+    """Ends vLLM's processes; what `AsyncLLM` does again when it is deleted, after its modules are gone, is left out."""
+    llm.shutdown()
+    llm.shutdown = lambda: None
+
+
 @contextmanager
 def _without_compiler() -> Iterator[None]:
     """Processes started here never call torch.compile: on a CPU vLLM would compile one line of its sampler, for half a

@@ -1,12 +1,14 @@
 """vLLM itself on a small model in float32: what it says of its tokens is what the trainer computes."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtra
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.entrypoints.cli import main
 from tests.event_loop import run
 from tests.fakes.agent_executor import make_trajectory
 
@@ -359,8 +362,6 @@ def test_a_model_that_is_not_there_is_one_sentence(vllm_engine: VLLMEngine, tmp_
 
 @pytest.mark.chaos
 def test_a_killed_process_is_an_error_for_all_who_wait(wide_headed_model_dir: Path) -> None:
-    import psutil
-
     before = set(psutil.Process().children(recursive=True))
     engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=8)
     started = set(psutil.Process().children(recursive=True)) - before
@@ -380,3 +381,38 @@ def test_a_killed_process_is_an_error_for_all_who_wait(wide_headed_model_dir: Pa
 
     run(scenario())
     engine.close()
+
+
+def test_a_run_trains_on_what_vllm_samples(
+    wide_headed_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"input": f"What is {a} plus {b}?", "label": str(a + b)} for a in range(1, 4) for b in range(1, 4)]
+    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    reward = "def reward_func(queries, prompts, labels):\n    return [len(query) % 7 for query in queries]\n"
+    Path("reward.py").write_text(reward)
+    flags = {
+        "actor.model-name-or-path": str(wide_headed_model_dir),
+        "actor.dtype": "float32",
+        "actor.adam.lr": "1e-3",
+        "algo.advantage.estimator": "group_norm",
+        "algo.old-logprobs": "rollout",
+        "data.prompt-dataset": "prompts.jsonl",
+        "data.label-key": "label",
+        "reward.function-path": "reward.py",
+        "rollout.engine": "vllm",
+        "rollout.temperature": "0.8",
+        "rollout.batch-size": "4",
+        "rollout.n-samples-per-prompt": "3",
+        "rollout.max-new-tokens": "8",
+        "train.max-steps": "2",
+        "ckpt.output-dir": "out",
+    }
+    before = set(psutil.Process().children(recursive=True))
+    assert main(["train", "rl", *(part for flag, value in flags.items() for part in (f"--{flag}", value))]) == 0
+    assert not [process for process in set(psutil.Process().children(recursive=True)) - before if process.is_running()]
+    steps = [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:  # the ratio is of the trainer's probability to vLLM's
+        assert step["policy/ratio_mean"] == pytest.approx(1.0, abs=TOLERANCE)
+        assert abs(step["policy/approx_kl"]) < TOLERANCE
