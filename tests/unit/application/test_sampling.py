@@ -139,3 +139,21 @@ def test_state_continues_the_stream() -> None:
     other.load_state_dict(source.state_dict())
     assert take(other, 1)[0] == take(source, 1)[0]
     assert other.state_dict() == source.state_dict()
+
+
+def test_a_rollout_that_is_cancelled_leaves_the_stream_where_it_began() -> None:
+    executor = solved(delay=lambda request: 10**6 if request.group_id == 4 else 0)
+    source = sampler(executor, curriculum=Curriculum(limits=(0.4, 0.6)))
+
+    async def scenario() -> None:
+        first, _ = await source.take(3)
+        assert [group.group_id for group in first] == [0, 1, 2]
+        before = source.state_dict()
+        task = asyncio.create_task(source.take(2))
+        while len(executor.requests) < 12:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert source.state_dict() == before
+
+    asyncio.run(scenario())
