@@ -410,7 +410,9 @@ def test_a_run_trains_on_what_vllm_samples(
     }
     before = set(psutil.Process().children(recursive=True))
     assert main(["train", "rl", *(part for flag, value in flags.items() for part in (f"--{flag}", value))]) == 0
-    assert not [process for process in set(psutil.Process().children(recursive=True)) - before if process.is_running()]
+    started = set(psutil.Process().children(recursive=True)) - before
+    _, alive = psutil.wait_procs([child for child in started if child.name().startswith("VLLM")], timeout=30)
+    assert not alive
     steps = [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:  # the ratio is of the trainer's probability to vLLM's
