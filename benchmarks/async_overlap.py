@@ -20,12 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 import rollgrad
-from benchmarks.machine import OtherProcesses
 from rollgrad.application.train_config import PartialRollout
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import unpack_smollm2  # noqa: E402
+
+from benchmarks.machine import OtherProcesses  # noqa: E402
 
 WARM_UP = 2
 """Steps until as many groups are ahead as may be."""

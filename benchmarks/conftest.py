@@ -18,12 +18,12 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """SmolLM2-135M-Instruct, as `make demo` unpacks it."""
-    spec = importlib.util.spec_from_file_location("sums", ROOT / "examples" / "sums.py")
+    spec = importlib.util.spec_from_file_location("smollm2", ROOT / "examples" / "smollm2.py")
     assert spec is not None
     assert spec.loader is not None
-    sums = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sums)
-    sums.unpack_smollm2(MODEL)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.unpack_smollm2(MODEL)
     return MODEL
 
 

@@ -3,10 +3,10 @@
 A policy version counts the updates that are finished; the lag of a token, or of a whole trajectory, is the version that
 trains on it less the one that it began under. Nothing with a lag above `max_staleness` is ever trained on.
 
-Invariants: groups submitted and not yet trained are at most (max_staleness + 1) x groups of an update, the capacity rule
-of AReaL (Fu et al. 2025, section 4.1) counted from the version in training, so that whatever is started can be trained
-in time; submitted = trained + dropped by reason + in flight. Under `wait` a batch leaves no group behind that could only
-be trained too late, and as long as running groups end there always is a next batch.
+Invariants: groups submitted and not yet trained are at most (max_staleness + 1) x groups of an update, the capacity
+rule of AReaL (Fu et al. 2025, section 4.1) counted from the version in training, so that whatever is started can be
+trained in time; submitted = trained + dropped by reason + in flight. Under `wait` a batch leaves no group behind that
+could only be trained too late, and as long as running groups end there always is a next batch.
 """
 
 from collections import Counter

@@ -34,13 +34,13 @@ BFLOAT16_MEAN, BFLOAT16_MAX = 0.02, 0.25
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, where the demo keeps it."""
-    spec = importlib.util.spec_from_file_location("sums", REPOSITORY / "examples" / "sums.py")
+    spec = importlib.util.spec_from_file_location("smollm2", REPOSITORY / "examples" / "smollm2.py")
     assert spec is not None
     assert spec.loader is not None
-    sums = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sums)
-    path = REPOSITORY / sums.MODEL
-    sums.unpack_smollm2(path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    path = REPOSITORY / example.MODEL
+    example.unpack_smollm2(path)
     return path
 
 

@@ -12,8 +12,8 @@ from attrs import evolve
 
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
-from rollgrad.adapters.transformers.weights import SharedWeights
 from rollgrad.adapters.transformers.kv_cache import KeptSequences
+from rollgrad.adapters.transformers.weights import SharedWeights
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
