@@ -3,7 +3,8 @@
 `python benchmarks/async_overlap.py [--steps 8] [--seconds 1.0]` trains SmolLM2 on `examples/sums.yaml`, where judging a
 reply takes up to `--seconds` (by its sample, alike in every run): the share of a step that a slow tool or judge takes
 is what overlapping can hide. Prints seconds of a step, the shares in which the trainer and the generation did nothing,
-and the ratio to the synchronous run. The first two steps, which fill the pipeline, are left out.
+and the ratio to the synchronous run. The first two steps, which fill the pipeline, and the
+last, which empties it, are left out.
 """
 
 import argparse
@@ -31,6 +32,9 @@ from benchmarks.machine import OtherProcesses  # noqa: E402
 WARM_UP = 2
 """Steps until as many groups are ahead as may be."""
 
+DRAIN = 1
+"""Last step, before which nothing is left to play."""
+
 RUNS: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "asynchronous, 1 update old": {"async_enable": True},
@@ -47,13 +51,13 @@ def steps_of(settings: dict[str, Any], steps: int, seconds: float, output: str) 
         return [float(str(label) in query) for query, label in zip(queries, labels, strict=True)]
 
     config = rollgrad.load_config(ROOT / "examples" / "sums.yaml")
-    config.train.max_steps, config.eval.dataset, config.reward.verifier = steps + WARM_UP, None, None
+    config.train.max_steps, config.eval.dataset, config.reward.verifier = WARM_UP + steps + DRAIN, None, None
     config.ckpt.output_dir, config.logger.console = output, False
     for key, value in settings.items():
         setattr(config.train, key, value)
     rollgrad.train(config, reward=reward)
     lines = (Path(output) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines][WARM_UP:]
+    return [json.loads(line) for line in lines][WARM_UP:-DRAIN]
 
 
 def main() -> None:
