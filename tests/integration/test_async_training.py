@@ -188,7 +188,7 @@ def with_kept_keys(models: Sequence[Any], t: Trajectory) -> torch.Tensor:
         (PartialRollout.KEEP, with_kept_keys),
         (PartialRollout.RECOMPUTE, under_its_own_weights),
     ],
-    ids=str,
+    ids=["none", "keep", "recompute"],
 )
 def test_each_token_has_the_logprob_of_the_weights_that_drew_it(
     make: Callable[..., RLConfig],
