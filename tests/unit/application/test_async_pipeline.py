@@ -182,13 +182,17 @@ def test_what_is_in_flight_when_the_weights_change(
     """One prompt's samples are still being drawn when the first update ends."""
     runs: list[Run] = []
 
+    looks = itertools.count()
+
     def slow_has_begun() -> bool:
-        return any(request.prompt_token_ids == (4,) for request in runs[0].engine.requests)
+        """Some of its many tokens have been drawn, too, by the twentieth look."""
+        begun = any(request.prompt_token_ids == (4,) for request in runs[0].engine.requests)
+        return begun and next(looks) >= 20
 
     params = evolve(PARAMS, max_new_tokens=40)
     run = build(steps=2, policy=SlowPolicy(slow_has_begun), pause=pause, params=params)
     runs.append(run)
-    run.engine.latency = lambda request: 400 if request.prompt_token_ids[0] == 4 else 0
+    run.engine.latency = lambda request: 4000 if request.prompt_token_ids[0] == 4 else 0
     alone = make_run(tmp_path, steps=2, params=params)
     for one in (run, alone):
         train(one)
