@@ -21,7 +21,7 @@ AGENT_POINTS, AGENT_STEPS = 15, 4
 
 def run_demo(output: Path, steps: int, script: str = "examples/sums.py") -> list[dict[str, float]]:
     command = [sys.executable, script, "--steps", str(steps), "--output-dir", str(output)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=900, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1600, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
