@@ -6,7 +6,8 @@ trains on it less the one that it began under. Nothing with a lag above `max_sta
 Invariants: groups submitted and not yet trained are at most (max_staleness + 1) x groups of an update, the capacity
 rule of AReaL (Fu et al. 2025, section 4.1) counted from the version in training, so that whatever is started can be
 trained in time; submitted = trained + dropped by reason + in flight. Under `wait` a batch leaves no group behind that
-could only be trained too late, and as long as running groups end there always is a next batch.
+could only be trained too late. There always is a next batch as long as running groups end and what `stale` names is
+dropped.
 """
 
 from collections import Counter
@@ -132,7 +133,8 @@ class StalenessGate:
         self.dropped[reason] += 1
 
     def stale(self) -> list[int]:
-        """Groups that can no longer be trained on; none under `wait`.
+        """Groups that can no longer be trained on; none under `wait`. They hold room until they are dropped, so look
+        after every `finish` and `updated`.
 
         A running group counts from its start only if trajectories are the unit: its tokens may be younger.
         """

@@ -58,6 +58,7 @@ class World:
             oldest = self.chance.randint(start, self.gate.version)
             self.gate.finish(group, oldest)
             self.born[group] = (start, oldest)
+            self.drop_stale()
         self.check()
 
     def drop_stale(self) -> None:
