@@ -68,11 +68,13 @@ def assistant_message(content: str, *, reasoning: str = "", tool_calls: Sequence
         message["reasoning_content"] = reasoning
     calls = [call for call in tool_calls if call.arguments is not None]
     if calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-        ]
+        message["tool_calls"] = [call_entry(call.id, call.name, call.arguments) for call in calls]
     return message
+
+
+def call_entry(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call as messages hold it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tool_message(call: ToolCall, content: str) -> Message:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollgrad.adapters.http.guard import ERROR_TYPES, HttpError
+from rollgrad.adapters.http.guard import HttpError, error_type
 from rollgrad.adapters.http.wire import (
     Call,
     Decode,
@@ -16,8 +16,10 @@ from rollgrad.adapters.http.wire import (
     Wire,
     arguments_of,
     bad,
+    call_of,
     calls_of,
     count,
+    messages_of,
     number,
     read,
     stops,
@@ -26,8 +28,7 @@ from rollgrad.adapters.http.wire import (
     tool_of,
 )
 from rollgrad.application.agents.reply import ChatReply
-from rollgrad.application.agents.service import ChatRequest
-from rollgrad.domain.messages import Message
+from rollgrad.domain.messages import Message, call_entry
 from rollgrad.domain.sampling import StopReason
 
 SIGNATURE = "unsigned"
@@ -39,14 +40,12 @@ class AnthropicWire(Wire):
 
     def decode(self, body: Mapping[str, Any]) -> Call:
         """Reads the body of a message request."""
-        messages = read(body, "messages", list)
-        if not messages:
-            raise bad("messages is missing: give the conversation so far.", "missing_messages")
+        messages = messages_of(body)
         choice = read(body, "tool_choice", dict, {"type": "auto"})
         if choice.get("type") not in ("auto", "none"):
             raise bad(f"tool_choice is of type {choice.get('type')!r}, but this server knows auto and none only.")
         tools = [] if choice["type"] == "none" else read(body, "tools", list, [])
-        changes: dict[str, Any] = {
+        settings = {
             "temperature": temperature(body, 1),
             "top_p": number(body, "top_p", 1e-6, 1),
             "top_k": count(body, "top_k", 0),
@@ -58,16 +57,7 @@ class AnthropicWire(Wire):
         names: dict[str, str] = {}
         for index, message in enumerate(messages):
             conversation += _messages(message, index, names)
-        return Call(
-            request=ChatRequest(
-                messages=conversation,
-                tools=[_tool(tool, index) for index, tool in enumerate(tools)],
-                changes={name: value for name, value in changes.items() if value is not None},
-            ),
-            model=read(body, "model", str, ""),
-            stream=read(body, "stream", bool, False),
-            body=body,
-        )
+        return call_of(body, conversation, [_tool(tool, index) for index, tool in enumerate(tools)], settings)
 
     def encode(self, call: Call, reply: ChatReply, call_id: str, decode: Decode) -> dict[str, Any]:
         """A `message`."""
@@ -87,8 +77,7 @@ class AnthropicWire(Wire):
 
     def error(self, error: HttpError) -> dict[str, Any]:
         """Anthropic's error body."""
-        kind = ERROR_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": error.detail}}
+        return {"type": "error", "error": {"type": error_type(error), "message": error.detail}}
 
 
 class _Events(EventStream):
@@ -184,8 +173,7 @@ def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:
         elif kind == "tool_use" and role == "assistant":
             use_id, name = read(block, "id", str, ""), read(block, "name", str, "")
             names[use_id] = name
-            function = {"name": name, "arguments": arguments_of(block.get("input") or {})}
-            calls.append({"id": use_id, "type": "function", "function": function})
+            calls.append(call_entry(use_id, name, arguments_of(block.get("input") or {})))
         elif kind == "tool_result" and role == "user":
             use_id = read(block, "tool_use_id", str, "")
             text = text_of(block.get("content"), f"{where}.content")

@@ -50,12 +50,20 @@ class HttpError(HTTPException):
         self.code = code
 
 
-def error_response(error: HTTPException) -> JSONResponse:
-    """An error in OpenAI's shape."""
+def error_type(error: HTTPException) -> str:
+    """What OpenAI and Anthropic call an error of this status."""
     status = error.status_code
-    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    body = {"error": {"message": error.detail, "type": kind, "code": getattr(error, "code", None)}}
-    return JSONResponse(body, status, headers=error.headers)
+    return ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+
+
+def error_body(error: HTTPException) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": error.detail, "type": error_type(error), "code": getattr(error, "code", None)}}
+
+
+def error_response(error: HTTPException) -> JSONResponse:
+    """The answer that carries `error_body`."""
+    return JSONResponse(error_body(error), error.status_code, headers=error.headers)
 
 
 async def read_json(request: Request) -> dict[str, Any]:

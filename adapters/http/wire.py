@@ -85,6 +85,38 @@ class EventStream(Protocol):
         ...
 
 
+def messages_of(body: Mapping[str, Any]) -> list[Any]:
+    """The conversation so far, as the client wrote it.
+
+    Raises:
+        HttpError: there is none.
+    """
+    messages: list[Any] | None = read(body, "messages", list)
+    if not messages:
+        raise bad("messages is missing: give the conversation so far.", "missing_messages")
+    return messages
+
+
+def call_of(
+    body: Mapping[str, Any],
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+) -> Call:
+    """A body whose parts are read. `settings` are fields of `SamplingParams`; None leaves one as it is.
+
+    Raises:
+        HttpError: the model's name or `stream` has another type.
+    """
+    changes = {name: value for name, value in settings.items() if value is not None}
+    return Call(
+        request=ChatRequest(messages=messages, tools=tools, changes=changes),
+        model=read(body, "model", str, ""),
+        stream=read(body, "stream", bool, False),
+        body=body,
+    )
+
+
 def bad(message: str, code: str = "invalid_value") -> HttpError:
     """400."""
     return HttpError(400, message, code=code)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollgrad.adapters.http.guard import HttpError, error_response
+from rollgrad.adapters.http.guard import HttpError, error_body
 from rollgrad.adapters.http.wire import (
     Call,
     Decode,
@@ -17,8 +17,10 @@ from rollgrad.adapters.http.wire import (
     Wire,
     arguments_of,
     bad,
+    call_of,
     calls_of,
     count,
+    messages_of,
     number,
     read,
     stops,
@@ -27,8 +29,7 @@ from rollgrad.adapters.http.wire import (
     tool_of,
 )
 from rollgrad.application.agents.reply import ChatReply
-from rollgrad.application.agents.service import ChatRequest
-from rollgrad.domain.messages import Message
+from rollgrad.domain.messages import Message, call_entry
 from rollgrad.domain.sampling import StopReason
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -54,13 +55,11 @@ class OpenAIWire(Wire):
         for name, values in NEUTRAL.items():
             if body.get(name) is not None and body[name] not in values:
                 raise bad(f"{name} is {json.dumps(body[name])[:60]}, which this server cannot do: leave {name} out.")
-        messages = read(body, "messages", list)
-        if not messages:
-            raise bad("messages is missing: give the conversation so far.", "missing_messages")
+        messages = messages_of(body)
         tools = read(body, "tools", list, [])
         if body.get("tool_choice") == "none":
             tools = []
-        changes: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "temperature": temperature(body, 2),
             "top_p": number(body, "top_p", 1e-6, 1),
             "top_k": count(body, "top_k", -1),
@@ -68,20 +67,12 @@ class OpenAIWire(Wire):
             "seed": count(body, "seed", -(2**63), 2**63 - 1),
             "stop_strings": stops(body, "stop"),
         }
-        if changes["seed"] is not None:
-            changes["seed"] %= 2**63
-        if changes["top_k"] is not None:
-            changes["top_k"] = max(0, changes["top_k"])
-        return Call(
-            request=ChatRequest(
-                messages=[_message(message, index) for index, message in enumerate(messages)],
-                tools=[_tool(tool, index) for index, tool in enumerate(tools)],
-                changes={name: value for name, value in changes.items() if value is not None},
-            ),
-            model=read(body, "model", str, ""),
-            stream=read(body, "stream", bool, False),
-            body=body,
-        )
+        if settings["seed"] is not None:
+            settings["seed"] %= 2**63
+        if settings["top_k"] is not None:
+            settings["top_k"] = max(0, settings["top_k"])
+        conversation = [_message(message, index) for index, message in enumerate(messages)]
+        return call_of(body, conversation, [_tool(tool, index) for index, tool in enumerate(tools)], settings)
 
     def encode(self, call: Call, reply: ChatReply, call_id: str, decode: Decode) -> dict[str, Any]:
         """A `chat.completion`."""
@@ -110,8 +101,7 @@ class OpenAIWire(Wire):
 
     def error(self, error: HttpError) -> dict[str, Any]:
         """OpenAI's error body."""
-        body: dict[str, Any] = json.loads(bytes(error_response(error).body))
-        return body
+        return error_body(error)
 
 
 class _Chunks(EventStream):
@@ -133,12 +123,9 @@ class _Chunks(EventStream):
         yield self._chunk({field: text})
 
     def finish(self, reply: ChatReply, decode: Decode) -> Iterator[str]:
-        calls = [
-            {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for index, (call_id, name, arguments) in enumerate(calls_of(reply.parsed.message))
-        ]
+        calls = _outgoing_calls(reply.parsed.message)
         if calls:
-            yield self._chunk({"tool_calls": calls})
+            yield self._chunk({"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]})
         extra: dict[str, Any] = {}
         if self._call.body.get("logprobs"):
             extra["logprobs"] = _logprobs(reply, decode)
@@ -183,12 +170,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad(f"{where}.tool_calls has a call without function.name.")
-    arguments = arguments_of(function.get("arguments") or "{}")
-    return {
-        "id": str(call.get("id", "")),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    return call_entry(str(call.get("id", "")), function["name"], arguments_of(function.get("arguments") or "{}"))
 
 
 def _tool(tool: Any, index: int) -> Mapping[str, Any]:
@@ -199,16 +181,17 @@ def _tool(tool: Any, index: int) -> Mapping[str, Any]:
 
 
 def _outgoing(message: Message) -> dict[str, Any]:
-    calls = [
-        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        for call_id, name, arguments in calls_of(message)
-    ]
+    calls = _outgoing_calls(message)
     result: dict[str, Any] = {"role": "assistant", "content": message.get("content") or (None if calls else "")}
     if calls:
         result["tool_calls"] = calls
     if message.get("reasoning_content"):
         result["reasoning_content"] = message["reasoning_content"]
     return result
+
+
+def _outgoing_calls(message: Message) -> list[dict[str, Any]]:
+    return [call_entry(*call) for call in calls_of(message)]
 
 
 def _finish_reason(reply: ChatReply) -> str:

@@ -17,6 +17,7 @@ from rollgrad.adapters.openrlhf_agent.types import AgentStepResult, Hint, ToolCa
 from rollgrad.application.agents.ledger import TokenLedger
 from rollgrad.application.agents.runtime import AgentRuntime as CoreRuntime
 from rollgrad.application.agents.session import AgentSession as CoreSession
+from rollgrad.domain.messages import call_entry
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams
 
@@ -162,4 +163,4 @@ def _shown(text: str, step: AgentStepResult) -> tuple[list[dict[str, Any]], str 
 
 def _openai_call(call: ToolCall) -> dict[str, Any]:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return call_entry(call.id, call.name, arguments)
