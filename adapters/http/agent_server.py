@@ -7,10 +7,11 @@ engine, unless its session records the reply, which a retry then finds.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import structlog
@@ -80,39 +81,37 @@ class AgentServer:
 
         def routes(prefix: str) -> list[Route]:
             return [
-                Route(f"{prefix}/v1/chat/completions", self._endpoint(openai), methods=["POST"]),
-                Route(f"{prefix}/v1/messages", self._endpoint(anthropic), methods=["POST"]),
-                Route(f"{prefix}/v1/messages/count_tokens", self._counter(anthropic), methods=["POST"]),
+                self._route(f"{prefix}/v1/chat/completions", openai, self._complete),
+                self._route(f"{prefix}/v1/messages", anthropic, self._complete),
+                self._route(f"{prefix}/v1/messages/count_tokens", anthropic, self._count),
                 Route(f"{prefix}/v1/models", self._models, methods=["GET"]),
             ]
 
         facts = health_route(lambda: {"model": self._model, "in_flight": self._service.in_flight})
         return create_app([facts, *routes(""), *routes("/s/{key}")])
 
-    def _endpoint(self, wire: Wire) -> Callable[[Request], Awaitable[Response]]:
+    def _route(self, path: str, wire: Wire, answer: Callable[[Wire, _Asked, Request], Awaitable[Response]]) -> Route:
+        """A POST route whose refusals are in the wire's shape."""
+
         async def endpoint(request: Request) -> Response:
             try:
-                asked = await self._asked(wire, request)
-                if asked.call.stream:
-                    return await self._streaming(wire, asked, request)
-                reply = await self._reply(asked, request)
+                return await answer(wire, await self._asked(wire, request), request)
             except HttpError as error:
                 return JSONResponse(wire.error(error), error.status_code, headers=error.headers)
-            return JSONResponse(wire.encode(asked.call, reply, secrets.token_hex(12), self._decode))
 
-        return endpoint
+        return Route(path, endpoint, methods=["POST"])
 
-    def _counter(self, wire: Wire) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
-            try:
-                chat = (await self._asked(wire, request)).call.request
-                with _refusals():
-                    tokens = len(self._codec.render(chat.messages, chat.tools).token_ids)
-            except HttpError as error:
-                return JSONResponse(wire.error(error), error.status_code, headers=error.headers)
-            return JSONResponse({"input_tokens": tokens})
+    async def _complete(self, wire: Wire, asked: _Asked, request: Request) -> Response:
+        if asked.call.stream:
+            return await self._streaming(wire, asked, request)
+        reply = await self._reply(asked, request)
+        return JSONResponse(wire.encode(asked.call, reply, secrets.token_hex(12), self._decode))
 
-        return endpoint
+    async def _count(self, wire: Wire, asked: _Asked, request: Request) -> Response:
+        chat = asked.call.request
+        with _refusals():
+            tokens = len(self._codec.render(chat.messages, chat.tools).token_ids)
+        return JSONResponse({"input_tokens": tokens})
 
     async def _models(self, request: Request) -> Response:
         self._session(request)
@@ -232,28 +231,26 @@ class AgentServer:
         return self._codec.decode(token_ids, special_tokens=True)
 
 
-class _refusals:  # noqa: N801
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
     """Turns what a call may raise into what a client is told."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RefusedError):
-            headers = {"Retry-After": "1"} if error.kind == "busy" else None
-            code = CODES.get(error.kind, error.kind)
-            raise HttpError(STATUS[error.kind], str(error), code=code, headers=headers) from error
-        if isinstance(error, asyncio.CancelledError):
-            raise HttpError(410, "The session was closed while the reply was sampled.", code="sealed") from error
-        if isinstance(error, ConfigurationError):  # the engine: the conversation is too long for the model
-            raise HttpError(400, str(error), code="context_length_exceeded") from error
-        if isinstance(error, DataError):
-            raise HttpError(400, str(error), code="invalid_messages") from error
-        if isinstance(error, EngineError):
-            raise HttpError(503, str(error), code="engine_error") from error
-        if isinstance(error, Exception) and not isinstance(error, HttpError):
-            _log.error("reply_failed", exc_info=error)
-            raise internal_error() from error
+    try:
+        yield
+    except RefusedError as error:
+        headers = {"Retry-After": "1"} if error.kind == "busy" else None
+        code = CODES.get(error.kind, error.kind)
+        raise HttpError(STATUS[error.kind], str(error), code=code, headers=headers) from error
+    except asyncio.CancelledError as error:
+        raise HttpError(410, "The session was closed while the reply was sampled.", code="sealed") from error
+    except ConfigurationError as error:  # the engine: the conversation is too long for the model
+        raise HttpError(400, str(error), code="context_length_exceeded") from error
+    except DataError as error:
+        raise HttpError(400, str(error), code="invalid_messages") from error
+    except EngineError as error:
+        raise HttpError(503, str(error), code="engine_error") from error
+    except Exception as error:  # a defect: the log says which, the client does not learn it
+        _log.exception("reply_failed")
+        raise internal_error() from error
 
 
 async def _gone(request: Request) -> None:

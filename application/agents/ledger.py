@@ -26,6 +26,10 @@ class Prepared:
     tools: tuple[ToolSchema, ...] = ()
     parent: int | None = None
 
+    def room(self, wanted: int, max_tokens: int | None) -> int:
+        """How many of `wanted` more tokens may follow within `max_tokens` (None: no limit); below 1 none may."""
+        return wanted if max_tokens is None else min(wanted, max_tokens - len(self.token_ids))
+
 
 @define(kw_only=True, eq=False)
 class _Turn:

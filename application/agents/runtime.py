@@ -61,7 +61,7 @@ class AgentRuntime:
         await session.start(prompt)
         prepared, seed = self._opening(session, ledger, prompt), params.seed
         for turn in range(self._max_turns):
-            room = self._room(prepared, params.max_new_tokens)
+            room = prepared.room(params.max_new_tokens, self._max_tokens)
             if room < 1:
                 return
             # One uniform stream a turn: a seed that repeated would draw every turn alike.
@@ -73,7 +73,7 @@ class AgentRuntime:
             stop = self._ended(action, result, last=turn + 1 == self._max_turns)
             if stop is None:
                 following = self._next(session, ledger, result)
-                stop = StopReason.LENGTH if self._room(following, 1) < 1 else None
+                stop = StopReason.LENGTH if following.room(1, self._max_tokens) < 1 else None
             yield PlayedTurn(prompt_token_ids=prepared.token_ids, action=action, result=result, stop_reason=stop)
             if following is None or stop is not None:
                 return
@@ -123,7 +123,3 @@ class AgentRuntime:
         if action.generation.stop_reason.truncated:
             return action.generation.stop_reason
         return StopReason.TURN_LIMIT if last else None
-
-    def _room(self, prepared: Prepared, wanted: int) -> int:
-        """How many of `wanted` more tokens may follow."""
-        return wanted if self._max_tokens is None else min(wanted, self._max_tokens - len(prepared.token_ids))

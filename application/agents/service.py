@@ -107,15 +107,11 @@ class ChatService:
         token_ids = self._codec.render(request.messages, request.tools).token_ids
         prepared = Prepared(token_ids=token_ids, messages=tuple(request.messages), tools=tuple(request.tools))
         params = evolve(defaults, **request.changes)
-        if self._max_tokens is not None:
-            room = self._max_tokens - len(token_ids)
-            if room < 1:
-                raise RefusedError(
-                    f"The conversation has {len(token_ids)} tokens, which leaves no room for a reply within the "
-                    f"{self._max_tokens} that the model takes: shorten it.",
-                    "context_length",
-                )
-            params = evolve(params, max_new_tokens=min(room, params.max_new_tokens))
+        room = prepared.room(params.max_new_tokens, self._max_tokens)
+        if room < 1:
+            sentence = _no_room(prepared, f"the {self._max_tokens} that the model takes: shorten it")
+            raise RefusedError(sentence, "context_length")
+        params = evolve(params, max_new_tokens=room)
         return await self.sample(prepared, params, stops=request.stops, on_piece=on_piece)
 
     async def sample(
@@ -290,16 +286,12 @@ class RecordedSession:
         if ignored and not self._warned:
             self._warned = True
             log.warning("client_settings_ignored", names=",".join(ignored), reason="the trainer decides how to sample")
-        room = min(params.max_new_tokens, request.changes.get("max_new_tokens", params.max_new_tokens))
-        if self._limits.max_tokens is not None:
-            room = min(room, self._limits.max_tokens - len(prepared.token_ids))
+        wanted = min(params.max_new_tokens, request.changes.get("max_new_tokens", params.max_new_tokens))
+        room = prepared.room(wanted, self._limits.max_tokens)
         if room < 1:
             self.stopped = StopReason.LENGTH
-            self._refuse(
-                f"The conversation has {len(prepared.token_ids)} tokens, which leaves no room for a reply within "
-                f"{self._limits.max_tokens} (rollout.max_episode_tokens).",
-                "context_length",
-            )
+            sentence = _no_room(prepared, f"{self._limits.max_tokens} (rollout.max_episode_tokens)")
+            self._refuse(sentence, "context_length")
         return evolve(
             params,
             max_new_tokens=room,
@@ -315,3 +307,8 @@ class RecordedSession:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # whoever waited has it; nobody may be left to
+
+
+def _no_room(prepared: Prepared, limit: str) -> str:
+    tokens = len(prepared.token_ids)
+    return f"The conversation has {tokens} tokens, which leaves no room for a reply within {limit}."
