@@ -1,7 +1,7 @@
-"""In-process policy, critic and reference over packed batches, on one device.
+"""Policy, critic and reference over packed batches.
 
-One forward pass takes a micro-batch as a single row of distinct tokens (`layout.py`), attends through a plan
-(`attention.py`) and evaluates the vocabulary at action positions only (`head.py`).
+What takes the optimizer's steps is a `TrainedModule`: one on this process's device, or one that is divided over
+processes, each of which then holds one of these objects and calls it at the same time with samples of its own.
 Does not own: losses (the objective is handed in), batching, nor what the weights are pushed to.
 """
 
@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollgrad.adapters.torch.attention import ForestAttention
-from rollgrad.adapters.torch.head import token_logprobs
-from rollgrad.adapters.torch.layout import build_layout
-from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.torch.forward import PackedLM, PackedValue, scatter
+from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings, TrainedModule
 from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import (
@@ -28,76 +26,72 @@ from rollgrad.domain.ports.models import (
     ValueObjective,
 )
 
+Optimize = Callable[[nn.Module, OptimizerSettings], TrainedModule]
+"""Puts a module under an optimizer."""
 
-class _PackedForward:
-    """Hidden states from which each action token of a batch is predicted."""
-
-    def __init__(self, model: Any, *, temperature: float = 1.0) -> None:
-        self.model = model
-        self.temperature = temperature
-        self.device: torch.device = next(model.parameters()).device
-        self.dtype: torch.dtype = next(model.parameters()).dtype
-
-    def action_hidden(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """(hidden_AH of each action token's predecessor, action_A: index in N of each action token)."""
-        layout = build_layout(batch)
-        plan = ForestAttention(layout.nodes, device=self.device, dtype=self.dtype)
-        hidden_MH = self.model.base_model(
-            input_ids=layout.tokens_M[None].to(self.device),
-            position_ids=layout.positions_M[None].to(self.device),
-            use_cache=False,
-            attention_plan=plan,
-        ).last_hidden_state[0]
-        action_A = batch.action_mask_N.nonzero()[:, 0]
-        return hidden_MH.index_select(0, layout.index_N[action_A - 1].to(self.device)), action_A
-
-    def scores(self, batch: PackedBatch) -> TokenScores:
-        """Log-probs and entropy of the action tokens, on the CPU side of the batch's device."""
-        hidden_AH, action_A = self.action_hidden(batch)
-        head = self.model.get_output_embeddings()
-        targets_A = batch.tokens_N[action_A].to(self.device)
-        logprobs_A, entropy_A = token_logprobs(hidden_AH, head.weight, head.bias, targets_A, self.temperature)
-        return TokenScores(
-            logprobs_N=_scatter(logprobs_A, action_A, batch), entropy_N=_scatter(entropy_A, action_A, batch)
-        )
-
-
-def _scatter(values_A: Tensor, action_A: Tensor, batch: PackedBatch) -> Tensor:
-    full_N = torch.zeros(batch.token_count, dtype=torch.float32, device=batch.tokens_N.device)
-    return full_N.index_put((action_A,), values_A.to(full_N.device))
+GATHERED_BYTES = 64 * 2**20
+"""Weights that are divided over processes are put together so many bytes at a time."""
 
 
 def _optimizer_step(
-    micro_batches: Sequence[PackedBatch],
-    loss_of: Callable[[PackedBatch], LossOutput],
-    optimizer: MasterOptimizer,
+    micro_batches: Sequence[PackedBatch], loss_of: Callable[[PackedBatch], LossOutput], trained: TrainedModule
 ) -> dict[str, float]:
     """Accumulates the micro-batches' gradients and steps once."""
     totals: dict[str, float] = {"loss": 0.0}
     for batch in micro_batches:
         output = loss_of(batch)
         loss = float(output.loss.detach())
-        if not torch.isfinite(output.loss):
-            optimizer.clear()
+        if not trained.agree(bool(torch.isfinite(output.loss))):
+            trained.clear()
             raise NonFiniteUpdateError(f"The loss is {loss}; the optimizer step was not applied.")
-        output.loss.backward()  # type: ignore[no-untyped-call]
+        trained.backward(output.loss)
         totals["loss"] += loss
         for name, value in output.metrics.items():
             totals[name] = totals.get(name, 0.0) + float(value)
-    return totals | optimizer.step()
+    return totals | trained.step()
 
 
-def _save_pretrained(model: Any, tokenizer: Any, path: Path) -> None:
+def _weights(module: nn.Module, trained: TrainedModule) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter once; what is divided over processes is whole until the next is asked for."""
+    run: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in [*module.named_parameters(), ("", None)]:
+        if run and (parameter is None or size + trained.bytes(parameter) > GATHERED_BYTES):
+            with trained.gathered([member for _, member in run]):
+                for known, member in run:
+                    yield known, member.detach()
+            run, size = [], 0
+        if parameter is not None:
+            run.append((name, parameter))
+            size += trained.bytes(parameter)
+
+
+def _save_pretrained(model: Any, tokenizer: Any, path: Path, weights: Mapping[str, Tensor] | None) -> None:
+    """`weights` stand for the model's own, which are then not whole."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(path)
+        model.save_pretrained(path, state_dict=weights)
         tokenizer.save_pretrained(path)
     except OSError as error:
         raise CheckpointError(f"The model cannot be written to {path}: {error}") from error
 
 
+def _copied(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
+    """Copies on the CPU; without `keep` the weights are only gone through, which every process has to do."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in weights if keep}
+
+
 class TorchPolicy(PolicyModel):
-    """A causal language model under AdamW. `model` must have packed attention installed (`loading.py`)."""
+    """A causal language model under an optimizer. `model` must have packed attention installed (`loading.py`).
+
+    Args:
+        model: what is trained.
+        tokenizer: saved beside it.
+        settings: of the optimizer.
+        temperature: of the distribution whose log-probs are meant.
+        gradient_checkpointing: recompute activations in the backward pass.
+        optimize: puts the model under an optimizer.
+    """
 
     def __init__(
         self,
@@ -107,28 +101,33 @@ class TorchPolicy(PolicyModel):
         *,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
+        optimize: Optimize = MasterOptimizer,
     ) -> None:
         self.module = model
         self._tokenizer = tokenizer
-        self._forward = _PackedForward(model, temperature=temperature)
         self._checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._optimizer = MasterOptimizer(model, settings)
+        self._trained = optimize(PackedLM(model, temperature=temperature), settings)
+        self.steps = 0
+        """Optimizer steps begun."""
+
+    def _scores(self, batch: PackedBatch) -> TokenScores:
+        logprobs_A, entropy_A = self._trained(batch)
+        return TokenScores(logprobs_N=scatter(logprobs_A, batch), entropy_N=scatter(entropy_A, batch))
 
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:
         """See `PolicyModel.score`."""
-        return self._forward.scores(batch)
+        return self._scores(batch)
 
     def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
         """See `PolicyModel.update`."""
+        self.steps += 1
         if self._checkpointing:
             self._train_without_dropout()
         try:
-            return _optimizer_step(
-                micro_batches, lambda batch: objective(self._forward.scores(batch), batch), self._optimizer
-            )
+            return _optimizer_step(micro_batches, lambda batch: objective(self._scores(batch), batch), self._trained)
         finally:
             self.module.eval()
 
@@ -141,32 +140,37 @@ class TorchPolicy(PolicyModel):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `PolicyModel.weights`."""
-        for name, parameter in self.module.named_parameters():
-            yield name, parameter.detach()
+        return _weights(self.module, self._trained)
 
     def save(self, path: Path) -> None:
         """See `PolicyModel.save`."""
-        _save_pretrained(self.module, self._tokenizer, path)
+        if not self._trained.divided:
+            _save_pretrained(self.module, self._tokenizer, path, None)
+            return
+        weights = _copied(self.weights(), keep=self._trained.first)
+        if self._trained.first:
+            _save_pretrained(self.module, self._tokenizer, path, weights)
 
     def state_dict(self) -> dict[str, Any]:
         """See `PolicyModel.state_dict`."""
-        return self._optimizer.state_dict()
+        return self._trained.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `PolicyModel.load_state_dict`."""
-        self._optimizer.load_state_dict(state)
+        self._trained.load_state_dict(state)
 
 
 class TorchReference(ReferenceModel):
     """A frozen causal language model."""
 
     def __init__(self, model: Any, *, temperature: float = 1.0) -> None:
-        self._forward = _PackedForward(model.requires_grad_(False), temperature=temperature)
+        self._forward = PackedLM(model.requires_grad_(False), temperature=temperature)
 
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:
         """See `ReferenceModel.score`."""
-        return self._forward.scores(batch)
+        logprobs_A, entropy_A = self._forward(batch)
+        return TokenScores(logprobs_N=scatter(logprobs_A, batch), entropy_N=scatter(entropy_A, batch))
 
 
 class TorchValue(ValueModel):
@@ -177,22 +181,20 @@ class TorchValue(ValueModel):
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, settings: OptimizerSettings, *, head: Mapping[str, Tensor] | None = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: OptimizerSettings,
+        *,
+        head: Mapping[str, Tensor] | None = None,
+        optimize: Optimize = MasterOptimizer,
     ) -> None:
-        self._forward = _PackedForward(model)
         self._tokenizer = tokenizer
-        self._model = model
-        backbone = model.base_model
-        self._value_head = nn.Linear(model.config.hidden_size, 1, device=self._forward.device)
-        nn.init.zeros_(self._value_head.weight)  # values start at 0: no bias from an untrained head
-        nn.init.zeros_(self._value_head.bias)
-        if head:
-            self._value_head.load_state_dict({"bias": self._value_head.bias.detach(), **head})
-        self._optimizer = MasterOptimizer(nn.ModuleDict({"model": backbone, "value_head": self._value_head}), settings)
+        self._module = PackedValue(model, dict(head or {}))
+        self._trained = optimize(self._module, settings)
 
     def _values(self, batch: PackedBatch) -> Tensor:
-        hidden_AH, action_A = self._forward.action_hidden(batch)
-        return _scatter(self._value_head(hidden_AH.float())[:, 0], action_A, batch)
+        return scatter(self._trained(batch), batch)
 
     @torch.no_grad()
     def values(self, batch: PackedBatch) -> Tensor:
@@ -201,22 +203,23 @@ class TorchValue(ValueModel):
 
     def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
         """See `ValueModel.update`."""
-        return _optimizer_step(micro_batches, lambda batch: objective(self._values(batch), batch), self._optimizer)
+        return _optimizer_step(micro_batches, lambda batch: objective(self._values(batch), batch), self._trained)
 
     def save(self, path: Path) -> None:
         """Writes the backbone as a Hugging Face model and the head as `value_head.safetensors`."""
         from safetensors.torch import save_file
 
-        _save_pretrained(self._model.base_model, self._tokenizer, path)
-        save_file(
-            {f"value_head.{k}": v.contiguous() for k, v in self._value_head.state_dict().items()},
-            path / "value_head.safetensors",
-        )
+        weights = _copied(_weights(self._module, self._trained), keep=self._trained.first)
+        if self._trained.first:
+            of_body = {name.removeprefix("model."): t for name, t in weights.items() if name.startswith("model.")}
+            _save_pretrained(self._module.model, self._tokenizer, path, of_body)
+            head = {name: tensor for name, tensor in weights.items() if name.startswith("value_head.")}
+            save_file(head, path / "value_head.safetensors")
 
     def state_dict(self) -> dict[str, Any]:
         """See `ValueModel.state_dict`."""
-        return self._optimizer.state_dict()
+        return self._trained.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `ValueModel.load_state_dict`."""
-        self._optimizer.load_state_dict(state)
+        self._trained.load_state_dict(state)

@@ -5,8 +5,9 @@ nothing; after `step` the compute weights equal the rounded masters.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from attrs import frozen
@@ -32,10 +33,92 @@ class OptimizerSettings:
     total_steps: int = 1
 
 
+class TrainedModule(Protocol):
+    """A module under an optimizer. If it is `divided`, every process makes the same calls in the same order, and the
+    gradient is the sum of theirs."""
+
+    divided: bool
+    """Whether parameters, gradients or moments lie in several processes."""
+    first: bool
+    """Whether this is the process that writes what all of them know."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The module's forward pass."""
+        ...
+
+    def agree(self, well: bool) -> bool:
+        """Whether all processes are well."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of `loss` to that of the step."""
+        ...
+
+    def step(self) -> dict[str, float]:
+        """Clips and steps; returns `grad_norm` and `lr`.
+
+        Raises:
+            NonFiniteUpdateError: the gradient is not finite; nothing has changed.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Drops accumulated gradients."""
+        ...
+
+    def bytes(self, parameter: nn.Parameter) -> int:
+        """Size of a parameter when it is whole."""
+        ...
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """Inside, the parameters are whole."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """`steps` taken, `masters` (float32 weights) and `moments` (what AdamW keeps) by parameter name: the same
+        however the module is divided. Where it is divided, of the first process; the others' may be empty."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state_dict` of any division."""
+        ...
+
+
+def decay_groups(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> list[dict[str, Any]]:
+    """AdamW's parameter groups: matrices decay, biases and norm weights do not."""
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def learning_rate(settings: OptimizerSettings, step: int) -> float:
+    """Of the `step`-th optimizer step, from 0."""
+    return settings.lr * lr_factor(
+        settings.scheduler,
+        step,
+        total_steps=settings.total_steps,
+        warmup_ratio=settings.warmup_ratio,
+        min_ratio=settings.min_lr_ratio,
+    )
+
+
+def non_finite(steps: int, norm: float) -> NonFiniteUpdateError:
+    """The error of a step whose gradient is not finite."""
+    return NonFiniteUpdateError(
+        f"The gradient norm of optimizer step {steps} is {norm}; the step was not applied. "
+        "Lower --actor.adam.lr or check the rewards."
+    )
+
+
 class MasterOptimizer:
-    """Owns the master weights of `module`'s trainable parameters."""
+    """A `TrainedModule` on one device: owns the master weights of `module`'s trainable parameters."""
+
+    divided = False
+    first = True
 
     def __init__(self, module: nn.Module, settings: OptimizerSettings) -> None:
+        self._module = module
         self._settings = settings
         self._names, self._params = zip(
             *((name, p) for name, p in module.named_parameters() if p.requires_grad), strict=True
@@ -44,19 +127,22 @@ class MasterOptimizer:
         for param, master in zip(self._params, self._masters, strict=True):
             if param is not master:
                 param.register_post_accumulate_grad_hook(_move_gradient_to(master))
-        decayed = [m for m in self._masters if m.ndim > 1]
-        rest = [m for m in self._masters if m.ndim <= 1]
         self._adam = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": settings.weight_decay},
-                {"params": rest, "weight_decay": 0.0},
-            ],
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
+            decay_groups(self._masters, settings), lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
         )
         self._steps = 0
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The module's forward pass."""
+        return self._module(*inputs)
+
+    def agree(self, well: bool) -> bool:
+        """See `TrainedModule.agree`."""
+        return well
+
+    def backward(self, loss: Tensor) -> None:
+        """See `TrainedModule.backward`."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> dict[str, float]:
         """Clips, steps, copies masters to compute weights, clears gradients; returns `grad_norm` and `lr`.
@@ -68,14 +154,11 @@ class MasterOptimizer:
         norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
         if not math.isfinite(norm):
             self.clear()
-            raise NonFiniteUpdateError(
-                f"The gradient norm of optimizer step {self._steps} is {norm}; the step was not applied. "
-                "Lower --actor.adam.lr or check the rewards."
-            )
+            raise non_finite(self._steps, norm)
         limit = self._settings.max_norm
         if limit and norm > limit:
             torch._foreach_mul_(gradients, limit / norm)
-        lr = self._settings.lr * self._factor()
+        lr = learning_rate(self._settings, self._steps)
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()
@@ -89,29 +172,43 @@ class MasterOptimizer:
         for param, master in zip(self._params, self._masters, strict=True):
             param.grad = master.grad = None
 
+    def bytes(self, parameter: nn.Parameter) -> int:
+        """See `TrainedModule.bytes`."""
+        return parameter.nbytes
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """See `TrainedModule.gathered`."""
+        return nullcontext()
+
     def state_dict(self) -> dict[str, Any]:
-        """Masters, moments and step count."""
-        masters = {name: m.detach().clone() for name, m in zip(self._names, self._masters, strict=True)}
-        return {"steps": self._steps, "masters": masters, "adam": self._adam.state_dict()}
+        """See `TrainedModule.state_dict`."""
+        named = list(zip(self._names, self._masters, strict=True))
+        return {
+            "steps": self._steps,
+            "masters": {name: master.detach().clone() for name, master in named},
+            "moments": {
+                name: {key: value.clone() for key, value in self._adam.state[master].items()}
+                for name, master in named
+                if master in self._adam.state
+            },
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict` and the compute weights."""
+        """See `TrainedModule.load_state_dict`; restores the compute weights too."""
         self._steps = int(state["steps"])
+        self._adam.state.clear()
         with torch.no_grad():
             for name, master in zip(self._names, self._masters, strict=True):
                 master.copy_(state["masters"][name])
-        self._adam.load_state_dict(state["adam"])
+                if name in state["moments"]:
+                    self._adam.state[master] = {
+                        key: value.to(master.device, copy=True) for key, value in state["moments"][name].items()
+                    }
         self._publish()
 
     def masters(self) -> dict[str, Tensor]:
         """Master weights by parameter name."""
         return dict(zip(self._names, (m.detach() for m in self._masters), strict=True))
-
-    def _factor(self) -> float:
-        s = self._settings
-        return lr_factor(
-            s.scheduler, self._steps, total_steps=s.total_steps, warmup_ratio=s.warmup_ratio, min_ratio=s.min_lr_ratio
-        )
 
     @torch.no_grad()
     def _publish(self) -> None:

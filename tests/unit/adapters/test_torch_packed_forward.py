@@ -10,7 +10,8 @@ from torch import Tensor
 from rollgrad.adapters.torch import attention
 from rollgrad.adapters.torch.attention import install_attention
 from rollgrad.adapters.torch.layout import build_layout
-from rollgrad.adapters.torch.models import TorchReference, _PackedForward
+from rollgrad.adapters.torch.forward import PackedLM, scatter
+from rollgrad.adapters.torch.models import TorchReference
 from rollgrad.domain.batch import PackedBatch, pack
 from tests.fakes.agent_executor import make_trajectory
 
@@ -154,11 +155,11 @@ def test_values_and_gradients_equal_one_by_one(family: Callable[[], Any], bucket
     model.zero_grad()
 
     install_attention(model)
-    scores = _PackedForward(model, temperature=0.7).scores(batch)
-    torch.testing.assert_close(scores.logprobs_N, expected_logprobs, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(scores.entropy_N, expected_entropy, rtol=1e-4, atol=1e-4)
+    logprobs_N, entropy_N = (scatter(values_A, batch) for values_A in PackedLM(model, temperature=0.7)(batch))
+    torch.testing.assert_close(logprobs_N, expected_logprobs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(entropy_N, expected_entropy, rtol=1e-4, atol=1e-4)
 
-    (weight_N * scores.logprobs_N + entropy_weight_N * scores.entropy_N).sum().backward()
+    (weight_N * logprobs_N + entropy_weight_N * entropy_N).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert gradients.keys() == expected_gradients.keys()
     for name, expected in expected_gradients.items():
