@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rollgrad.adapters.torch import attention
 from rollgrad.adapters.torch.attention import install_attention
-from rollgrad.adapters.torch.layout import build_layout
 from rollgrad.adapters.torch.forward import PackedLM, scatter
+from rollgrad.adapters.torch.layout import build_layout
 from rollgrad.adapters.torch.models import TorchReference
 from rollgrad.domain.batch import PackedBatch, pack
 from tests.fakes.agent_executor import make_trajectory
