@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attrs import define
 
 from rollgrad.entrypoints.assistant import AssistantArguments
 
-NAME = "agent server"
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
 
 
 @define(kw_only=True)
@@ -36,17 +38,25 @@ def serve_agent(arguments: ServeAgentArguments) -> None:
         ConfigurationError: a setting or the model cannot be served.
     """
     arguments.check()
-    from rollgrad.adapters.http.serving import check_exposure, read_token, run_server
+    from rollgrad.adapters.http.serving import run_server
 
-    token = read_token(arguments.token_file)
-    check_exposure(arguments.host, token, NAME)  # before the model, which takes a while
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print
-        from rollgrad.adapters.http.agent_server import AgentServer
-        from rollgrad.entrypoints.assistant_factory import load_assistant
+    run_server(
+        lambda: _loaded_app(arguments),
+        host=arguments.host,
+        port=arguments.port,
+        token_file=arguments.token_file,
+        name="agent server",
+    )
 
-        loaded = load_assistant(arguments)
-    server = AgentServer(loaded.assistant.service, loaded.codec, model=loaded.name, answer=loaded.assistant.answer)
+
+@contextlib.contextmanager
+def _loaded_app(arguments: ServeAgentArguments) -> "Iterator[Starlette]":
+    from rollgrad.adapters.http.agent_server import AgentServer
+    from rollgrad.entrypoints.assistant_factory import load_assistant
+
+    loaded = load_assistant(arguments)
+    assistant = loaded.assistant
     try:
-        run_server(server.app(), host=arguments.host, port=arguments.port, token=token, name=NAME, print_url=True)
+        yield AgentServer(assistant.service, loaded.codec, model=loaded.name, answer=assistant.answer).app()
     finally:
         asyncio.run(loaded.tools.aclose())

@@ -1,15 +1,16 @@
 """`rollgrad serve reward`: a reward model behind HTTP, for `--reward.remote_url` and OpenRLHF's `remote_rm_url`."""
 
 import contextlib
-import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from attrs import define
 
 from rollgrad.domain.errors import ConfigurationError
 
-NAME = "reward server"
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
 
 
 @define(kw_only=True)
@@ -45,32 +46,33 @@ def serve_reward_model(arguments: ServeRewardArguments) -> None:
     """
     if not arguments.model:
         raise ConfigurationError("--model is not set: name the directory or hub name of a reward model.")
+    from rollgrad.adapters.http.serving import run_server
+
+    run_server(
+        lambda: _loaded_app(arguments),
+        host=arguments.host,
+        port=arguments.port,
+        token_file=arguments.token_file,
+        name="reward server",
+    )
+
+
+@contextlib.contextmanager
+def _loaded_app(arguments: ServeRewardArguments) -> "Iterator[Starlette]":
     from rollgrad.adapters.http.reward_server import ScoreQueue, create_reward_app
-    from rollgrad.adapters.http.serving import check_exposure, read_token, run_server
+    from rollgrad.adapters.torch.loading import default_device, resolve_dtype
+    from rollgrad.adapters.torch.reward_model import RewardModel
 
-    token = read_token(arguments.token_file)
-    check_exposure(arguments.host, token, NAME)  # before the model, which takes a while
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print
-        from rollgrad.adapters.torch.loading import default_device, resolve_dtype
-        from rollgrad.adapters.torch.reward_model import RewardModel
-
-        device = default_device()
-        model = RewardModel.load(
-            arguments.model,
-            dtype=resolve_dtype(arguments.dtype, device),
-            device=device,
-            max_length=arguments.max_length,
-            batch_tokens=arguments.batch_tokens,
-        )
+    device = default_device()
+    model = RewardModel.load(
+        arguments.model,
+        dtype=resolve_dtype(arguments.dtype, device),
+        device=device,
+        max_length=arguments.max_length,
+        batch_tokens=arguments.batch_tokens,
+    )
     queue = ScoreQueue(model)
     try:
-        run_server(
-            create_reward_app(queue, model=Path(arguments.model).resolve().name),
-            host=arguments.host,
-            port=arguments.port,
-            token=token,
-            name=NAME,
-            print_url=True,
-        )
+        yield create_reward_app(queue, model=Path(arguments.model).resolve().name)
     finally:
         queue.close()

@@ -197,27 +197,36 @@ class Server:
 
 
 def run_server(
-    app: ASGIApp,
+    load: Callable[[], contextlib.AbstractContextManager[ASGIApp]],
     *,
-    host: str = "127.0.0.1",
+    host: str,
     port: int,
-    token: str | None,
+    token_file: Path | None,
     name: str,
-    started: Callable[[str], None] | None = None,
-    print_url: bool = False,
 ) -> None:
-    """Serves `app` from the main thread until SIGTERM, then returns; a second signal waits for no answers.
+    """Serves an app from the main thread until SIGTERM, then returns; a second signal waits for no answers.
+
+    The server's address, once it answers requests, is the one line on stdout, for scripts.
 
     Args:
-        host, port, token, name: see `Server`.
-        started: called with the address once requests are answered.
-        print_url: whether stdout gets one line with the address, for scripts.
+        load: makes the app, which may take a while, and ends it once the server has stopped. Nothing is loaded for a
+            server that must not run.
+        host, port, name: see `Server`.
+        token_file: see `read_token`.
 
     Raises:
         KeyboardInterrupt: SIGINT, after the server has stopped.
-        ConfigurationError: see `Server`.
+        ConfigurationError: see `Server` and `read_token`.
     """
-    server = Server(app, host=host, port=port, token=token, name=name)
+    token = read_token(token_file)
+    check_exposure(host, token, name)
+    with contextlib.ExitStack() as stack:
+        with contextlib.redirect_stdout(sys.stderr):  # what libraries print
+            app = stack.enter_context(load())
+        _serve_until_signal(Server(app, host=host, port=port, token=token, name=name))
+
+
+def _serve_until_signal(server: Server) -> None:
     received: list[signal.Signals] = []
 
     async def serve() -> None:
@@ -232,11 +241,8 @@ def run_server(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
         url = await server.start()
-        if print_url:
-            sys.stdout.write(f"{url}\n")
-            sys.stdout.flush()
-        if started is not None:
-            started(url)
+        sys.stdout.write(f"{url}\n")
+        sys.stdout.flush()
         await stop.wait()
         await server.stop()
 
