@@ -1,0 +1,107 @@
+"""One engine of a fleet: what it must be able to do, and calls to it that end when it is given up."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from attrs import define, field
+
+from rollgrad.domain.errors import EngineError
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class FleetMember(RolloutEngine, Protocol):
+    """An engine that can be replaced; all its methods raise `EngineError` when it has died."""
+
+    async def ping(self) -> None:
+        """Returns if the engine is well."""
+        ...
+
+    async def restart(self) -> None:
+        """Ends what is left of the engine and starts it anew, with the weights that it began with."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the engine; idempotent, and raises nothing if it is dead."""
+        ...
+
+
+class GaveUpError(Exception):
+    """The engine that was asked has been given up."""
+
+
+@define
+class MemberCalls:
+    """The calls to one member that wait for its answer."""
+
+    _waiting: dict[asyncio.Future[Any], None] = field(factory=dict)
+    _lives: int = 1
+    """Of the member, this one included."""
+
+    async def ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of the member's `work`.
+
+        Raises:
+            GaveUpError: `give_up` was called meanwhile.
+        """
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        task = asyncio.ensure_future(work)
+
+        def pass_on(done: asyncio.Task[T]) -> None:
+            error = EngineError("The engine cancelled the call.") if done.cancelled() else done.exception()
+            if answer.done():
+                return
+            if error is None:
+                answer.set_result(done.result())
+            else:
+                answer.set_exception(error)
+
+        task.add_done_callback(pass_on)
+        self._waiting[answer] = None
+        life = self._lives
+        try:
+            return await answer
+        except EngineError as error:
+            if life != self._lives:  # the error came first, but nobody had heard it when the member was given up
+                raise GaveUpError from error
+            raise
+        finally:
+            del self._waiting[answer]
+            task.cancel()
+
+    def give_up(self) -> None:
+        """Ends all waits."""
+        self._lives += 1
+        for answer in self._waiting:
+            if not answer.done():
+                answer.set_exception(GaveUpError())
+
+
+@define
+class Listener:
+    """Tells `on_token`, where there is one, each position of a reply once, however often the reply is played."""
+
+    on_token: Callable[[int], None] | None
+    told: int = 0
+    """Positions told."""
+    _attempt: int = 0
+
+    def attempt(self) -> Callable[[int], None] | None:
+        """What hears the tokens of a new attempt; those of earlier ones are ignored from now on."""
+        if (on_token := self.on_token) is None:
+            return None
+        self._attempt += 1
+        mine, heard = self._attempt, 0
+
+        def hear(token: int) -> None:
+            nonlocal heard
+            if mine == self._attempt:
+                heard += 1
+                if heard > self.told:
+                    self.told = heard
+                    on_token(token)
+
+        return hear
