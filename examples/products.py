@@ -8,44 +8,18 @@ model is asked one of them, as `rollgrad chat` would ask it. `make demo-agent` r
 import asyncio
 import json
 import sys
-import time
 from pathlib import Path
 
-import tyro
-from attrs import define
-from smollm2 import show, unpack_smollm2
+from smollm2 import HERE, train_smollm2
 
-import rollgrad
 from rollgrad.entrypoints.assistant import AssistantArguments
 from rollgrad.entrypoints.assistant_factory import load_assistant
-from rollgrad.entrypoints.cli import configure_logging
 
-HERE = Path(__file__).resolve().parent
 QUESTION = "What is 73 * 48?"
 
 
-@define(kw_only=True)
-class Options:
-    """Teaches SmolLM2-135M-Instruct to multiply with a Python sandbox, with GRPO."""
-
-    seed: int = 1
-    """Seeds prompt order and sampling: same seed, same curve."""
-    steps: int = 6
-    """Rollouts, each followed by one optimizer step."""
-    output_dir: Path = Path("runs/products")
-    """Where model, metrics and report go."""
-
-
-def main(options: Options) -> int:
-    configure_logging()
-    unpack_smollm2()
-    config = rollgrad.load_config(HERE / "products.yaml")
-    config.train.seed = options.seed
-    config.train.max_steps = options.steps
-    config.ckpt.output_dir = str(options.output_dir)
-    started = time.monotonic()
-    result = rollgrad.train(config)
-    show(result, time.monotonic() - started, "products")
+def main() -> int:
+    result = train_smollm2("products", __doc__)
     if result.interrupted:
         return 130
     asyncio.run(ask(result.model))
@@ -65,4 +39,4 @@ async def ask(model: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options)))
+    sys.exit(main())

@@ -1,14 +1,19 @@
-"""What the examples share: the model, and the table at the end."""
+"""What the examples share: the model, the flags, and the table at the end."""
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
 
+import tyro
+from attrs import define
 from rich.console import Console
 from rich.table import Table
 
 import rollgrad
+from rollgrad.entrypoints.cli import configure_logging
 
+HERE = Path(__file__).resolve().parent
 MODEL = Path(".models/SmolLM2-135M-Instruct")
 
 
@@ -34,6 +39,34 @@ def unpack_smollm2(target: Path = MODEL) -> None:
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(target)
+
+
+@define(kw_only=True)
+class Options:
+    """What an example's flags set; its YAML file has the defaults, and all other settings."""
+
+    seed: int
+    """Seeds prompt order and sampling: same seed, same curve."""
+    steps: int
+    """Rollouts, each followed by one optimizer step."""
+    output_dir: Path
+    """Where model, metrics and report go."""
+
+
+def train_smollm2(tasks: str, description: str) -> rollgrad.TrainResult:
+    """Trains on `tasks` with the settings of TASKS.yaml and of the command line, and shows what came of it."""
+    configure_logging()
+    config = rollgrad.load_config(HERE / f"{tasks}.yaml")
+    defaults = Options(seed=config.train.seed, steps=config.train.max_steps, output_dir=Path(config.ckpt.output_dir))
+    options = tyro.cli(Options, default=defaults, description=description)
+    unpack_smollm2()
+    config.train.seed = options.seed
+    config.train.max_steps = options.steps
+    config.ckpt.output_dir = str(options.output_dir)
+    started = time.monotonic()
+    result = rollgrad.train(config)
+    show(result, time.monotonic() - started, tasks)
+    return result
 
 
 def show(result: rollgrad.TrainResult, seconds: float, tasks: str) -> None:
