@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_models import saved, tiny_model
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -74,28 +76,19 @@ def wide_headed_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPath
 
 
 def _tiny_llama(tokenizer: Any, path: Path, *, head_dim: int) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    model = tiny_model(
+        "LlamaForCausalLM",
+        tokenizer,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=head_dim,
         max_position_embeddings=512,
-        initializer_range=0.1,  # distributions that differ clearly from token to token
+        initializer_range=0.1,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return saved(model, tokenizer, path)
 
 
 @pytest.fixture(scope="session")

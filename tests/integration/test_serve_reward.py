@@ -26,6 +26,7 @@ from rollgrad.domain.errors import RewardError
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import Reward, RewardRequest
 from rollgrad.domain.sampling import StopReason
+from tests.tiny_models import saved, tiny_model
 
 START_SECONDS = 200.0
 STOP_SECONDS = 60.0
@@ -102,24 +103,8 @@ def ask(query: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reward_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        num_labels=1,
-        pad_token_id=tiny_tokenizer.pad_token_id,
-    )
-    path = tmp_path_factory.mktemp("models") / "tiny-reward-model"
-    LlamaForSequenceClassification(config).save_pretrained(path)
-    tiny_tokenizer.save_pretrained(path)
-    return path
+    model = tiny_model("LlamaForSequenceClassification", tiny_tokenizer, num_labels=1, max_position_embeddings=128)
+    return saved(model, tiny_tokenizer, tmp_path_factory.mktemp("models") / "tiny-reward-model")
 
 
 @pytest.fixture(scope="module")

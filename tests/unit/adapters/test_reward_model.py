@@ -8,28 +8,15 @@ import torch
 
 from rollgrad.adapters.torch.reward_model import RewardModel
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from tests.tiny_models import saved, tiny_model
 
 TEXTS = ["The answer is 7.", "7", "What is 3 plus 4? The answer is 42." * 5, "You are helpful.", "x y z " * 9]
 POSITIONS = 256
 
 
-def classifier(family: str, tokenizer: Any, **changes: Any) -> Any:
-    import transformers
-
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=POSITIONS,
-        initializer_range=0.2,
-        pad_token_id=tokenizer.pad_token_id,
-        **{"num_labels": 1, **changes},
-    )
-    return getattr(transformers, f"{family}ForSequenceClassification")(config).eval()
+def classifier(family: str, tokenizer: Any, *, num_labels: int = 1) -> Any:
+    name = f"{family}ForSequenceClassification"
+    return tiny_model(name, tokenizer, seed=1, num_labels=num_labels, max_position_embeddings=POSITIONS)
 
 
 @pytest.fixture
@@ -136,12 +123,6 @@ def load(path: Path) -> RewardModel:
     return RewardModel.load(str(path), dtype=torch.float32, device=torch.device("cpu"))
 
 
-def saved(model: Any, tokenizer: Any, path: Path) -> Path:
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
 def test_loaded_it_scores_the_same(tokenizer: Any, tmp_path: Path) -> None:
     model = classifier("Llama", tokenizer)
     expected = RewardModel(model, tokenizer).score(TEXTS)
@@ -172,15 +153,5 @@ def test_what_is_no_reward_model_is_refused(tokenizer: Any, tiny_model_dir: Path
 
 
 def test_an_encoder_s_classifier_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        num_labels=1,
-    )
     with pytest.raises(CheckpointError, match="no head `score` at the last token"):
-        load(saved(BertForSequenceClassification(config), tokenizer, tmp_path / "bert"))
+        load(saved(classifier("Bert", tokenizer), tokenizer, tmp_path / "bert"))
