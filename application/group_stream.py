@@ -171,7 +171,7 @@ class GroupStream:
                 self._fill()
         except asyncio.CancelledError:
             self._error = EngineError(f"The episodes of group {group_id} were cancelled from outside.")
-        except Exception as error:
+        except Exception as error:  # a callback's errors reach nobody
             self._error = self._error or error
         self._changed.set()
 

@@ -63,7 +63,7 @@ class GroupSampler:
         before = self.state_dict()
         try:
             return await self._take(rollouts_left)
-        except BaseException:
+        except BaseException:  # also a cancellation
             self._dealer.load_state_dict(before)
             raise
 

@@ -205,7 +205,7 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
     def target() -> None:
         try:
             box.append(asyncio.run(cancellable()))
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, the calling thread raises it
             errors.append(error)
         finally:
             done.set()

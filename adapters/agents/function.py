@@ -57,7 +57,7 @@ async def _in_thread(function: Callable[[AgentTask], Any], task: AgentTask) -> A
             value = function(task)
         except StopIteration as error:  # a future cannot carry it
             failed = RuntimeError(f"it raised {error!r}")
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, the caller waits for it
             failed = error
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, value, failed)

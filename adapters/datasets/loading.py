@@ -119,7 +119,7 @@ def _read_file(path: Path) -> Any:
         if path.suffix == ".arrow":
             return datasets.Dataset.from_file(str(path))
         return datasets.load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path))
-    except Exception as error:
+    except Exception as error:  # of pyarrow, pandas, json, by the file's format
         raise DataError(
             f"The dataset file {path} cannot be read as {path.suffix[1:]}: {_one_line(_root(error))}"
         ) from error
@@ -131,7 +131,7 @@ def _read_folder(path: Path) -> Any:
     saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
     try:
         return datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
-    except Exception as error:
+    except Exception as error:  # by the files' format
         raise DataError(f"The folder {path} cannot be read as a saved dataset: {_one_line(_root(error))}") from error
 
 
@@ -147,7 +147,7 @@ def _read_hub(name: str) -> Any:
             f"The dataset {hub_name} is neither a local file or folder nor in the local cache, and the Hugging Face "
             "hub cannot be reached: check the name, or go online."
         ) from error
-    except Exception as error:
+    except Exception as error:  # of the hub, or by the files' format
         raise DataError(f"The hub dataset {name} cannot be loaded: {_one_line(_root(error))}") from error
 
 
@@ -161,7 +161,7 @@ def _quick_to_give_up() -> Iterator[None]:
     if not before:
         try:
             huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_HUB_PROBE_SECONDS)
-        except Exception:
+        except Exception:  # however it fails, the hub is out of reach
             datasets.config.HF_HUB_OFFLINE = True
     try:
         yield

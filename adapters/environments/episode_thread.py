@@ -55,7 +55,7 @@ class EpisodeThread:
             if release is not None:
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self._submit(release)
-        except Exception as error:
+        except Exception as error:  # a user's environment raises what it likes
             log.warning("environment_close_failed", environment=self._name, error=f"{type(error).__name__}: {error}")
         finally:
             jobs, self._jobs = self._jobs, None

@@ -183,7 +183,7 @@ class AgentServer:
             if task.done():
                 with _refusals():
                     task.result()
-        except BaseException:
+        except BaseException:  # also when this request is cancelled
             task.cancel()
             raise
         finally:

@@ -154,7 +154,7 @@ class Guard:
             return
         except HttpError as error:
             response = error_response(error)
-        except Exception:
+        except Exception:  # a defect: the log says which, the client does not learn it
             _log.exception("request_failed", method=scope["method"], path=scope["path"])
             response = error_response(internal_error())
         if not started:

@@ -150,7 +150,7 @@ class ScoreQueue:
         try:
             texts = [self._scorer.encode(text) for job in jobs for text in job.texts]
             values = self._scorer.score_encoded(texts)
-        except Exception as error:
+        except Exception as error:  # the model's, the tokenizer's or the text's: the thread goes on
             if len(jobs) == 1:
                 jobs[0].answer.set_exception(error)
                 return

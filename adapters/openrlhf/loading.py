@@ -92,5 +92,5 @@ def _made(cls: Any, path: str) -> Any:
         )
     try:
         return cls()
-    except Exception as error:
+    except Exception as error:  # a user's class raises what it likes
         raise ConfigurationError(f"{FLAG} {path}: AgentExecutor() raised {type(error).__name__}: {error}") from error

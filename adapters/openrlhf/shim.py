@@ -139,7 +139,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         images: Any = None,
     ) -> dict[str, Any]:
         """For executors that add to it; a class that does not is played by rollgrad's own executor."""
-        instance = self.agent_instance_cls()  # type: ignore[call-arg,unused-ignore]
+        instance = self.agent_instance_cls()
         text = await open_episode(instance, prompt, label)
         tokens = list(hf_tokenizer(text, add_special_tokens=False)["input_ids"])
         ranges: list[tuple[int, int]] = []

@@ -110,7 +110,7 @@ class ReActEnvironment(Environment):
         call_id = str(context.get("tool_call_id", ""))
         try:
             result = call_tool(self.registry.get(name), args, context)
-        except Exception as error:
+        except Exception as error:  # whatever the user's tool raises
             log.warning("tool_failed", tool=name, error=f"{type(error).__name__}: {error}")
             return ToolResult(call_id, f"The tool {name!r} failed.", is_error=True)
         return ToolResult(call_id, result.content, is_error=result.is_error)

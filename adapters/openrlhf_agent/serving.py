@@ -74,8 +74,9 @@ class ServedEngine(RolloutEngine):
         sampled, text = await asyncio.to_thread(self._engine.generate, prompt, max_tokens=limit)
         token_ids = tuple(int(token) for token in sampled)
         self._codec.texts[token_ids] = text
-        for token in token_ids if on_token is not None else ():
-            on_token(token)  # type: ignore[misc]
+        if on_token is not None:
+            for token in token_ids:
+                on_token(token)
         zeros = [0] * len(token_ids)
         return Generation(token_ids=token_ids, logprobs=zeros, versions=zeros, stop_reason=StopReason.STOP)
 

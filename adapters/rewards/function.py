@@ -29,12 +29,12 @@ def load_reward_function(path: str) -> Callable[..., Any]:
     """
     install()
     module = load_python_file(path, flag="--reward.function-path")
-    function = getattr(module, FUNCTION_NAME, None)
+    function: Callable[..., Any] | None = getattr(module, FUNCTION_NAME, None)
     if not callable(function):
         raise ConfigurationError(
             f"--reward.function-path {path} defines no function {FUNCTION_NAME}(queries, prompts, labels)."
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 class FunctionReward(RewardSource):
@@ -78,7 +78,7 @@ class FunctionReward(RewardSource):
         try:
             async with asyncio.timeout(self._timeout) as deadline:
                 result = await self._call(arguments)
-        except Exception as error:
+        except Exception as error:  # whatever the user's function raises is one sentence
             if deadline.expired():
                 raise RewardError(
                     f"{self._name} gave no answer for {replies(len(requests))} within {self._timeout:g} s: "
@@ -120,7 +120,7 @@ async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
         result, error = None, None
         try:
             result = call()
-        except Exception as raised:
+        except Exception as raised:  # whatever it is, the caller waits for it
             error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)

@@ -25,7 +25,7 @@ def load_python_file(path: str, *, flag: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except Exception as error:  # a user's file raises what it likes
         del sys.modules[name]
         raise ConfigurationError(f"{flag} {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

@@ -128,7 +128,7 @@ class FunctionTool(Tool):
             value, error = None, None
             try:
                 value = self._function(**values)
-            except BaseException as raised:
+            except BaseException as raised:  # whatever it is, the caller waits for it
                 error = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(settle, value, error)

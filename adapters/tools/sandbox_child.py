@@ -174,7 +174,7 @@ def execute(code: str, memory_mb: int) -> int:
         return 0
     except SystemExit:
         raise
-    except BaseException as error:
+    except BaseException as error:  # the model's code may raise anything, and reads the traceback
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         tell(error, code)

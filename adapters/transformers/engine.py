@@ -236,7 +236,7 @@ class EmbeddedEngine(RolloutEngine):
         while self._busy:
             try:
                 finished = await loop.run_in_executor(self._worker, self._step)
-            except Exception as error:
+            except Exception as error:  # whoever waits for a reply is told, not this task's owner
                 self._fail(error)
                 return
             for row in (*self._active, *finished):

@@ -261,7 +261,7 @@ class RecordedSession:
             if self._sealed:
                 self._refuse("The session is closed: its episode has ended.", "sealed")
             self._recorded[task] = self.ledger.commit(prepared, reply.generation, reply.parsed.message)
-        except BaseException:
+        except BaseException:  # also a cancellation
             self._numbers.discard(number)
             raise
         self.last = reply.parsed
