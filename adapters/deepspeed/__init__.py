@@ -1,0 +1,1 @@
+"""DeepSpeed: a model divided over processes by ZeRO."""

@@ -1,0 +1,308 @@
+"""A trained module divided over the processes of a group by DeepSpeed's ZeRO.
+
+Invariants: the gradient is the sum of the processes' gradients, not their mean: losses are weighed for the whole step
+before they are divided. A gradient that is not finite anywhere changes nothing anywhere. Its state is that of
+`MasterOptimizer`, by parameter name and whole, whatever the stage and the number of processes: a run continues on
+other ones.
+Does not own: the process group (`start_process_group`), nor which samples a process gets.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rollgrad.adapters.torch.forward import Scorer
+from rollgrad.adapters.torch.optimizer import OptimizerSettings, TrainedModule, decay_groups, learning_rate, non_finite
+from rollgrad.domain.errors import MissingExtraError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each parameter."""
+
+PARAMETERS = 3
+"""The stage of ZeRO that divides parameters too."""
+
+NEVER = 2**31 - 1
+"""Steps between DeepSpeed's own reports."""
+
+
+@frozen(kw_only=True)
+class DeepSpeedSettings:
+    """`zero_stage` 0 copies everything, 1 divides the optimizer's state, 2 gradients too, 3 parameters too;
+    `adam_offload` keeps the optimizer's state, `param_offload` (stage 3) the parameters in the CPU's memory."""
+
+    zero_stage: int = 2
+    adam_offload: bool = False
+    param_offload: bool = False
+
+
+def start_process_group(*, rank: int, size: int, host: str, port: int, local_rank: int, timeout: float) -> None:
+    """Joins the processes of a group, which wait for each other `timeout` seconds at most, now and later.
+
+    Raises:
+        MissingExtraError: DeepSpeed is not installed.
+    """
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+    deepspeed = _deepspeed()
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    deepspeed.init_distributed(
+        backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout), rank=rank, world_size=size
+    )
+
+
+def _deepspeed() -> Any:
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise MissingExtraError(
+            "Training in several processes needs DeepSpeed: pip install rollgrad[deepspeed,ray]."
+        ) from error
+    from deepspeed.utils import logger
+
+    logger.setLevel("ERROR")
+    return deepspeed
+
+
+class DeepSpeedModule(TrainedModule):
+    """See `TrainedModule`; the process group must have been started.
+
+    Args:
+        module: the same in every process.
+        settings: AdamW's; its schedule goes by optimizer steps.
+        division: what is divided, and where it lies.
+    """
+
+    divided = True
+
+    def __init__(self, module: nn.Module, settings: OptimizerSettings, *, division: DeepSpeedSettings) -> None:
+        deepspeed = _deepspeed()
+        self._settings = settings
+        self._stage = division.zero_stage
+        self._size = deepspeed.comm.get_world_size()
+        self.first = deepspeed.comm.get_rank() == 0
+        self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        parameters = [p for _, p in self._named]
+        self._sizes = {p: p.nbytes for p in module.parameters()}
+        self._device, dtype = parameters[0].device, parameters[0].dtype
+        self._largest: list[Tensor] = []
+        for parameter in parameters:
+            parameter.register_hook(partial(_note_largest, self._largest))  # type: ignore[no-untyped-call]
+        if self._stage == PARAMETERS:
+            for scorer in (part for part in module.modules() if isinstance(part, Scorer)):
+                for weight in (scorer.head.weight, scorer.head.bias):
+                    if weight is not None:
+                        deepspeed.zero.register_external_parameter(scorer, weight)
+        self._adam = _adam(decay_groups(parameters, settings), settings, division)
+        plain = self._stage == 0 and dtype == torch.float32  # DeepSpeed then steps torch's own optimizer
+        self._norm: float | None = None
+        if plain:
+            self._adam.register_step_pre_hook(self._clip)
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=module, optimizer=self._adam, config=_config(settings, division, dtype, clips=not plain)
+        )
+        self._steps = 0
+        self._make_moments()
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The module's forward pass."""
+        return self._engine(*inputs)
+
+    def agree(self, well: bool) -> bool:
+        """See `TrainedModule.agree`."""
+        flag = torch.tensor([float(well)], device=self._device)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
+        return bool(flag)
+
+    def backward(self, loss: Tensor) -> None:
+        """See `TrainedModule.backward`."""
+        self._engine.backward(loss * self._size, scale_wrt_gas=False)  # DeepSpeed takes the mean over processes
+
+    def step(self) -> dict[str, float]:
+        """See `TrainedModule.step`."""
+        largest = float(torch.stack(self._largest).max()) if self._largest else 0.0
+        if not self.agree(math.isfinite(largest)):
+            self.clear()
+            raise non_finite(self._steps, largest)
+        lr = learning_rate(self._settings, self._steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.step()
+        self._largest.clear()
+        self._steps += 1
+        norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
+        return {"grad_norm": float(norm), "lr": lr}
+
+    def clear(self) -> None:
+        """See `TrainedModule.clear`."""
+        self._largest.clear()
+        self._engine.zero_grad()
+        self._optimizer.zero_grad()
+        if self._stage in (1, 2):  # what earlier micro-batches left lies in buffers: stage 3 forgets them by itself
+            self._optimizer.micro_step_id = -1
+            for kept in (self._optimizer.averaged_gradients, getattr(self._optimizer, "all_grad_tensors", {})):
+                for group in kept:
+                    kept[group] = None
+
+    def bytes(self, parameter: nn.Parameter) -> int:
+        """See `TrainedModule.bytes`."""
+        return self._sizes[parameter]
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """See `TrainedModule.gathered`."""
+        if self._stage < PARAMETERS:
+            return nullcontext()
+        gathered: AbstractContextManager[None] = _deepspeed().zero.GatheredParameters(list(parameters))
+        return gathered
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `TrainedModule.state_dict`: the first process has it whole, the others have empty ones."""
+        state: dict[str, Any] = {"steps": self._steps, "masters": {}, "moments": {}}
+        for name, parameter in self._named:
+            master = self._whole(parameter)
+            moments = {key: self._whole(parameter, key) for key in MOMENTS}
+            if self.first:
+                state["masters"][name] = master.to("cpu", copy=True)
+                state["moments"][name] = {key: moment.to("cpu", copy=True) for key, moment in moments.items()}
+                state["moments"][name]["step"] = torch.tensor(float(self._steps))
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `TrainedModule.load_state_dict`."""
+        self._steps = int(state["steps"])
+        for moments in self._adam.state.values():
+            moments["step"].fill_(self._steps)
+        for name, parameter in self._named:
+            self._set_whole(parameter, state["masters"][name])
+            for key in MOMENTS if name in state["moments"] else ():
+                self._set_whole(parameter, state["moments"][name][key], key)
+            with self._written([parameter]):
+                parameter.copy_(state["masters"][name])
+
+    def _clip(self, *_: Any) -> None:
+        """Before torch's own optimizer steps."""
+        parameters = [parameter for _, parameter in self._named]
+        self._norm = float(nn.utils.clip_grad_norm_(parameters, self._settings.max_norm or math.inf))
+
+    def _written(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """Inside, the parameters are whole, and what the first process writes holds for all."""
+        if self._stage < PARAMETERS:
+            return nullcontext()
+        written: AbstractContextManager[None] = _deepspeed().zero.GatheredParameters(list(parameters), modifier_rank=0)
+        return written
+
+    def _masters(self) -> Sequence[Tensor]:
+        """The float32 tensors that AdamW steps on in this process."""
+        if self._stage == PARAMETERS:
+            flat: Sequence[Tensor] = self._optimizer.fp32_partitioned_groups_flat
+            return flat
+        return [parameter for group in self._adam.param_groups for parameter in group["params"]]
+
+    def _make_moments(self) -> None:
+        """What AdamW otherwise makes in its first step, when DeepSpeed would link those of the first group alone."""
+        for master in self._masters():
+            self._adam.state[master] = {
+                "step": torch.tensor(0.0),
+                **{key: torch.zeros_like(master) for key in MOMENTS},
+            }
+        if hasattr(self._optimizer, "_lazy_init_hp_params_optimizer_state"):
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
+        """A parameter's float32 weight, or one of its moments."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if self._optimizer is self._adam:
+            value = parameter.detach() if key is None else self._adam.state[parameter][key]
+        elif key is None:
+            value = safe_get_full_fp32_param(parameter)
+        else:
+            value = safe_get_full_optimizer_state(parameter, key)
+        whole: Tensor = value
+        return whole
+
+    def _set_whole(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        if self._optimizer is self._adam:
+            (parameter if key is None else self._adam.state[parameter][key]).copy_(value)
+            return
+        value = value.to(self._device)
+        if self._stage == PARAMETERS:
+            self._set_part(parameter, value, key)
+        elif key is None:
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, key)
+
+    def _set_part(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+        """This process's part of a parameter, the last one filled up with zeros."""
+        from deepspeed.utils import (
+            safe_get_local_fp32_param,
+            safe_get_local_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        part = safe_get_local_fp32_param(parameter) if key is None else safe_get_local_optimizer_state(parameter, key)
+        size = part.numel()
+        whole = functional.pad(value.flatten(), (0, size * self._size - value.numel()))
+        rank = torch.distributed.get_rank()
+        mine = whole[rank * size : (rank + 1) * size]
+        if key is None:
+            safe_set_local_fp32_param(parameter, mine)
+        else:
+            safe_set_local_optimizer_state(parameter, mine, key)
+
+
+def _note_largest(largest: list[Tensor], gradient: Tensor) -> None:
+    """Keeps the largest size of a gradient's entries, which is not finite if one of them is not."""
+    largest.append(torch.linalg.vector_norm(gradient.detach().flatten(), math.inf).float())
+
+
+def _adam(groups: list[dict[str, Any]], settings: OptimizerSettings, division: DeepSpeedSettings) -> Any:
+    constants: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    if division.adam_offload and torch.cuda.is_available():
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, **constants, adamw_mode=True)
+    return torch.optim.AdamW(groups, **constants)
+
+
+def _config(
+    settings: OptimizerSettings, division: DeepSpeedSettings, dtype: torch.dtype, *, clips: bool
+) -> dict[str, Any]:
+    offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    zero: dict[str, Any] = {"stage": division.zero_stage}
+    if division.adam_offload:
+        zero["offload_optimizer"] = offload
+    if division.param_offload:
+        zero["offload_param"] = offload
+    half = {"bf16": {"enabled": True}} if dtype == torch.bfloat16 else {}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "managed_gradient_accumulation": False,  # any number of backward passes, then a step
+        "gradient_clipping": settings.max_norm if clips else 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "steps_per_print": NEVER,
+        **half,
+    }
