@@ -229,6 +229,7 @@ class EngineFleet(RolloutEngine):
                 raise
             return None
         finally:
+            listener.over()
             self._loads.release(engine)
 
     async def _all(

@@ -90,10 +90,9 @@ class Listener:
     _attempt: int = 0
 
     def attempt(self) -> Callable[[int], None] | None:
-        """What hears the tokens of a new attempt; those of earlier ones are ignored from now on."""
+        """What hears the tokens of an attempt until it is `over`."""
         if (on_token := self.on_token) is None:
             return None
-        self._attempt += 1
         mine, heard = self._attempt, 0
 
         def hear(token: int) -> None:
@@ -105,3 +104,7 @@ class Listener:
                     on_token(token)
 
         return hear
+
+    def over(self) -> None:
+        """What an engine that was given up may still say is ignored."""
+        self._attempt += 1

@@ -8,13 +8,14 @@ vLLM is deaf to the death of its processes in all calls but `generate`, so every
 import asyncio
 import itertools
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
-import torch
-
+from rollgrad.adapters.vllm.buckets import Piece
+from rollgrad.adapters.vllm.parameters import parameters
 from rollgrad.adapters.vllm.starting import shut_down, start
+from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightTaker
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.sampling import Generation, GenerationRequest, StopReason
@@ -26,15 +27,9 @@ STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": S
 LIVENESS_SECONDS = 0.5
 """How often a call that waits looks whether vLLM's processes are alive."""
 
-SEEDS = 2**63
-"""vLLM's seeds are 63 bits."""
 
-BEGUN_STRIDE = 2**31
-"""Between the seeds of one reply's parts: vLLM cannot go on with the random numbers of another request."""
-
-
-class VLLMEngine(RolloutEngine):
-    """See `RolloutEngine`. Starting takes half a minute, and blocks; the engine serves one event loop.
+class VLLMEngine(RolloutEngine, WeightTaker):
+    """See `RolloutEngine` and `WeightTaker`. Starting takes half a minute, and blocks; the engine serves one loop.
 
     Requests that a pause froze go on after a change of weights as if the new ones had computed all their tokens so far,
     which takes their prefill again. A reply that another request began goes on with random numbers of its own, not with
@@ -90,26 +85,17 @@ class VLLMEngine(RolloutEngine):
         self._paused = self._asleep = False
         self._changing = asyncio.Lock()
         self._gate = asyncio.Event()
-        self.broken: str | None = None
+        self._taking = False
+        """Whether a transfer of weights has begun; it holds `_changing`."""
+        self._broken: str | None = None
         """Why every request fails: the weights are not those of any policy."""
-        self._proof: Callable[[], Awaitable[None]] | None = None
+        self._probe: Probe | None = None
+        """What is to be compared when frozen requests go on."""
 
     @property
     def version(self) -> int:
         """Policy version of the tokens sampled from now on."""
         return self._version
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Number format of the weights."""
-        dtype: torch.dtype = self.llm.model_config.dtype
-        return dtype
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens that the model knows."""
-        size: int = self.llm.model_config.get_vocab_size()
-        return size
 
     def set_version(self, version: int) -> None:
         """Records that the weights have changed.
@@ -122,18 +108,6 @@ class VLLMEngine(RolloutEngine):
         if self._running and not self._paused:
             raise EngineError("Weights changed while requests were in flight: pause the engine first.")
         self._version = version
-
-    @asynccontextmanager
-    async def changing_weights(self) -> AsyncIterator[None]:
-        """Inside, nothing is sampled: new requests wait, and so does `resume`.
-
-        Raises:
-            EngineError: requests are in flight and generation is not paused, or the engine sleeps.
-        """
-        async with self._changing:
-            self.set_version(self._version)
-            yield
-        self._changed()
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -161,7 +135,7 @@ class VLLMEngine(RolloutEngine):
             self._aborts += 1
             self._changed()
             while self._running:  # one that is only now on its way to vLLM is caught by the next round
-                await self.call(self.llm.abort(list(self._running)))
+                await self._call(self.llm.abort(list(self._running)))
                 await self._wait_idle(LIVENESS_SECONDS)
         elif mode is PauseMode.WAIT and self._running:
             if frozen:
@@ -169,7 +143,7 @@ class VLLMEngine(RolloutEngine):
             while self._running:  # each fails by itself if vLLM dies
                 await self._wait_idle(LIVENESS_SECONDS)
         if not self._asleep:
-            await self.call(self.llm.pause_generation(mode="keep", clear_cache=False))
+            await self._call(self.llm.pause_generation(mode="keep", clear_cache=False))
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
@@ -185,16 +159,16 @@ class VLLMEngine(RolloutEngine):
             if self._asleep:
                 return
             self._asleep = True
-            await self.call(self.llm.sleep(level=1))
+            await self._call(self.llm.sleep(level=1))
 
     async def wake(self) -> None:
         """See `RolloutEngine.wake`."""
         if not self._asleep:
             return
-        await self.call(self.llm.wake_up())  # weights and caches; vLLM schedules again
+        await self._call(self.llm.wake_up())  # weights and caches; vLLM schedules again
         self._asleep = False
         if self._paused:
-            await self.call(self.llm.pause_generation(mode="keep", clear_cache=False))
+            await self._call(self.llm.pause_generation(mode="keep", clear_cache=False))
         else:
             await self._go_on()
 
@@ -202,23 +176,93 @@ class VLLMEngine(RolloutEngine):
         """Ends vLLM's processes; may be called again, and happens by itself when Python ends."""
         self._end()
 
-    async def forget(self) -> None:
-        """Drops all keys and values, which are the old weights'; frozen requests compute theirs anew."""
-        await self.call(self.llm.reset_prefix_cache(reset_running_requests=True))
+    async def ping(self) -> None:
+        """Returns if vLLM's processes answer.
 
-    async def prove(self, proof: Callable[[], Awaitable[None]]) -> None:
-        """Runs `proof`, which samples by `next_logprobs`, as soon as frozen requests allow: now, or in `resume`."""
-        if self._running:
-            self._proof = proof
+        Raises:
+            EngineError: they have died.
+        """
+        await self._call(self.llm.is_sleeping())
+
+    async def begin_weights(self, path: str, bucket_bytes: int) -> EngineModel:
+        """See `WeightTaker`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._changing.acquire()
+        self._taking = True
+        try:
+            self.set_version(self._version)
+        except EngineError:
+            self._end_transfer()
+            raise
+        try:
+            info = WeightTransferInitRequest({"path": path, "bucket_bytes": bucket_bytes})
+            await self._call(self.llm.init_weight_transfer_engine(info))
+            await self._call(self.llm.start_weight_update())
+        except BaseException:
+            self._broken = "A transfer of weights to vLLM did not begin: push again."
+            self._end_transfer()
+            raise
+        config = self.llm.model_config
+        return EngineModel(config.dtype, config.get_vocab_size())
+
+    async def take_bucket(self, index: int, pieces: list[Piece], last: bool) -> None:
+        """See `WeightTaker`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        update = WeightTransferUpdateRequest({"bucket": index, "pieces": pieces, "last": last})
+        await self._call(self.llm.update_weights(update))
+
+    async def finish_weights(self, version: int) -> None:
+        """See `WeightTaker`."""
+        await self._call(self.llm.finish_weight_update())
+        await self._forget()
+        self._broken = None
+        self.set_version(version)
+
+    async def prove_weights(self, probe: Probe) -> None:
+        """See `WeightTaker`."""
+        try:
+            if self._running:
+                self._probe = probe
+                return
+            await self._announce()
+            if self._paused:
+                await self._call(self.llm.resume_generation())
+            await self._compare(probe)
+            if self._paused:
+                await self._call(self.llm.pause_generation(mode="keep", clear_cache=False))
+        finally:
+            self._end_transfer()
+
+    async def abandon_weights(self, reason: str) -> None:
+        """See `WeightTaker`."""
+        if not self._taking:
             return
-        await self._announce()
-        if self._paused:
-            await self.call(self.llm.resume_generation())
-        await proof()
-        if self._paused:
-            await self.call(self.llm.pause_generation(mode="keep", clear_cache=False))
+        self._broken = reason
+        try:
+            with suppress(EngineError):
+                await self._call(self.llm.finish_weight_update())  # vLLM refuses the next one otherwise
+        finally:
+            self._end_transfer()
 
-    async def next_logprobs(self, tokens: Sequence[int], temperature: float) -> list[float]:
+    def _end_transfer(self) -> None:
+        if self._taking:
+            self._taking = False
+            self._changing.release()
+            self._changed()
+
+    async def _forget(self) -> None:
+        """Drops all keys and values, which are the old weights'; frozen requests compute theirs anew."""
+        await self._call(self.llm.reset_prefix_cache(reset_running_requests=True))
+
+    async def _compare(self, probe: Probe) -> None:
+        actual = await self._next_logprobs(probe.tokens, probe.temperature)
+        self._broken = probe.difference(actual, self.llm.model_config.dtype)
+        if self._broken is not None:
+            raise EngineError(self._broken)
+
+    async def _next_logprobs(self, tokens: Sequence[int], temperature: float) -> list[float]:
         """Log-probs of `tokens[1:]`, each given those before it, as sampling at `temperature` sees them."""
         from vllm import SamplingParams as Params
 
@@ -236,7 +280,7 @@ class VLLMEngine(RolloutEngine):
 
         return list(await asyncio.gather(*(one(length) for length in range(1, len(tokens)))))
 
-    async def call(self, work: Awaitable[T]) -> T:
+    async def _call(self, work: Awaitable[T]) -> T:
         """The result of a call to vLLM.
 
         Raises:
@@ -293,17 +337,17 @@ class VLLMEngine(RolloutEngine):
     async def _announce(self) -> None:
         if self._announced != self._version:
             version = self._version
-            await self.call(self.llm.update_weight_version(str(version)))
+            await self._call(self.llm.update_weight_version(str(version)))
             self._announced = version
 
     async def _go_on(self) -> None:
         async with self._changing:
             await self._announce()
-            await self.call(self.llm.resume_generation())
+            await self._call(self.llm.resume_generation())
         self._changed()
-        proof, self._proof = self._proof, None
-        if proof is not None:
-            await proof()
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            await self._compare(probe)
 
     async def _sample(
         self, name: str, request: GenerationRequest, on_token: Callable[[int], None] | None
@@ -317,7 +361,7 @@ class VLLMEngine(RolloutEngine):
             for token in output.outputs[0].token_ids if on_token is not None else ():
                 on_token(token)  # type: ignore[misc]
 
-        params = self._params(request, streamed=on_token is not None)
+        params = parameters(request, self._eos, streamed=on_token is not None)
         last = (await self._last_output(name, request.prompt_token_ids, params, take)).outputs[0]
         if last.finish_reason not in STOP_REASONS:
             raise EngineError(f"Generation failed: vLLM ended the request with {last.finish_reason!r}.")
@@ -331,8 +375,8 @@ class VLLMEngine(RolloutEngine):
     ) -> Any:
         from vllm.inputs.engine import tokens_input
 
-        if self.broken is not None:
-            raise EngineError(self.broken)
+        if self._broken is not None:
+            raise EngineError(self._broken)
         last = None
         try:
             async for output in self.llm.generate(tokens_input(list(prompt)), params, name):
@@ -341,26 +385,3 @@ class VLLMEngine(RolloutEngine):
         except Exception as error:
             raise EngineError(f"Generation failed: {type(error).__name__}: {error}") from error
         return last
-
-    def _params(self, request: GenerationRequest, *, streamed: bool) -> Any:
-        from vllm import SamplingParams as Params
-        from vllm.sampling_params import RequestOutputKind
-
-        params = request.params
-        return Params(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            max_tokens=params.max_new_tokens,
-            min_tokens=params.min_new_tokens,
-            ignore_eos=True,  # ends are the ids named here and no others
-            stop_token_ids=sorted(self._eos.union(params.stop_token_ids)),
-            stop=list(params.stop_strings),
-            detokenize=bool(params.stop_strings),
-            skip_special_tokens=False,
-            seed=(params.seed + request.begun * BEGUN_STRIDE) % SEEDS,
-            logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )

@@ -1,19 +1,24 @@
-"""The trainer's weights into vLLM's processes, through shared memory and vLLM's own weight transfer calls.
+"""The trainer's weights into vLLM's processes on the same machine, through shared memory and vLLM's own weight transfer
+calls.
 
-Every push moves the whole model, bucket by bucket (`buckets.py`): the trainer writes one while the workers read the
-other. Afterwards the engine and the trainer score the same tokens; what they may differ by is rounding.
+Every transfer moves the whole model, bucket by bucket (`buckets.py`): the trainer writes one, once, while the workers
+of all engines read the other. Afterwards engines and trainer score the same tokens; what they may differ by is
+rounding.
 """
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 import torch
-from torch import Tensor
+from attrs import define, field, frozen
 
 from rollgrad.adapters.vllm.buckets import Piece, SharedMemory, fill
-from rollgrad.adapters.vllm.engine import VLLMEngine
+from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightTaker, coarser
+from rollgrad.application.fleet import EngineFleet
+from rollgrad.application.fleet_member import FleetMember
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.models import PolicyModel
@@ -21,15 +26,28 @@ from rollgrad.domain.ports.weight_channel import WeightChannel
 from rollgrad.domain.sampling import Generation, StopReason
 from rollgrad.domain.trajectory import TrajectoryBuilder
 
+T = TypeVar("T")
+
 PROBE_TOKENS = 9
 """The first is the prompt, eight are scored."""
 
 PROBE_STRIDE = 7919
 """A prime: probe tokens are spread over the vocabulary."""
 
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
-"""Largest mean difference of a log-prob between engine and trainer, nats, by the coarser of their number formats.
-Probe tokens are improbable, so their logits are large and rounded the most."""
+CALL_SECONDS = 300.0
+"""Longest that an engine may take for one bucket, or to begin, finish or prove a transfer. To repack a large model
+takes seconds."""
+
+BROKE_OFF = "A transfer of weights to vLLM broke off and left it with half a model: push again."
+
+
+@runtime_checkable
+class FillsBuckets(Protocol):
+    """A policy whose weights lie in several processes of this machine, which write them into buckets themselves."""
+
+    def fill(self, memory: SharedMemory) -> Iterator[tuple[int, list[Piece]]]:
+        """As `buckets.fill`; other processes find the memory by its path while the iterator runs."""
+        ...
 
 
 class SharedMemoryWeights(WeightChannel):
@@ -40,10 +58,9 @@ class SharedMemoryWeights(WeightChannel):
         temperature: of the policy's `score`: engine and trainer are compared at it.
     """
 
-    def __init__(self, engine: VLLMEngine, *, temperature: float = 1.0) -> None:
+    def __init__(self, engine: WeightTaker, *, temperature: float = 1.0) -> None:
         self._engine = engine
         self._temperature = temperature
-        self._memory: SharedMemory | None = None
 
     async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
         """See `WeightChannel.push`. `seconds` are those of the transfer, without the comparison that follows; requests
@@ -55,93 +72,211 @@ class SharedMemoryWeights(WeightChannel):
                 requests until a push succeeds.
             ConfigurationError: /dev/shm is too small.
         """
-        engine = self._engine
-        async with engine.changing_weights():
-            memory = await self._connected()
-            started = time.perf_counter()
-            outgoing = _Outgoing(policy)
-            try:
-                await self._send(outgoing, memory)
-            except BaseException:
-                engine.broken = "A transfer of weights to vLLM broke off and left it with half a model: push again."
-                with suppress(EngineError):
-                    await engine.call(engine.llm.finish_weight_update())  # vLLM refuses the next one otherwise
-                raise
-            engine.broken = None
-            engine.set_version(version)
-            seconds = time.perf_counter() - started
-            tolerance = max(PROBE_TOLERANCE[dtype] for dtype in (outgoing.dtype, engine.dtype))
-            tokens = [PROBE_STRIDE * index % engine.vocabulary for index in range(1, PROBE_TOKENS + 1)]
-            expected = await asyncio.to_thread(lambda: policy.score(_batch(tokens)).logprobs_N[1:].tolist())
-            await engine.prove(lambda: self._compare(tokens, expected, tolerance))
-        return {"seconds": seconds, "bytes": float(outgoing.bytes)}
+        transfer = Transfer([self._engine])
+        await transfer.send(policy, version)
+        if transfer.takers:
+            await transfer.prove(await transfer.probe(policy, self._temperature))
+        for error in transfer.failed.values():
+            raise error
+        return {"seconds": transfer.seconds, "bytes": float(transfer.bytes)}
 
-    async def _connected(self) -> SharedMemory:
-        if self._memory is None:
-            from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-            memory = SharedMemory()
-            try:
-                info = {"path": memory.path, "bucket_bytes": memory.bucket_bytes}
-                await self._engine.call(self._engine.llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
-            finally:
-                memory.unlink()
-            self._memory = memory
-        return self._memory
+@frozen(kw_only=True)
+class _Pushed:
+    """What a restarted engine needs of the last push; `steps` is the policy's count then."""
 
-    async def _send(self, outgoing: "_Outgoing", memory: SharedMemory) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+    policy: PolicyModel
+    version: int
+    steps: int
+    probe: Probe
 
-        engine = self._engine
-        await engine.call(engine.llm.start_weight_update())
-        buckets = fill(iter(outgoing), memory)
-        reading: asyncio.Task[None] | None = None
-        try:
+
+class FleetWeights(WeightChannel):
+    """See `WeightChannel`. One transfer serves all engines of a fleet; an engine that fails in it is given up, and the
+    others go on. An engine that restarts is brought the weights of the last push, as long as the policy still has them:
+    a policy that is trained counts the optimizer steps that it has begun in its attribute `steps`. Pushes and such
+    refreshes never overlap.
+
+    Args:
+        fleet: where the weights go; its members are `WeightTaker`s on this machine.
+        temperature: of the policy's `score`: engines and trainer are compared at it.
+    """
+
+    def __init__(self, fleet: EngineFleet, *, temperature: float = 1.0) -> None:
+        self._fleet = fleet
+        self._temperature = temperature
+        self._lock = asyncio.Lock()
+        self._last: _Pushed | None = None
+        fleet.refresh = self.refresh
+
+    async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
+        """See `WeightChannel.push`, and `SharedMemoryWeights.push` for what is returned. If all engines die in it, it
+        begins again with their replacements.
+
+        Raises:
+            EngineError: requests are in flight and generation is not paused; no engine is left; or all compute
+                something else with the weights than the trainer.
+            ConfigurationError: /dev/shm is too small.
+        """
+        async with self._lock:
+            self._last = None
             while True:
+                members = await self._fleet.takers(version)
+                transfer = Transfer(cast(list[WeightTaker], members))
+                steps = _steps(policy)
+                await transfer.send(policy, version)
+                reached = len(transfer.takers)
+                if reached:
+                    probe = await transfer.probe(policy, self._temperature)
+                    await transfer.prove(probe)
+                self._settle(transfer, members, version)
+                if transfer.takers:
+                    self._last = _Pushed(policy=policy, version=version, steps=steps, probe=probe)
+                    return {"seconds": transfer.seconds, "bytes": float(transfer.bytes)}
+                if reached:
+                    raise EngineError("; ".join({str(error) for error in transfer.failed.values()}))
+
+    async def refresh(self, member: FleetMember) -> None:
+        """Brings the weights of the last push to one restarted member; it is left for the next push if the policy has
+        begun another step meanwhile.
+
+        Raises:
+            EngineError: the member failed.
+        """
+        async with self._lock:
+            last = self._last
+            if last is None or _steps(last.policy) != last.steps:
+                return
+            transfer = Transfer([cast(WeightTaker, member)])
+            await transfer.send(last.policy, last.version)
+            if _steps(last.policy) != last.steps:
+                await transfer.abandon("The policy changed while a restarted engine took its weights: push again.")
+                return
+            await transfer.prove(last.probe)
+            for error in transfer.failed.values():
+                raise error
+            self._fleet.took([member], last.version)
+
+    def _settle(self, transfer: "Transfer", members: Sequence[FleetMember], version: int) -> None:
+        for index, error in transfer.failed.items():
+            self._fleet.lost(members[index], str(error))
+        self._fleet.took([members[index] for index in transfer.takers], version)
+
+
+@define
+class Transfer:
+    """One transfer to `engines`, of which those that fail drop out."""
+
+    engines: Sequence[WeightTaker]
+    takers: dict[int, WeightTaker] = field(init=False)
+    """Index: an engine that has not failed."""
+    failed: dict[int, EngineError] = field(factory=dict, init=False)
+    """Index: why an engine dropped out."""
+    seconds: float = field(default=0.0, init=False)
+    """Of `send`."""
+    bytes: int = field(default=0, init=False)
+    dtype: torch.dtype = field(default=torch.float32, init=False)
+    """The coarsest format of the trainer's weights."""
+    _vocabulary: int = field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.takers = dict(enumerate(self.engines))
+
+    async def send(self, policy: PolicyModel, version: int) -> None:
+        """Brings the policy's weights to the engines.
+
+        Raises:
+            ConfigurationError: /dev/shm is too small. Whatever the policy raises goes through, too.
+        """
+        memory = SharedMemory()
+        started = time.perf_counter()
+        try:
+            await self._begin(memory)
+            await self._buckets(policy, memory)
+            await self._each("finish", lambda taker: taker.finish_weights(version))
+        except BaseException:
+            await self.abandon(BROKE_OFF)
+            raise
+        finally:
+            memory.unlink()
+        self.seconds = time.perf_counter() - started
+
+    async def probe(self, policy: PolicyModel, temperature: float) -> Probe:
+        """The policy's log-probs of tokens that all engines know."""
+        tokens = [PROBE_STRIDE * index % self._vocabulary for index in range(1, PROBE_TOKENS + 1)]
+        try:
+            expected = await asyncio.to_thread(lambda: policy.score(_batch(tokens)).logprobs_N[1:].tolist())
+        except BaseException:
+            await self.abandon(BROKE_OFF)
+            raise
+        return Probe(tokens=tokens, expected=expected, temperature=temperature, dtype=self.dtype)
+
+    async def prove(self, probe: Probe) -> None:
+        """Has the engines compare, which ends the transfer."""
+        await self._each("compare its log-probs", lambda taker: taker.prove_weights(probe))
+
+    async def abandon(self, reason: str) -> None:
+        """Ends the transfer half-way."""
+        await self._each("end a transfer", lambda taker: taker.abandon_weights(reason))
+
+    async def _begin(self, memory: SharedMemory) -> None:
+        models: list[EngineModel] = await self._each(
+            "begin", lambda taker: taker.begin_weights(memory.path, memory.bucket_bytes)
+        )
+        self._vocabulary = min((model.vocabulary for model in models), default=0)
+
+    async def _buckets(self, policy: PolicyModel, memory: SharedMemory) -> None:
+        buckets = policy.fill(memory) if isinstance(policy, FillsBuckets) else fill(policy.weights(), memory)
+        reading: asyncio.Task[list[None]] | None = None
+        try:
+            while self.takers:
                 full: tuple[int, list[Piece]] | None = await asyncio.to_thread(next, buckets, None)
                 if reading is not None:
                     await reading
                 index, pieces = full or (0, [])
-                update = {"bucket": index, "pieces": pieces, "last": full is None}
-                request = WeightTransferUpdateRequest(update)
-                reading = asyncio.create_task(engine.call(engine.llm.update_weights(request)))
+                self._count(pieces)
+                reading = asyncio.create_task(self._take(index, pieces, full is None))
                 if full is None:
                     await reading
                     break
         finally:
             if reading is not None:
                 reading.cancel()
-        await engine.call(engine.llm.finish_weight_update())
-        await engine.forget()
 
-    async def _compare(self, tokens: list[int], expected: list[float], tolerance: float) -> None:
-        actual = await self._engine.next_logprobs(tokens, self._temperature)
-        difference = sum(abs(a - b) for a, b in zip(actual, expected, strict=True)) / len(expected)
-        if not difference <= tolerance:
-            reason = (
-                f"After a transfer of weights, vLLM's log-probs of {len(expected)} tokens differ from the trainer's by "
-                f"{difference:.2g} nats on average, more than the {tolerance:g} that rounding explains: vLLM computes "
-                "this model differently, or did not take all of its weights."
-            )
-            self._engine.broken = reason
-            raise EngineError(reason)
+    async def _take(self, index: int, pieces: list[Piece], last: bool) -> list[None]:
+        return await self._each("take a bucket", lambda taker: taker.take_bucket(index, pieces, last))
+
+    def _count(self, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            self.bytes += piece["size"]
+            self.dtype = coarser(self.dtype, getattr(torch, piece["dtype"]))
+
+    async def _each(self, doing: str, call: Callable[[WeightTaker], Awaitable[T]]) -> list[T]:
+        """What the engines say that are still with it; who fails or is too slow drops out."""
+
+        async def one(index: int, taker: WeightTaker) -> list[T]:
+            try:
+                async with asyncio.timeout(CALL_SECONDS):
+                    return [await call(taker)]
+            except TimeoutError:
+                error = EngineError(f"vLLM took more than {CALL_SECONDS:g} s to {doing} in a transfer of weights.")
+            except EngineError as failure:
+                error = failure
+            del self.takers[index]
+            self.failed[index] = error
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(CALL_SECONDS):
+                    await taker.abandon_weights(BROKE_OFF)
+            return []
+
+        answers = await asyncio.gather(*(one(index, taker) for index, taker in self.takers.items()))
+        return [answer for answered in answers for answer in answered]
 
 
-class _Outgoing:
-    """A policy's weights on their way, counted."""
-
-    def __init__(self, policy: PolicyModel) -> None:
-        self._policy = policy
-        self.bytes = 0
-        self.dtype = torch.float32
-        """The coarsest format met."""
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._policy.weights():
-            self.bytes += tensor.nbytes
-            if PROBE_TOLERANCE[tensor.dtype] > PROBE_TOLERANCE[self.dtype]:
-                self.dtype = tensor.dtype
-            yield name, tensor
+def _steps(policy: PolicyModel) -> int:
+    """Optimizer steps that the policy has begun; 0 if it does not count."""
+    steps: int = getattr(policy, "steps", 0)
+    return steps
 
 
 def _batch(tokens: list[int]) -> PackedBatch:

@@ -375,7 +375,7 @@ def test_a_killed_process_is_an_error_for_all_who_wait(wide_headed_model_dir: Pa
         async with asyncio.timeout(30):
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 assert isinstance(result, EngineError)
-            for work in (engine.generate(ask()), engine.pause(PauseMode.KEEP), engine.resume(), engine.forget()):
+            for work in (engine.generate(ask()), engine.pause(PauseMode.KEEP), engine.resume(), engine.ping()):
                 with pytest.raises(EngineError):
                     await work
 

@@ -1,0 +1,250 @@
+"""vLLM engines in Ray actors: each in a process of its own, wherever the cluster has room, replaced when it dies.
+
+The actor does no more than hold a `VLLMEngine` and pass calls on. Weights reach it through shared memory, so it has to
+run on the trainer's machine to take part in a transfer.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from rollgrad.adapters.vllm.buckets import Piece
+from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightTaker
+from rollgrad.application.fleet_member import FleetMember
+from rollgrad.domain.errors import EngineError, MissingExtraError, RollgradError
+from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.domain.sampling import Generation, GenerationRequest
+
+CALLS = 100_000
+"""At once in one actor: more than vLLM is ever given, and each is a coroutine."""
+
+CLOSE_SECONDS = 20.0
+"""Longest that an actor may take to end vLLM's processes before it is killed."""
+
+
+class EngineHost:
+    """What runs in the actor; its methods are those of `VLLMEngine`."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from rollgrad.adapters.vllm.engine import VLLMEngine
+
+        self._engine = VLLMEngine(**settings)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The result of one of the engine's coroutine methods."""
+        return await getattr(self._engine, method)(*arguments)
+
+    async def max_tokens(self) -> int:
+        """Tokens of a prompt and its reply at most."""
+        return self._engine.max_tokens
+
+    async def close(self) -> None:
+        """Ends vLLM's processes."""
+        self._engine.close()
+
+
+@frozen(kw_only=True)
+class Resources:
+    """What Ray reserves for an engine: CPU cores, GPUs (as many as its model is split over), and, as Ray's
+    `scheduling_strategy`, where; None leaves that to Ray."""
+
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    scheduling_strategy: Any = None
+
+
+@frozen
+class _Actor:
+    handle: Any
+    name: str
+    starts: int = 1
+
+    @property
+    def id(self) -> str:
+        """Ray's, which its logs and its dashboard know it by."""
+        return str(self.handle._actor_id.hex())
+
+
+class RayVLLMEngine(FleetMember, WeightTaker):
+    """A `VLLMEngine` behind a Ray actor, named `rollgrad-engine-K` (its n-th reresources `rollgrad-engine-K.n`).
+    `ready` has to be called before anything else.
+
+    `on_token` hears the tokens of a reply all at once when it ends: they cross the process boundary together.
+
+    Args:
+        number: K.
+        settings: arguments of `VLLMEngine`.
+        resources: what Ray reserves.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+    """
+
+    def __init__(self, number: int, settings: Mapping[str, Any], *, resources: Resources | None = None) -> None:
+        self._name = f"rollgrad-engine-{number}"
+        self._settings = dict(settings)
+        self._resources = resources or Resources()
+        self.max_tokens: int | None = None
+        """Tokens of a prompt and its reply at most, once it is ready."""
+        self._actor = _Actor(*self._started(self._name))
+
+    @property
+    def actor_id(self) -> str:
+        """Ray's id of the actor that now holds the engine."""
+        return self._actor.id
+
+    async def ready(self) -> None:
+        """Returns when vLLM has started; the caller sets the deadline.
+
+        Raises:
+            EngineError: it did not start.
+        """
+        self.max_tokens = await self._await("starting", self._actor.handle.max_tokens.remote())
+
+    async def generate(
+        self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
+    ) -> Generation:
+        """See `RolloutEngine.generate`."""
+        generation: Generation = await self._call("generating", "generate", request)
+        if on_token is not None:
+            for token in generation.token_ids:
+                on_token(token)
+        return generation
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
+        await self._call("pausing", "pause", mode)
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        await self._call("resuming", "resume")
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        await self._call("going to sleep", "sleep")
+
+    async def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        await self._call("waking", "wake")
+
+    async def ping(self) -> None:
+        """See `FleetMember.ping`."""
+        await self._call("answering a ping", "ping")
+
+    async def begin_weights(self, path: str, bucket_bytes: int) -> EngineModel:
+        """See `WeightTaker.begin_weights`."""
+        model: EngineModel = await self._call("beginning to take weights", "begin_weights", path, bucket_bytes)
+        return model
+
+    async def take_bucket(self, index: int, pieces: list[Piece], last: bool) -> None:
+        """See `WeightTaker.take_bucket`."""
+        await self._call("taking weights", "take_bucket", index, pieces, last)
+
+    async def finish_weights(self, version: int) -> None:
+        """See `WeightTaker.finish_weights`."""
+        await self._call("finishing to take weights", "finish_weights", version)
+
+    async def prove_weights(self, probe: Probe) -> None:
+        """See `WeightTaker.prove_weights`."""
+        await self._call("comparing log-probs", "prove_weights", probe)
+
+    async def abandon_weights(self, reason: str) -> None:
+        """See `WeightTaker.abandon_weights`."""
+        await self._call("ending a transfer of weights", "abandon_weights", reason)
+
+    async def restart(self) -> None:
+        """See `FleetMember.restart`; the new actor has the same options."""
+        await self.close()
+        starts = self._actor.starts
+        self._actor = _Actor(*self._started(f"{self._name}.{starts}"), starts + 1)
+        await self.ready()
+
+    async def close(self) -> None:
+        """See `FleetMember.close`; a process that does not end by itself is killed."""
+        import ray
+
+        handle = self._actor.handle
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._await("closing", handle.close.remote())
+        except (EngineError, TimeoutError):
+            pass  # it is killed in any case
+        finally:
+            ray.kill(handle, no_restart=True)
+
+    def _started(self, name: str) -> tuple[Any, str]:
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingExtraError("Engines in Ray need it: pip install rollgrad[ray].") from error
+        resources = self._resources
+        actor = ray.remote(EngineHost).options(
+            name=name,
+            num_cpus=resources.num_cpus,
+            num_gpus=resources.num_gpus,
+            max_restarts=0,
+            max_concurrency=CALLS,
+            **({} if resources.scheduling_strategy is None else {"scheduling_strategy": resources.scheduling_strategy}),
+        )
+        return actor.remote(self._settings), name
+
+    async def _call(self, doing: str, method: str, *arguments: Any) -> Any:
+        return await self._await(doing, self._actor.handle.call.remote(method, *arguments))
+
+    async def _await(self, doing: str, reference: Any) -> Any:
+        """What the actor returns.
+
+        Raises:
+            EngineError: it has died, or fails otherwise; errors of ours are raised as they are.
+        """
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        actor = self._actor
+        try:
+            return await reference
+        except asyncio.CancelledError:
+            ray.cancel(reference)  # frees the request's place in vLLM
+            raise
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, RollgradError):
+                raise cause from None
+            raise EngineError(f"{_who(actor)} failed at {doing}: {type(cause).__name__}: {cause}") from error
+        except RayError as error:
+            raise EngineError(f"{_who(actor)} died at {doing}: {_first_line(error)}") from error
+
+
+async def start_engines(
+    count: int, settings: Mapping[str, Any], *, resources: Sequence[Resources] = (), seconds: float = 600.0
+) -> list[RayVLLMEngine]:
+    """Engines that are ready, started side by side; `resources` has one for each, or none.
+
+    Raises:
+        EngineError: one of them did not start within `seconds`; then all are ended.
+    """
+    engines = [
+        RayVLLMEngine(number, settings, resources=resources[number] if resources else None) for number in range(count)
+    ]
+    try:
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(*(engine.ready() for engine in engines))
+    except BaseException as error:
+        await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
+        if isinstance(error, TimeoutError):
+            raise EngineError(
+                f"The {count} engines were not ready within {seconds:g} s: Ray lacks the CPUs or GPUs that they "
+                "reserve (`ray status` says what is free), or their model loads more slowly."
+            ) from error
+        raise
+    return engines
+
+
+def _who(actor: _Actor) -> str:
+    return f"Engine {actor.name} (actor {actor.id})"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

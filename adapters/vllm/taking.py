@@ -1,0 +1,84 @@
+"""How an engine takes weights: what the trainer's end says to it, in values that cross processes.
+
+One transfer is `begin_weights`, `take_bucket` for every bucket, `finish_weights` and `prove_weights`, or, at any time
+after the first, `abandon_weights`.
+"""
+
+from typing import Protocol
+
+import torch
+from attrs import frozen
+
+from rollgrad.adapters.vllm.buckets import Piece
+
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+"""Largest mean difference of a log-prob between engine and trainer, nats, by the coarser of their number formats.
+Probe tokens are improbable, so their logits are large and rounded the most."""
+
+
+def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """The number format that rounds more."""
+    return max(one, other, key=PROBE_TOLERANCE.__getitem__)
+
+
+@frozen
+class EngineModel:
+    """What the trainer has to know of an engine's model: the number format of its weights, and its tokens."""
+
+    dtype: torch.dtype
+    vocabulary: int
+
+
+@frozen(kw_only=True)
+class Probe:
+    """Tokens, the trainer's log-probs of all but the first at `temperature`, and the coarsest number format of the
+    trainer's weights."""
+
+    tokens: list[int]
+    expected: list[float]
+    temperature: float
+    dtype: torch.dtype
+
+    def difference(self, actual: list[float], dtype: torch.dtype) -> str | None:
+        """What is wrong with an engine in that number format; None if rounding explains how `actual` differs."""
+        mean = sum(abs(a - b) for a, b in zip(actual, self.expected, strict=True)) / len(self.expected)
+        tolerance = PROBE_TOLERANCE[coarser(self.dtype, dtype)]
+        if mean <= tolerance:
+            return None
+        return (
+            f"After a transfer of weights, vLLM's log-probs of {len(self.expected)} tokens differ from the trainer's "
+            f"by {mean:.2g} nats on average, more than the {tolerance:g} that rounding explains: vLLM computes this "
+            "model differently, or did not take all of its weights."
+        )
+
+
+class WeightTaker(Protocol):
+    """The engine's end. All methods raise `EngineError` if it fails or has died."""
+
+    async def begin_weights(self, path: str, bucket_bytes: int) -> EngineModel:
+        """Maps the buckets (`SharedMemory`) and makes ready; nothing is sampled until the transfer ends.
+
+        Raises:
+            EngineError: requests are in flight and generation is not paused, or the engine sleeps: nothing has changed.
+        """
+        ...
+
+    async def take_bucket(self, index: int, pieces: list[Piece], last: bool) -> None:
+        """Reads a bucket, which may be written again afterwards; the last comes without pieces."""
+        ...
+
+    async def finish_weights(self, version: int) -> None:
+        """All tokens sampled from now on are of these weights, and carry `version`."""
+        ...
+
+    async def prove_weights(self, probe: Probe) -> None:
+        """Compares log-probs, and ends the transfer; if requests are frozen, `resume` compares.
+
+        Raises:
+            EngineError: they differ by more than rounding; the engine refuses requests until it takes other weights.
+        """
+        ...
+
+    async def abandon_weights(self, reason: str) -> None:
+        """Ends a transfer half-way: requests fail with `reason` until the next succeeds."""
+        ...

@@ -1,0 +1,285 @@
+"""Two vLLM engines in Ray actors behind one: what they say is what the trainer computes, also when they are killed."""
+
+import asyncio
+import importlib.util
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import define, evolve, field
+
+from rollgrad.adapters.ray.engine import RayVLLMEngine, start_engines
+from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.torch.models import TorchPolicy
+from rollgrad.adapters.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.vllm.weights import FleetWeights
+from rollgrad.application.fleet import EngineFleet
+from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.fleet import Death, FleetBounds
+from rollgrad.domain.ports.models import LossOutput, TokenScores
+from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams
+from tests.fakes.agent_executor import make_trajectory
+
+INSTALLED = all(importlib.util.find_spec(package) for package in ("ray", "vllm"))
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+if not INSTALLED:
+    __test__ = False
+
+FLAG = "--actor.model-name-or-path"
+PROMPT = (65, 66, 67)
+
+TOLERANCE = 1e-4
+"""Largest difference of a log-prob: products are summed in another order, no more."""
+
+SECONDS = 500
+"""After which a test has hung: on a busy machine an engine takes more than a minute to start."""
+
+
+def ask(seed: int = 0, prompt: tuple[int, ...] = PROMPT, **params: Any) -> GenerationRequest:
+    return GenerationRequest(
+        prompt_token_ids=prompt, params=SamplingParams(**{"max_new_tokens": 24, "seed": seed, **params})
+    )
+
+
+@define
+class World:
+    """A fleet whose engines and policy have weights of the same `version`, and the loop that it serves."""
+
+    runner: asyncio.Runner
+    members: list[RayVLLMEngine]
+    fleet: EngineFleet
+    channel: FleetWeights
+    policy: TorchPolicy
+    versions: Iterator[int] = field(factory=lambda: itertools.count(1))
+    version: int = 0
+
+    def run(self, work: Any) -> Any:
+        async def bounded() -> Any:
+            async with asyncio.timeout(SECONDS):
+                return await work
+
+        return self.runner.run(bounded())
+
+    async def push(self) -> dict[str, float]:
+        self.version = next(self.versions)
+        return await self.channel.push(self.policy, self.version)
+
+    async def both_serve(self) -> None:
+        while self.fleet.health.serving != [0, 1]:
+            assert self.fleet.health.failure is None
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def started(wide_headed_model_dir: Path) -> Iterator[World]:
+    import ray
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    path = str(wide_headed_model_dir)
+    settings = {"model": path, "eos_token_ids": (), "dtype": "float32", "max_batch_size": 64}
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
+    policy = TorchPolicy(model, load_tokenizer(path, flag=FLAG), OptimizerSettings(lr=0.02))
+    with asyncio.Runner() as runner:
+        members = runner.run(start_engines(2, settings, seconds=SECONDS))
+        fleet = EngineFleet(
+            members, bounds=FleetBounds(suspect_after=60, dead_after=300, max_restarts=20), ping_seconds=0.5
+        )
+        yield World(runner, members, fleet, FleetWeights(fleet), policy)
+        runner.run(fleet.close())
+    ray.shutdown()
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """Both engines serve."""
+    started.run(started.both_serve())
+    return started
+
+
+def kill(member: RayVLLMEngine) -> None:
+    """Ends the actor's process as the kernel does when memory runs out."""
+    from ray._private.state import actors
+
+    os.kill(actors(member.actor_id)["Pid"], signal.SIGKILL)
+
+
+def learn(policy: TorchPolicy, steps: int = 3) -> None:
+    """Changes all weights."""
+    batch = pack([make_trajectory(PROMPT, [7, 8, 9, 200, 201])])
+
+    def likelihood(scores: TokenScores, part: PackedBatch) -> LossOutput:
+        return LossOutput(loss=-scores.logprobs_N.sum())
+
+    for _ in range(steps):
+        policy.update([batch], likelihood)
+
+
+def scores(policy: TorchPolicy, prompt: Sequence[int], reply: Sequence[int]) -> list[float]:
+    """The trainer's log-probs of `reply`."""
+    return policy.score(pack([make_trajectory(prompt, reply)])).logprobs_N[len(prompt) :].tolist()
+
+
+def agrees(world: World, generation: Generation, prompt: Sequence[int] = PROMPT) -> None:
+    """The generation is of the current weights."""
+    expected = scores(world.policy, prompt, generation.token_ids)
+    assert list(generation.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+    assert set(generation.versions) == {world.version}
+
+
+def test_both_engines_say_what_the_trainer_computes(world: World) -> None:
+    async def together() -> list[Generation]:
+        return await asyncio.gather(*(world.fleet.generate(ask(s, prompt=(*PROMPT, s))) for s in range(64)))
+
+    assert world.fleet.max_tokens == 512
+    for seed, generation in enumerate(world.run(together())):
+        assert len(generation.token_ids) == 24
+        agrees(world, generation, (*PROMPT, seed))
+    for member in world.members:
+        agrees(world, world.run(member.generate(ask())))
+
+
+def test_tokens_are_heard_and_errors_cross_the_process(world: World) -> None:
+    heard: list[int] = []
+    assert list(world.run(world.fleet.generate(ask(), on_token=heard.append)).token_ids) == heard
+    with pytest.raises(ConfigurationError, match=r"513 tokens.*holds 512"):
+        world.run(world.fleet.generate(ask(max_new_tokens=510)))
+    with pytest.raises(EngineError, match="no prompt tokens"):
+        world.run(world.fleet.generate(ask(prompt=())))
+    assert world.fleet.health.serving == [0, 1]
+
+
+def test_a_cancelled_call_frees_its_place_in_the_other_process(world: World) -> None:
+    async def scenario() -> None:
+        tasks = [asyncio.create_task(world.fleet.generate(ask(s, max_new_tokens=400))) for s in range(8)]
+        await world.fleet.generate(ask(max_new_tokens=2))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await world.fleet.pause(PauseMode.WAIT)
+        await world.fleet.sleep()
+        await world.fleet.wake()
+        await world.fleet.resume()
+        agrees(world, await world.fleet.generate(ask()))
+
+    world.run(scenario())
+
+
+def test_one_push_reaches_both(world: World) -> None:
+    learn(world.policy)
+    moved = world.run(world.push())
+    assert moved["bytes"] == sum(tensor.nbytes for _, tensor in world.policy.weights())
+    for member in world.members:
+        agrees(world, world.run(member.generate(ask())))
+
+
+def test_frozen_requests_go_on_under_the_new_weights_on_both(world: World) -> None:
+    async def scenario() -> list[Generation]:
+        tasks = [asyncio.create_task(world.fleet.generate(ask(s, max_new_tokens=300))) for s in range(6)]
+        await world.fleet.generate(ask(max_new_tokens=4))
+        await world.fleet.pause(PauseMode.KEEP)
+        learn(world.policy)
+        await world.push()
+        await world.fleet.resume()
+        return await asyncio.gather(*tasks)
+
+    before = world.version
+    for generation in world.run(scenario()):
+        assert set(generation.versions) == {before, world.version}
+        switch = list(generation.versions).index(world.version)
+        new = scores(world.policy, PROMPT, generation.token_ids)
+        assert list(generation.logprobs)[switch:] == pytest.approx(new[switch:], abs=TOLERANCE)
+
+
+@pytest.mark.chaos
+def test_all_answers_arrive_when_an_engine_is_killed_and_are_those_of_an_undisturbed_run(world: World) -> None:
+    requests = [ask(s, prompt=(*PROMPT, s), max_new_tokens=200) for s in range(40)]
+
+    async def play(disturb: Callable[[], None]) -> list[Generation]:
+        tasks = [asyncio.create_task(world.fleet.generate(request)) for request in requests]
+        await world.fleet.generate(ask(max_new_tokens=4))
+        disturb()
+        return await asyncio.gather(*tasks)
+
+    learn(world.policy)
+    world.run(world.push())
+    quiet = world.run(play(lambda: None))
+    replayed = world.fleet.replayed
+    disturbed = world.run(play(lambda: kill(world.members[0])))
+    assert world.fleet.replayed - replayed >= 15
+    for request, one, other in zip(requests, quiet, disturbed, strict=True):
+        assert list(one.token_ids) == list(other.token_ids)
+        agrees(world, other, request.prompt_token_ids)
+    world.run(world.both_serve())
+    agrees(world, world.run(world.members[0].generate(ask())))  # with the weights of the last push, not the checkpoint
+
+
+class Deadly(TorchPolicy):
+    """Kills an engine while its weights are read."""
+
+    victim: RayVLLMEngine | None = None
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, weight in enumerate(super().weights()):
+            if index == 3 and self.victim is not None:
+                kill(self.victim)
+                self.victim = None
+            yield weight
+
+
+@pytest.mark.chaos
+def test_an_engine_that_is_killed_in_a_push_takes_the_weights_when_it_is_replaced(world: World) -> None:
+    learn(world.policy)
+    deaths = world.fleet.health.deaths.total()
+    world.policy.__class__ = Deadly
+    world.policy.victim = world.members[1]  # type: ignore[attr-defined]
+    world.run(world.push())
+    world.policy.__class__ = TorchPolicy
+    assert world.fleet.health.serving == [0]
+    assert world.fleet.health.deaths.total() == deaths + 1
+    agrees(world, world.run(world.fleet.generate(ask())))
+    world.run(world.both_serve())
+    agrees(world, world.run(world.members[1].generate(ask())))
+
+
+@pytest.mark.chaos
+def test_a_killed_engine_leaves_no_process(world: World) -> None:
+    import psutil
+    from ray._private.state import actors
+
+    host = psutil.Process(actors(world.members[0].actor_id)["Pid"])
+    children = host.children(recursive=True)
+    assert children
+    host.kill()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+    world.run(asyncio.sleep(1))
+
+
+@pytest.mark.chaos
+def test_when_no_restart_is_left_all_who_wait_hear_it(world: World) -> None:
+    """The last test: it leaves no engine."""
+    health = world.fleet.health
+    health.bounds = evolve(health.bounds, max_restarts=0)
+
+    async def scenario() -> None:
+        tasks = [asyncio.create_task(world.fleet.generate(ask(s, max_new_tokens=400))) for s in range(8)]
+        await world.fleet.generate(ask(max_new_tokens=4))
+        for member in world.members:
+            kill(member)
+        async with asyncio.timeout(60):
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(result, EngineError)
+                assert "All 2 engines are dead" in str(result)
+            with pytest.raises(EngineError, match="All 2 engines are dead"):
+                await world.push()
+
+    deaths = health.deaths[Death.FAILED]
+    world.run(scenario())
+    assert health.deaths[Death.FAILED] == deaths + 2
