@@ -1,13 +1,11 @@
 """An agent that is a Python function."""
 
-import asyncio
-import contextlib
 import inspect
 import math
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
 
 
@@ -31,39 +29,12 @@ class FunctionAgent(AgentProgram):
         """
         try:
             asynchronous = inspect.iscoroutinefunction(self._function)
-            value = self._function(task) if asynchronous else await _in_thread(self._function, task)
+            value = (
+                self._function(task) if asynchronous else await in_daemon_thread(lambda: self._function(task), "agent")
+            )
             return _result(await value if inspect.isawaitable(value) else value)
         except SystemExit as error:
             raise RuntimeError(f"it called sys.exit({error.code!r})") from error
-
-
-async def _in_thread(function: Callable[[AgentTask], Any], task: AgentTask) -> Any:
-    """What `function` returns, called in a daemon thread: one that never returns does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if answer.done():  # nobody waits any more
-            return
-        if error is None:
-            answer.set_result(value)
-        else:
-            answer.set_exception(error)
-
-    def call() -> None:
-        value: Any = None
-        failed: BaseException | None = None
-        try:
-            value = function(task)
-        except StopIteration as error:  # a future cannot carry it
-            failed = RuntimeError(f"it raised {error!r}")
-        except BaseException as error:  # whatever it is, the caller waits for it
-            failed = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, value, failed)
-
-    threading.Thread(target=call, name="agent", daemon=True).start()
-    return await answer
 
 
 def _result(value: Any) -> AgentResult:

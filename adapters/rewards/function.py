@@ -7,12 +7,12 @@ outlives its deadline is left behind as a daemon and does not keep the process a
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollgrad.adapters.openrlhf.finder import install
 from rollgrad.adapters.rewards.answers import RewardParser, replies
+from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.domain.errors import ConfigurationError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
@@ -78,7 +78,7 @@ class FunctionReward(RewardSource):
         try:
             async with asyncio.timeout(self._timeout) as deadline:
                 result = await self._call(arguments)
-        except Exception as error:  # whatever the user's function raises is one sentence
+        except (Exception, SystemExit) as error:  # whatever the user's function raises is one sentence
             if deadline.expired():
                 raise RewardError(
                     f"{self._name} gave no answer for {replies(len(requests))} within {self._timeout:g} s: "
@@ -92,7 +92,7 @@ class FunctionReward(RewardSource):
         keywords = arguments if self._by_keyword else {}
         if self._is_async:
             return await self._func(*positional, **keywords)
-        return await _in_daemon_thread(lambda: self._func(*positional, **keywords))
+        return await in_daemon_thread(lambda: self._func(*positional, **keywords), "reward-function")
 
 
 def _takes_keywords(func: Callable[..., Any]) -> bool:
@@ -101,29 +101,3 @@ def _takes_keywords(func: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-async def _in_daemon_thread(call: Callable[[], Any]) -> Any:
-    """Awaits `call` in a thread that, unlike an executor's, nobody joins when the process ends."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = call()
-        except Exception as raised:  # whatever it is, the caller waits for it
-            error = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name="reward-function", daemon=True).start()
-    return await future

@@ -5,16 +5,14 @@ sees what it did wrong, but never a traceback. Does not own: what the signature 
 """
 
 import asyncio
-import contextlib
-import contextvars
 import inspect
 import re
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import structlog
 
+from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools.function_arguments import FunctionArguments, summary
 from rollgrad.domain.errors import ConfigurationError
@@ -96,7 +94,10 @@ class FunctionTool(Tool):
             return ToolResult(content=str(error), is_error=True)
         try:
             async with asyncio.timeout(self._timeout) as deadline:
-                value = await (self._function(**values) if self._asynchronous else self._in_thread(values))
+                if self._asynchronous:
+                    value = await self._function(**values)
+                else:
+                    value = await in_daemon_thread(lambda: self._function(**values), self._name, self._slots.here())
             return value if isinstance(value, ToolResult) else ToolResult(content=_text(value))
         except (Exception, SystemExit) as error:
             if isinstance(error, TimeoutError) and deadline.expired():
@@ -108,44 +109,6 @@ class FunctionTool(Tool):
 
     async def close(self) -> None:
         """Does nothing: threads that still run end with their functions, and never keep the program from ending."""
-
-    async def _in_thread(self, values: Mapping[str, Any]) -> Any:
-        """What the function returns, or raises, in a thread of its own.
-
-        The threads are daemons, unlike those of concurrent.futures: a function that hangs must not hang the end of the
-        program.
-        """
-        loop = asyncio.get_running_loop()
-        slots = self._slots.here()
-        answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-        def settle(value: Any, error: BaseException | None) -> None:
-            slots.release()
-            if not answer.done():
-                answer.set_result((value, error))
-
-        def run() -> None:
-            value, error = None, None
-            try:
-                value = self._function(**values)
-            except BaseException as raised:  # whatever it is, the caller waits for it
-                error = raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(settle, value, error)
-
-        await slots.acquire()
-        thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name=self._name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            slots.release()
-            raise
-        value, error = await answer
-        if error is not None and not isinstance(error, Exception | SystemExit):
-            raise RuntimeError(repr(error)) from error  # its KeyboardInterrupt or CancelledError is not the caller's
-        if error is not None:
-            raise error
-        return value
 
 
 @overload

@@ -106,6 +106,15 @@ def test_what_the_function_raised_is_named(func: Any) -> None:
         score(func)
 
 
+@pytest.mark.parametrize("error", [SystemExit, StopIteration, KeyboardInterrupt])
+def test_a_function_cannot_end_the_run(error: type[BaseException]) -> None:
+    def reward_func(queries: Any, prompts: Any, labels: Any) -> None:
+        raise error("enough")
+
+    with pytest.raises(RewardError, match=r"^reward_func raised .*enough"):
+        score(reward_func)
+
+
 def slow(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
     time.sleep(2.0)
     return [1.0]
