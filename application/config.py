@@ -8,116 +8,20 @@ from attrs import Factory, define
 
 from rollgrad.application.agent_config import AgentConfig
 from rollgrad.application.choices import (
-    Aggregation,
     CorrectionGate,
     CorrectionLevel,
     CorrectionMode,
-    DType,
     Engine,
     KLAgainst,
     KLEstimator,
-    LRScheduler,
     Normalise,
     OldLogprobs,
     Verifier,
     Whiten,
 )
+from rollgrad.application.cluster_config import ClusterConfig, DeepSpeedConfig, VLLMConfig
+from rollgrad.application.model_config import ActorConfig, CriticConfig, RefConfig
 from rollgrad.application.train_config import TrainConfig
-
-
-@define(kw_only=True)
-class AdamConfig:
-    """AdamW on float32 master weights; biases and norm weights are not decayed."""
-
-    lr: float = 1e-6
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-
-
-@define(kw_only=True)
-class ActorConfig:
-    """The policy that is trained."""
-
-    model_name_or_path: str = ""
-    """Hugging Face name or directory of the model. Required."""
-    dtype: DType = DType.AUTO
-    """Compute format; auto is bfloat16 where the hardware multiplies it natively, else float32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
-    policy_loss_type: str = "ppo"
-    """ppo, gspo, gspo_token, sequence_ppo, gmpo, cispo, sapo, clip_cov, kl_cov, dppo_tv, dppo_kl, policy_gradient, or a
-    name that algo.extension_path defines."""
-    eps_clip: float | None = None
-    """Clip range, both sides, in the loss's own measure; default: the loss's own (ppo 0.2, gspo 3e-4 and 4e-4, ...)."""
-    eps_clip_low_high: tuple[float, float] | None = None
-    """Separate lower and upper clip range (DAPO's clip-higher); replaces eps_clip."""
-    dual_clip: float | None = None
-    """Bound on the loss of negative advantages (dual-clip PPO); must exceed 1."""
-    sapo_tau: tuple[float, float] = (1.0, 1.05)
-    """Temperatures of SAPO's gate for positive and negative advantages."""
-    cov_share: float = 2e-4
-    """Share of tokens that clip_cov and kl_cov treat apart."""
-    cov_range: tuple[float, float] = (1.0, 5.0)
-    """Covariance of log-prob and advantage from which and up to which clip_cov may choose a token."""
-    cov_kl_coef: float = 1.0
-    """Weight of kl_cov's penalty at the chosen tokens."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus; with entropy_target its starting value."""
-    entropy_target: float | None = None
-    """Entropy per token, in nats, below which an adaptive bonus acts; none keeps the weight fixed."""
-    entropy_coef_step: float = 5e-3
-    """How much the adaptive weight moves each rollout."""
-    positive_nll_coef: float = 0.0
-    """Weight of the likelihood of replies that passed, as an additional loss (VAPO)."""
-    loss_aggregation: Aggregation | None = None
-    """How token losses become one number; default: the loss's own (ppo token_mean, gspo sequence_mean, ...);
-    constant_length is Dr. GRPO's form."""
-    adam: AdamConfig = Factory(AdamConfig)
-    """Optimizer."""
-    lr_scheduler: LRScheduler = LRScheduler.CONSTANT
-    """Learning rate after warm-up."""
-    lr_warmup_ratio: float = 0.0
-    """Share of the run's optimizer steps spent warming up."""
-    min_lr_ratio: float = 0.1
-    """Floor of the decaying schedules, as a share of the peak."""
-    max_norm: float = 1.0
-    """Gradient norm above which gradients are scaled down; 0 turns clipping off."""
-
-
-@define(kw_only=True)
-class CriticConfig:
-    """The value model of PPO; used by the gae and turn_gae estimators only."""
-
-    model_name_or_path: str | None = None
-    """Model the critic starts from; default: the actor's. A reward model (sequence classification with one label) also
-    gives its head."""
-    freezing_steps: int = 0
-    """First rollouts that train the critic alone, with the actor frozen (value warm-up)."""
-    adam: AdamConfig = Factory(lambda: AdamConfig(lr=9e-6))
-    """Optimizer."""
-    lr_scheduler: LRScheduler = LRScheduler.CONSTANT
-    """Learning rate after warm-up."""
-    lr_warmup_ratio: float = 0.0
-    """Share of the run's optimizer steps spent warming up."""
-    min_lr_ratio: float = 0.1
-    """Floor of the decaying schedules, as a share of the peak."""
-    max_norm: float = 1.0
-    """Gradient norm above which gradients are scaled down; 0 turns clipping off."""
-    value_clip: float | None = 0.5
-    """Largest move of a value from its estimate before the update; none turns it off."""
-
-
-@define(kw_only=True)
-class RefConfig:
-    """The frozen reference that KL is measured against."""
-
-    model_name_or_path: str | None = None
-    """Model of the reference; default: the actor's starting point."""
 
 
 @define(kw_only=True)
@@ -388,8 +292,14 @@ class RLConfig:
     """How episodes are sampled."""
     agent: AgentConfig = Factory(AgentConfig)
     """Tools, attempts, and programs that play episodes."""
+    vllm: VLLMConfig = Factory(VLLMConfig)
+    """The engines of rollout.engine vllm."""
     train: TrainConfig = Factory(TrainConfig)
     """How samples become optimizer steps."""
+    cluster: ClusterConfig = Factory(ClusterConfig)
+    """Processes of their own for models and engines, on this machine or many."""
+    ds: DeepSpeedConfig = Factory(DeepSpeedConfig)
+    """How models are divided over their processes."""
     data: DataConfig = Factory(DataConfig)
     """The prompts."""
     reward: RewardConfig = Factory(RewardConfig)

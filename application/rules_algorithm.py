@@ -11,7 +11,8 @@ from rollgrad.application.choices import (
     OldLogprobs,
     Whiten,
 )
-from rollgrad.application.config import ActorConfig, AdvantageConfig, CorrectionConfig, CriticConfig, KLConfig, RLConfig
+from rollgrad.application.config import AdvantageConfig, CorrectionConfig, KLConfig, RLConfig
+from rollgrad.application.model_config import ActorConfig, CriticConfig
 from rollgrad.application.rules_common import first_change
 from rollgrad.domain.catalogue import ESTIMATORS, POLICY_LOSSES, estimator_traits, policy_loss_traits
 

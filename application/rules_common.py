@@ -5,9 +5,7 @@ from typing import Any
 
 import attrs
 
-from rollgrad.application.config import (
-    RLConfig,
-)
+from rollgrad.application.config import RLConfig
 
 
 def first_change(section: Any, default: Any) -> str | None:
@@ -24,3 +22,14 @@ def optimizer_steps_per_rollout(config: RLConfig) -> int:
     """Optimizer steps that one rollout feeds: passes over its samples times mini-batches of a pass."""
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     return config.train.max_epochs * math.ceil(samples / (config.train.batch_size or samples))
+
+
+def ranks(config: RLConfig, model: str = "actor") -> int:
+    """Processes of `actor`, `critic` or `ref`."""
+    section, actor = getattr(config, model), config.actor
+    return int((section.num_nodes or actor.num_nodes) * (section.num_gpus_per_node or actor.num_gpus_per_node))
+
+
+def tokens_per_pass(config: RLConfig) -> int:
+    """Token budget of one forward and backward pass, over all processes of the actor."""
+    return config.train.max_tokens_per_micro_batch * ranks(config)

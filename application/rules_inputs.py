@@ -12,13 +12,8 @@ from rollgrad.application.choices import (
     LRScheduler,
     Verifier,
 )
-from rollgrad.application.config import (
-    ActorConfig,
-    CriticConfig,
-    EvalConfig,
-    RewardConfig,
-    RLConfig,
-)
+from rollgrad.application.config import EvalConfig, RewardConfig, RLConfig
+from rollgrad.application.model_config import ActorConfig, CriticConfig
 from rollgrad.application.ranges import RANGES
 from rollgrad.application.rules_common import first_change
 from rollgrad.application.train_config import TrainConfig

@@ -7,14 +7,22 @@ from typing import Any
 
 from rollgrad.application.pipeline import Pipeline
 from rollgrad.application.sampling import GroupSampler
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 
 class SyncPipeline(Pipeline):
-    """See `Pipeline`; `sampler` plays the groups of each step."""
+    """See `Pipeline`.
 
-    def __init__(self, *, sampler: GroupSampler, **services: Any) -> None:
+    Args:
+        sampler: plays the groups of each step.
+        sleeper: the engine, if it is to sleep while models train (hybrid engine), or None.
+        services: as for `Pipeline`.
+    """
+
+    def __init__(self, *, sampler: GroupSampler, sleeper: RolloutEngine | None = None, **services: Any) -> None:
         super().__init__(source=sampler, **services)
         self._sampler = sampler
+        self._sleeper = sleeper
 
     async def _step(self) -> None:
         """One rollout and the update it feeds."""
@@ -22,9 +30,13 @@ class SyncPipeline(Pipeline):
         started = clock.monotonic()
         groups, sampling_metrics = await self._sampler.take(self._schedule.steps - self._done)
         generated = clock.monotonic()
+        if self._sleeper is not None:
+            await self._sleeper.sleep()
         metrics = self._learn(groups) | sampling_metrics
         self._done += 1
         updated = clock.monotonic()
+        if self._sleeper is not None:
+            await self._sleeper.wake()
         await self._channel.push(self._policy, self._done)
         ended = clock.monotonic()
         metrics |= {

@@ -15,6 +15,7 @@ from rollgrad.application.rules_algorithm import (
     policy_loss_problems,
 )
 from rollgrad.application.rules_async import async_problems
+from rollgrad.application.rules_cluster import cluster_problems
 from rollgrad.application.rules_inputs import (
     data_problems,
     eval_problems,
@@ -52,6 +53,7 @@ def validate(config: RLConfig, *, has_reward: bool = False, has_environment: boo
         kl_problems(config),
         correction_problems(config),
         async_problems(config),
+        cluster_problems(config),
         sampling_problems(config),
         shaping_problems(config, has_environment=plays),
         optimizer_problems(config),

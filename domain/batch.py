@@ -2,7 +2,7 @@
 
 Invariants: per-token arrays sit on the token's own position (the log-prob of token t is at t); padding and the
 next-token shift exist only inside the adapter whose library needs them; what is not an action holds 0 in float
-arrays, and no result depends on it. `select` and `concat` never change a sample, so any split or order of the same
+arrays, and no result depends on it. `select` never changes a sample, so any split or order of the same
 samples holds the same information.
 """
 
@@ -128,15 +128,20 @@ class PackedBatch:
     def select(self, indices: Sequence[int] | Tensor) -> "PackedBatch":
         """The sequences at `indices`, in that order."""
         index_S = torch.as_tensor(indices, dtype=torch.int64)
-        lengths_S = self.lengths_S[index_S]
-        offsets_S = self.starts_S[index_S] - (lengths_S.cumsum(0) - lengths_S)
-        index_N = torch.arange(int(lengths_S.sum())) + torch.repeat_interleave(offsets_S, lengths_S)
+        index_N = self.token_index(index_S)
         columns: dict[str, Any] = {"part_names": self.part_names}
         for names, index in ((_SEQUENCE_FIELDS, index_S), (_TOKEN_FIELDS, index_N)):
             for name in names:
                 column = getattr(self, name)
                 columns[name] = None if column is None else column[index]
         return PackedBatch(**columns)
+
+    def token_index(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """Where the tokens of the sequences at `indices` lie, in that order."""
+        index_S = torch.as_tensor(indices, dtype=torch.int64)
+        lengths_S = self.lengths_S[index_S]
+        offsets_S = self.starts_S[index_S] - (lengths_S.cumsum(0) - lengths_S)
+        return torch.arange(int(lengths_S.sum())) + torch.repeat_interleave(offsets_S, lengths_S)
 
 
 def pack(trajectories: Sequence[Trajectory]) -> PackedBatch:

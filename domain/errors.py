@@ -40,3 +40,7 @@ class EngineError(RollgradError, RuntimeError):
 
 class NonFiniteUpdateError(RollgradError, FloatingPointError):
     """Loss or gradient norm became NaN or infinite; the step was not applied."""
+
+
+class WorkerError(RollgradError, RuntimeError):
+    """A training process died, or did not answer before its deadline; the message names it."""

@@ -20,7 +20,7 @@ from rollgrad.adapters.torch.loading import load_tokenizer
 from rollgrad.adapters.torch.models import TorchPolicy, TorchReference
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
-from rollgrad.adapters.vllm.weights import SharedMemoryWeights
+from rollgrad.adapters.vllm.weights import FleetWeights, SharedMemoryWeights
 from rollgrad.application.async_pipeline import AsyncPipeline
 from rollgrad.application.config import RLConfig
 from rollgrad.application.continuing import ContinuingEngine
@@ -30,7 +30,7 @@ from rollgrad.application.experience import ExperienceService
 from rollgrad.application.group_stream import GroupStream
 from rollgrad.application.pipeline import Schedule
 from rollgrad.application.rollout import RolloutService
-from rollgrad.application.rules_common import optimizer_steps_per_rollout
+from rollgrad.application.rules_common import optimizer_steps_per_rollout, tokens_per_pass
 from rollgrad.application.sampling import GroupSampler
 from rollgrad.application.sync_pipeline import SyncPipeline
 from rollgrad.application.update import UpdateService
@@ -53,10 +53,13 @@ from rollgrad.entrypoints.algorithm_factories import (
     pipeline_kind,
     reference_kind,
 )
+from rollgrad.entrypoints.cluster import Cluster
 from rollgrad.entrypoints.factories import (
     SAMPLES_FILE,
     channel_kind,
     dataset_kind,
+    engine_kind,
+    engine_model_kind,
     executor_kind,
     make_actor_model,
     make_agent_file,
@@ -75,6 +78,8 @@ from rollgrad.entrypoints.factories import (
     make_tool_executor,
     make_vllm_engine,
     reward_kind,
+    sleeper_kind,
+    trainer_kind,
 )
 from rollgrad.entrypoints.tool_box import ToolBox
 from rollgrad.entrypoints.training_server import TrainingServer
@@ -125,53 +130,71 @@ class Container(containers.DeclarativeContainer):
 
     rollouts = providers.Singleton(make_rollouts, config, prompts)
     actor_model = providers.Singleton(make_actor_model, config, None, "--actor.model-name-or-path")
-    policy = providers.Singleton(
-        TorchPolicy,
-        actor_model,
-        tokenizer,
-        providers.Callable(make_optimizer, config.provided.actor, config, rollouts),
-        temperature=config.provided.rollout.temperature,
-        gradient_checkpointing=config.provided.actor.gradient_checkpointing,
+    cluster = providers.Singleton(Cluster, config)
+    policy = providers.Selector(
+        providers.Callable(trainer_kind, config),
+        process=providers.Singleton(
+            TorchPolicy,
+            actor_model,
+            tokenizer,
+            providers.Callable(make_optimizer, config.provided.actor, config, rollouts),
+            temperature=config.provided.rollout.temperature,
+            gradient_checkpointing=config.provided.actor.gradient_checkpointing,
+        ),
+        cluster=providers.Singleton(lambda cluster, rollouts: cluster.policy(rollouts), cluster, rollouts),
     )
     critic = providers.Selector(
         providers.Callable(critic_kind, config),
-        loaded=providers.Singleton(
-            make_critic, config, tokenizer, providers.Callable(make_optimizer, config.provided.critic, config, rollouts)
+        loaded=providers.Selector(
+            providers.Callable(trainer_kind, config),
+            process=providers.Singleton(
+                make_critic,
+                config,
+                tokenizer,
+                providers.Callable(make_optimizer, config.provided.critic, config, rollouts),
+            ),
+            cluster=providers.Singleton(lambda cluster, rollouts: cluster.critic(rollouts), cluster, rollouts),
         ),
         none=providers.Object(None),
     )
     reference = providers.Selector(
         providers.Callable(reference_kind, config),
-        loaded=providers.Singleton(
-            TorchReference,
-            providers.Callable(
-                make_actor_model, config, config.provided.ref.model_name_or_path, "--ref.model-name-or-path"
+        loaded=providers.Selector(
+            providers.Callable(trainer_kind, config),
+            process=providers.Singleton(
+                TorchReference,
+                providers.Callable(
+                    make_actor_model, config, config.provided.ref.model_name_or_path, "--ref.model-name-or-path"
+                ),
+                temperature=config.provided.rollout.temperature,
             ),
-            temperature=config.provided.rollout.temperature,
+            cluster=providers.Singleton(lambda cluster: cluster.reference(), cluster),
         ),
         none=providers.Object(None),
     )
 
     engine_model = providers.Selector(
-        providers.Callable(pipeline_kind, config),
-        alternating=actor_model,
-        overlapping=providers.Singleton(make_actor_model, config, None, "--actor.model-name-or-path"),
+        providers.Callable(engine_model_kind, config),
+        shared=actor_model,
+        own=providers.Singleton(make_actor_model, config, None, "--actor.model-name-or-path"),
     )
     embedded_engine = providers.Singleton(make_engine, config, engine_model, tokenizer, codec)
-    vllm_engine = providers.Singleton(make_vllm_engine, config, actor_model, tokenizer)
-    own_or_vllm = providers.Selector(config.provided.rollout.engine, embedded=embedded_engine, vllm=vllm_engine)
+    vllm_engine = providers.Singleton(make_vllm_engine, config, tokenizer)
+    fleet = providers.Singleton(lambda cluster, tokenizer: cluster.engines(tokenizer), cluster, tokenizer)
+    sampling_engine = providers.Selector(
+        providers.Callable(engine_kind, config), embedded=embedded_engine, vllm=vllm_engine, fleet=fleet
+    )
     engine = providers.Selector(
         providers.Callable(continuation_kind, config),
-        plain=own_or_vllm,
-        continued=providers.Singleton(ContinuingEngine, own_or_vllm),
+        plain=sampling_engine,
+        continued=providers.Singleton(ContinuingEngine, sampling_engine),
     )
     channel = providers.Selector(
         providers.Callable(channel_kind, config),
-        alternating=providers.Singleton(SharedWeights, engine),
-        overlapping=providers.Singleton(CopiedWeights, embedded_engine),
-        processes=providers.Singleton(
-            SharedMemoryWeights, vllm_engine, temperature=config.provided.rollout.temperature
-        ),
+        shared=providers.Singleton(SharedWeights, engine),
+        own=providers.Singleton(CopiedWeights, embedded_engine),
+        vllm=providers.Singleton(SharedMemoryWeights, vllm_engine, temperature=config.provided.rollout.temperature),
+        fleet=providers.Singleton(FleetWeights, fleet, temperature=config.provided.rollout.temperature),
     )
     environment: providers.Object[Any] = providers.Object(None)
     server = providers.Singleton(TrainingServer, engine, codec)
@@ -207,7 +230,7 @@ class Container(containers.DeclarativeContainer):
         algo=config.provided.algo,
         reward=config.provided.reward,
         max_length=config.provided.rollout.max_new_tokens,
-        max_tokens=config.provided.train.max_tokens_per_micro_batch,
+        max_tokens=providers.Callable(tokens_per_pass, config),
         steps_per_rollout=providers.Callable(optimizer_steps_per_rollout, config),
     )
     update = providers.Singleton(
@@ -218,7 +241,7 @@ class Container(containers.DeclarativeContainer):
         max_length=config.provided.rollout.max_new_tokens,
         batch_size=config.provided.train.batch_size,
         epochs=config.provided.train.max_epochs,
-        max_tokens=config.provided.train.max_tokens_per_micro_batch,
+        max_tokens=providers.Callable(tokens_per_pass, config),
         seed=config.provided.train.seed,
         skip_idle=providers.Callable(advantage_is_all, config),
         select=providers.Callable(make_token_selection, config),
@@ -291,7 +314,14 @@ class Container(containers.DeclarativeContainer):
     """What both pipelines are built from."""
     pipeline = providers.Selector(
         providers.Callable(pipeline_kind, config),
-        alternating=providers.Singleton(SyncPipeline, sampler=sampler, **services),
+        alternating=providers.Singleton(
+            SyncPipeline,
+            sampler=sampler,
+            sleeper=providers.Selector(
+                providers.Callable(sleeper_kind, config), engine=engine, none=providers.Object(None)
+            ),
+            **services,
+        ),
         overlapping=providers.Singleton(
             AsyncPipeline,
             stream=stream,

@@ -16,9 +16,15 @@ from rollgrad.adapters.openrlhf.environment import AgentInstanceEnvironment
 from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
 from rollgrad.adapters.openrlhf.loading import load_agent_file
 from rollgrad.adapters.reasoning_gym.source import ReasoningGymPromptSource
-from rollgrad.adapters.torch.loading import default_device, load_causal_lm, load_critic, resolve_dtype
-from rollgrad.adapters.torch.models import TorchValue
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.torch.loading import (
+    default_device,
+    load_causal_lm,
+    load_critic,
+    load_generation_settings,
+    resolve_dtype,
+)
+from rollgrad.adapters.torch.models import Optimize, TorchValue
+from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.tracking.console import ConsoleSink
 from rollgrad.adapters.tracking.jsonl import JsonlSink
 from rollgrad.adapters.tracking.multi import MultiSink
@@ -28,9 +34,10 @@ from rollgrad.adapters.vllm.engine import VLLMEngine
 from rollgrad.application.agents.service import SessionLimits
 from rollgrad.application.agents.tool_environment import ToolEnvironment
 from rollgrad.application.choices import Engine
-from rollgrad.application.config import ActorConfig, CriticConfig, RLConfig
+from rollgrad.application.config import RLConfig
 from rollgrad.application.executors.multi_turn import EnvironmentFactory, MultiTurnExecutor
 from rollgrad.application.executors.served_agent import ServedAgentExecutor
+from rollgrad.application.model_config import ActorConfig, CriticConfig
 from rollgrad.application.rules_common import optimizer_steps_per_rollout
 from rollgrad.application.rules_inputs import REASONING_GYM
 from rollgrad.domain.errors import ConfigurationError
@@ -42,7 +49,6 @@ from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams
-from rollgrad.entrypoints.algorithm_factories import pipeline_kind
 from rollgrad.entrypoints.tool_box import ToolBox
 from rollgrad.entrypoints.training_server import MODEL, TrainingServer
 
@@ -115,7 +121,9 @@ def make_actor_model(config: RLConfig, name: str | None, flag: str) -> Any:
     )
 
 
-def make_critic(config: RLConfig, tokenizer: Any, settings: OptimizerSettings) -> TorchValue:
+def make_critic(
+    config: RLConfig, tokenizer: Any, settings: OptimizerSettings, *, optimize: Optimize = MasterOptimizer
+) -> TorchValue:
     """The value model, from the critic's or the actor's checkpoint."""
     device = default_device()
     model, head = load_critic(
@@ -124,7 +132,7 @@ def make_critic(config: RLConfig, tokenizer: Any, settings: OptimizerSettings) -
         device=device,
         flag="--critic.model-name-or-path",
     )
-    return TorchValue(model, tokenizer, settings, head=head)
+    return TorchValue(model, tokenizer, settings, head=head, optimize=optimize)
 
 
 def make_dataset_source(config: RLConfig, codec: TemplateCodec) -> DatasetPromptSource:
@@ -172,9 +180,9 @@ def make_eval_gym(config: RLConfig, codec: TemplateCodec) -> list[Prompt]:
     return ReasoningGymPromptSource(config.eval.dataset, codec, config.data, size=size, seed=seed).prompts()
 
 
-def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Every token that ends a reply: the tokenizer's and those the model's generation settings list."""
-    configured = model.generation_config.eos_token_id
+def eos_token_ids(generation: Any, tokenizer: Any) -> list[int]:
+    """Every token that ends a reply: the tokenizer's and those that the model's generation settings list."""
+    configured = generation.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
 
@@ -183,25 +191,56 @@ def make_engine(config: RLConfig, model: Any, tokenizer: Any, codec: TemplateCod
     """The engine that samples from the trained model itself."""
     return EmbeddedEngine(
         model,
-        eos_token_ids=eos_token_ids(model, tokenizer),
+        eos_token_ids=eos_token_ids(model.generation_config, tokenizer),
         max_batch_size=config.rollout.max_batch_size,
         decode=codec.decode,
     )
 
 
-def make_vllm_engine(config: RLConfig, model: Any, tokenizer: Any) -> VLLMEngine:
-    """The engine that samples in vLLM, in the number format of `model`, which is the trained one."""
-    return VLLMEngine(
-        config.actor.model_name_or_path,
-        eos_token_ids=eos_token_ids(model, tokenizer),
-        dtype=str(model.dtype).removeprefix("torch."),
-        max_batch_size=config.rollout.max_batch_size,
-    )
+def make_vllm_engine(config: RLConfig, tokenizer: Any) -> VLLMEngine:
+    """The engine that samples in vLLM, started by this process."""
+    return VLLMEngine(**vllm_settings(config, tokenizer))
+
+
+def vllm_settings(config: RLConfig, tokenizer: Any, *, share: float = 1.0) -> dict[str, Any]:
+    """Arguments of a `VLLMEngine` in the actor's number format; `share` of a GPU's memory is there for it."""
+    name = config.actor.model_name_or_path
+    return {
+        "model": name,
+        "eos_token_ids": eos_token_ids(load_generation_settings(name), tokenizer),
+        "dtype": str(resolve_dtype(config.actor.dtype, default_device())).removeprefix("torch."),
+        "max_batch_size": config.rollout.max_batch_size,
+        "tensor_parallel_size": config.vllm.tensor_parallel_size,
+        "memory_fraction": config.vllm.gpu_memory_utilization * share,
+    }
+
+
+def trainer_kind(config: RLConfig) -> str:
+    """Where models are trained."""
+    return "cluster" if config.cluster.enable else "process"
+
+
+def engine_model_kind(config: RLConfig) -> str:
+    """Whose weights the embedded engine reads."""
+    return "own" if config.cluster.enable or config.train.async_enable else "shared"
+
+
+def engine_kind(config: RLConfig) -> str:
+    """What samples."""
+    if config.rollout.engine is Engine.VLLM and config.cluster.enable:
+        return "fleet"
+    return str(config.rollout.engine)
+
+
+def sleeper_kind(config: RLConfig) -> str:
+    """Whether the engine gives its memory to the models that train."""
+    return "engine" if config.train.colocate_all else "none"
 
 
 def channel_kind(config: RLConfig) -> str:
     """How weights reach the engine."""
-    return "processes" if config.rollout.engine is Engine.VLLM else pipeline_kind(config)
+    kind = engine_kind(config)
+    return engine_model_kind(config) if kind == Engine.EMBEDDED else kind
 
 
 def executor_kind(config: RLConfig, environment: Any) -> str:

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,13 +84,14 @@ def train(
     metrics_path = output_dir / METRICS_FILE
     for log in (metrics_path, output_dir / SAMPLES_FILE):
         _keep_steps(log, until=-1 if state is None else state["run"]["step"])
-    pipeline: Pipeline = container.pipeline()
-    if state is not None:
-        pipeline.resume(state)
-    try:
-        outcome = _run(_closing(pipeline.run(), container))
-    finally:
-        _close(container.reward, container.sink, container.engine)
+    with _cluster(container, config):
+        pipeline: Pipeline = container.pipeline()
+        if state is not None:
+            pipeline.resume(state)
+        try:
+            outcome = _run(_closing(pipeline.run(), container))
+        finally:
+            _close(container.reward, container.sink, container.engine)
     report = None
     if metrics_path.exists():
         title = f"{Path(config.actor.model_name_or_path).name} on {config.data.prompt_dataset}"
@@ -116,11 +118,25 @@ def evaluate(
     validate_evaluation(config, has_reward=reward is not None, has_environment=environment is not None)
     container = _container(config, reward, environment, adapters)
     container.reward_spec.override(providers.Object(config.eval.dataset))
-    evaluation: EvaluationService = container.evaluation()
+    with _cluster(container, config):
+        evaluation: EvaluationService = container.evaluation()
+        try:
+            return _run(_closing(evaluation.run(), container))
+        finally:
+            _close(container.reward, container.engine)
+
+
+@contextmanager
+def _cluster(container: Container, config: RLConfig) -> Iterator[None]:
+    """The run's other processes, ended however the run ends."""
+    if not config.cluster.enable:
+        yield
+        return
+    cluster = container.cluster()
     try:
-        return _run(_closing(evaluation.run(), container))
+        yield
     finally:
-        _close(container.reward, container.engine)
+        cluster.close()
 
 
 def _training_state(store: CheckpointStore, config: RLConfig) -> Mapping[str, Any]:
@@ -180,7 +196,7 @@ async def _closing(work: Coroutine[Any, Any, Result], container: Container) -> R
     try:
         return await work
     finally:
-        for used in (container.reward(), container.tool_box(), container.server()):
+        for used in (container.reward(), container.tool_box(), container.server(), container.engine()):
             aclose = getattr(used, "aclose", None)
             if aclose is not None:
                 await aclose()

@@ -150,6 +150,17 @@ def load_tokenizer(name_or_path: str, *, flag: str) -> Any:
     return _from_pretrained(AutoTokenizer, name_or_path, flag)
 
 
+def load_generation_settings(name_or_path: str) -> Any:
+    """The checkpoint's `GenerationConfig`, or what its model's settings say of generation."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(name_or_path)
+    except OSError:
+        config = _from_pretrained(AutoConfig, name_or_path, "--actor.model-name-or-path")
+        return GenerationConfig.from_model_config(config)
+
+
 def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) -> Any:
     from safetensors import SafetensorError
     from transformers.utils import logging as transformers_logging

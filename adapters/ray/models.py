@@ -1,0 +1,180 @@
+"""Policy, critic and reference whose parts lie in the processes of a group, as the ports want them.
+
+A batch is divided over the processes by tokens (`domain.sharding`); weights leave rank by rank-zero's buckets of shared
+memory and cross no pipe. Does not own: how a process computes its part (`adapters.torch`, `adapters.deepspeed`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollgrad.adapters.ray.group import WorkerGroup
+from rollgrad.adapters.ray.session import ray_module
+from rollgrad.adapters.torch.models import TorchPolicy
+from rollgrad.adapters.vllm.buckets import Assembler, Piece, SharedMemory, fill
+from rollgrad.domain.batch import PackedBatch
+from rollgrad.domain.ports.models import (
+    PolicyModel,
+    PolicyObjective,
+    ReferenceModel,
+    TokenScores,
+    ValueModel,
+    ValueObjective,
+)
+from rollgrad.domain.sharding import shards
+
+SAME_EVERYWHERE = ("grad_norm", "lr")
+"""Results of an update that every process has alike; the others are sums over what each has seen."""
+
+
+class RankPolicy:
+    """One process's part of a policy, which can also be asked for its weights, bucket by bucket."""
+
+    def __init__(self, policy: TorchPolicy) -> None:
+        self.policy = policy
+        self._buckets: Iterator[tuple[int, list[Piece]]] = iter(())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+    def open_buckets(self, path: str, bucket_bytes: int) -> None:
+        """Weights go to the shared memory at `path` from now on."""
+        self._buckets = fill(self.policy.weights(), SharedMemory(path, bucket_bytes=bucket_bytes))
+
+    def next_bucket(self) -> tuple[int, list[Piece]] | None:
+        """Writes the next bucket; None after the last."""
+        return next(self._buckets, None)
+
+    def skip_buckets(self) -> None:
+        """Goes through those that are left."""
+        for _ in self._buckets:
+            pass
+
+    def gather_weights(self) -> None:
+        """This process's part in what another one writes."""
+        for _ in self.policy.weights():
+            pass
+
+
+class ShardedPolicy(PolicyModel):
+    """See `PolicyModel`; each process of `group` holds a `RankPolicy`."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self.steps = 0
+        """Optimizer steps begun."""
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """See `PolicyModel.score`."""
+        return _score(self._group, batch)
+
+    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+        """See `PolicyModel.update`."""
+        self.steps += 1
+        return _update(self._group, micro_batches, objective)
+
+    def fill(self, memory: SharedMemory) -> Iterator[tuple[int, list[Piece]]]:
+        """Writes the weights as `adapters.vllm.buckets.fill` does, in the first process."""
+        group = self._group
+        others = group.begin("gather_weights", range(1, group.size))
+        group.begin("open_buckets", [0], memory.path, memory.bucket_bytes)()
+        full = None
+        try:
+            while (full := group.begin("next_bucket", [0])()[0]) is not None:
+                yield full
+        finally:
+            if full is not None:  # whoever reads has given up, but the other processes wait for the rest
+                group.begin("skip_buckets", [0])()
+            others()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `PolicyModel.weights`; copies on the CPU."""
+        memory = SharedMemory()
+        try:
+            assembler = Assembler(torch.device("cpu"))
+            for index, pieces in self.fill(memory):
+                yield from assembler.take(memory.bucket(index), pieces)
+        finally:
+            memory.unlink()
+
+    def save(self, path: Path) -> None:
+        """See `PolicyModel.save`; the first process writes."""
+        self._group.all("save", path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PolicyModel.state_dict`."""
+        return _state(self._group)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `PolicyModel.load_state_dict`."""
+        self._group.all("load_state_dict", state)
+
+
+class ShardedValue(ValueModel):
+    """See `ValueModel`; each process of `group` holds a `TorchValue`."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def values(self, batch: PackedBatch) -> Tensor:
+        """See `ValueModel.values`."""
+        divided = shards(batch, self._group.size)
+        return divided.merged(self._group.each("values", [[part] for part in divided.parts]))
+
+    def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
+        """See `ValueModel.update`."""
+        return _update(self._group, micro_batches, objective)
+
+    def save(self, path: Path) -> None:
+        """See `ValueModel.save`; the first process writes."""
+        self._group.all("save", path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ValueModel.state_dict`."""
+        return _state(self._group)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `ValueModel.load_state_dict`."""
+        self._group.all("load_state_dict", state)
+
+
+class ShardedReference(ReferenceModel):
+    """See `ReferenceModel`; each process of `group` holds a whole `TorchReference`."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """See `ReferenceModel.score`."""
+        return _score(self._group, batch)
+
+
+def _score(group: WorkerGroup, batch: PackedBatch) -> TokenScores:
+    divided = shards(batch, group.size)
+    scores = group.each("score", [[part] for part in divided.parts])
+    return TokenScores(
+        logprobs_N=divided.merged([s.logprobs_N for s in scores]),
+        entropy_N=divided.merged([s.entropy_N for s in scores]),
+    )
+
+
+def _update(
+    group: WorkerGroup, micro_batches: Sequence[PackedBatch], objective: PolicyObjective | ValueObjective
+) -> dict[str, float]:
+    """One optimizer step: every process has a part of each micro-batch."""
+    divided = [shards(batch, group.size).parts for batch in micro_batches]
+    loss = ray_module().put(objective)
+    results = group.each("update", [[[parts[rank] for parts in divided], loss] for rank in range(group.size)])
+    totals: dict[str, float] = {}
+    for result in results:
+        for name, value in result.items():
+            totals[name] = value if name in SAME_EVERYWHERE else totals.get(name, 0.0) + value
+    return totals
+
+
+def _state(group: WorkerGroup) -> dict[str, Any]:
+    state: dict[str, Any] = group.all("state_dict")[0]
+    return state

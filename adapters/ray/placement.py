@@ -1,0 +1,72 @@
+"""Where processes run: bundles of CPUs and GPUs that Ray reserves together, one for each process or shared by roles."""
+
+from typing import Any
+
+from attrs import field, frozen
+
+from rollgrad.adapters.ray.session import ray_module
+from rollgrad.domain.errors import ConfigurationError
+
+SHARE = 0.2
+"""Of a bundle's CPU and GPU that a process takes which shares it with other roles."""
+
+
+@frozen(kw_only=True)
+class Slot:
+    """What one process asks Ray for: options of its actor."""
+
+    cpus: float
+    gpus: float
+    strategy: Any = field(eq=False)
+
+    def options(self) -> dict[str, Any]:
+        """For `ray.remote(...).options`."""
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus, "scheduling_strategy": self.strategy}
+
+
+class Placement:
+    """A reservation of `bundles` bundles, each of one CPU and `gpus` GPUs, packed onto as few nodes as they fit.
+
+    Args:
+        name: of the role, for errors.
+        bundles: how many.
+        gpus: of each; 0 on machines without.
+        shared: whether several roles take a share of each bundle.
+        timeout: seconds that Ray may take to find room.
+
+    Raises:
+        ConfigurationError: the cluster has no room for it in time.
+    """
+
+    def __init__(self, name: str, bundles: int, *, gpus: float, shared: bool, timeout: float) -> None:
+        ray = ray_module()
+        from ray.util.placement_group import placement_group
+
+        bundle = {"CPU": 1.0, **({"GPU": gpus} if gpus else {})}
+        self._share = SHARE if shared else 1.0
+        self._gpus = gpus
+        self._group = placement_group([bundle] * bundles, strategy="PACK")
+        ready, _ = ray.wait([self._group.ready()], timeout=timeout)
+        if not ready:
+            self.remove()
+            there = {key: value for key, value in ray.cluster_resources().items() if key in ("CPU", "GPU")}
+            raise ConfigurationError(
+                f"Ray found no room for the {bundles} processes of {name} within {timeout:g} s: each needs {bundle}, "
+                f"and the cluster has {there} in all. Add nodes, ask for fewer processes, or share them with "
+                "--train.colocate_all."
+            )
+
+    def slot(self, index: int) -> Slot:
+        """That of process `index`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=index, placement_group_capture_child_tasks=True
+        )
+        return Slot(cpus=self._share, gpus=self._gpus * self._share, strategy=strategy)
+
+    def remove(self) -> None:
+        """Gives the reservation back; what runs in it is killed."""
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self._group)

@@ -1,0 +1,58 @@
+"""Joins a Ray cluster, or starts one on this machine for as long as the run."""
+
+import os
+from typing import Any
+
+from rollgrad.domain.errors import ConfigurationError, MissingExtraError
+
+CONNECT_SECONDS = 60
+"""How long a cluster may take to answer."""
+
+
+def ray_module() -> Any:
+    """The package.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("--cluster.enable needs Ray: pip install rollgrad[ray,deepspeed,vllm].") from error
+    return ray
+
+
+class RaySession:
+    """A connection to Ray; what is already connected is used as it is, and left so.
+
+    Args:
+        address: `auto` or host:port of a running cluster; None starts one here.
+        cpus: logical CPUs of a cluster that is started here, as many as the run's processes ask for.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ConfigurationError: no cluster answers at `address`.
+    """
+
+    def __init__(self, address: str | None, *, cpus: float) -> None:
+        ray = ray_module()
+        self._owned = not ray.is_initialized()
+        if not self._owned:
+            return
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # processes without a GPU see the others' none
+        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        if address is None:
+            settings |= {"num_cpus": max(1, round(cpus + 0.5)), "include_dashboard": False}
+        try:
+            ray.init(address=address or "local", **settings)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"cluster.address is {address!r}, where no Ray cluster answers ({str(error).splitlines()[0]}): start "
+                "one with `ray start --head`, or leave --cluster.address out to run on this machine."
+            ) from error
+
+    def close(self) -> None:
+        """Ends what was started here; may be called again."""
+        if self._owned:
+            ray_module().shutdown()
+            self._owned = False

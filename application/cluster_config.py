@@ -1,0 +1,40 @@
+"""Processes: the sections `cluster`, `ds` and `vllm`."""
+
+from attrs import define
+
+
+@define(kw_only=True)
+class ClusterConfig:
+    """Ray: models and engines in processes of their own."""
+
+    enable: bool = False
+    """Let Ray place actor, critic, reference and vLLM engines in processes of their own, and DeepSpeed train in them
+    (pip install rollgrad[ray,deepspeed,vllm]); without it models are trained in this process."""
+    address: str | None = None
+    """Ray cluster to join: auto, or host:port of its head; none starts one on this machine for as long as the run."""
+    timeout: float = 1800.0
+    """Seconds that any wait for a training process may take."""
+
+
+@define(kw_only=True)
+class DeepSpeedConfig:
+    """DeepSpeed's ZeRO: what is divided over the processes of a model."""
+
+    zero_stage: int = 2
+    """0 divides nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    adam_offload: bool = False
+    """Keep the optimizer's state in the CPU's memory, and step there."""
+    param_offload: bool = False
+    """Keep parameters in the CPU's memory; zero_stage 3 only."""
+
+
+@define(kw_only=True)
+class VLLMConfig:
+    """vLLM engines; one that dies is replaced, and its replies are sampled again."""
+
+    num_engines: int = 1
+    """Engines that share the prompts; more than one needs cluster.enable."""
+    tensor_parallel_size: int = 1
+    """GPUs that share one engine's model."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that an engine may take; lower it where models share the GPU."""

@@ -1,0 +1,64 @@
+"""Rules of processes and engines. See `validation`."""
+
+from collections.abc import Iterator
+
+from rollgrad.application.choices import Engine
+from rollgrad.application.cluster_config import ClusterConfig, DeepSpeedConfig, VLLMConfig
+from rollgrad.application.config import RLConfig
+from rollgrad.application.model_config import ActorConfig, CriticConfig, RefConfig
+from rollgrad.application.rules_common import first_change
+from rollgrad.application.train_config import TrainConfig
+
+PARAMETERS = 3
+"""The stage of ZeRO that divides parameters."""
+
+
+def cluster_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with where processes run."""
+    vllm = first_change(config.vllm, VLLMConfig())
+    if vllm is not None and config.rollout.engine is not Engine.VLLM:
+        yield (
+            f"vllm.{vllm} is set, but rollout.engine is {config.rollout.engine}: set --rollout.engine vllm, or leave "
+            f"--vllm.{vllm} out."
+        )
+    if not config.cluster.enable:
+        yield from _lone_problems(config)
+        return
+    if config.ds.param_offload and config.ds.zero_stage != PARAMETERS:
+        yield (
+            f"ds.param_offload is on with ds.zero_stage {config.ds.zero_stage}, which does not divide parameters: set "
+            "--ds.zero_stage 3, or leave --ds.param_offload out."
+        )
+    if config.train.colocate_all and config.train.async_enable:
+        yield (
+            "train.colocate_all lets engines sleep while models train, but with train.async_enable they never do: "
+            "leave one of --train.colocate_all and --train.async_enable out."
+        )
+    if config.train.colocate_all and config.vllm.tensor_parallel_size > 1:
+        yield (
+            f"vllm.tensor_parallel_size is {config.vllm.tensor_parallel_size} with train.colocate_all, where an engine "
+            "has one GPU: leave one of --vllm.tensor_parallel_size and --train.colocate_all out."
+        )
+
+
+def _lone_problems(config: RLConfig) -> Iterator[str]:
+    """Settings of several processes where there is one."""
+    keys = ("num_nodes", "num_gpus_per_node")
+    changed = [
+        *(f"cluster.{key}" for key in (first_change(config.cluster, ClusterConfig()),) if key is not None),
+        *(f"ds.{key}" for key in (first_change(config.ds, DeepSpeedConfig()),) if key is not None),
+        *(f"actor.{key}" for key in keys if getattr(config.actor, key) != getattr(ActorConfig(), key)),
+        *(f"critic.{key}" for key in keys if getattr(config.critic, key) != getattr(CriticConfig(), key)),
+        *(f"ref.{key}" for key in keys if getattr(config.ref, key) != getattr(RefConfig(), key)),
+        *(
+            f"train.{key}"
+            for key in ("colocate_all", "colocate_actor_ref")
+            if getattr(config.train, key) != getattr(TrainConfig(), key)
+        ),
+        *(("vllm.num_engines",) if config.vllm.num_engines > 1 else ()),
+    ]
+    for key in changed:
+        yield (
+            f"{key} is set, but models and engines have no processes of their own: turn on --cluster.enable, or leave "
+            f"--{key} out."
+        )

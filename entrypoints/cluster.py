@@ -1,0 +1,168 @@
+"""The processes of a run: who runs where, how many, and what each of them holds.
+
+What runs in the other processes is made there, from the same settings, by the `rank_*` functions. Does not own: what
+the processes do (`adapters.ray`).
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from rollgrad.adapters.deepspeed.module import DeepSpeedModule, DeepSpeedSettings
+from rollgrad.adapters.ray.engine import RayVLLMEngine
+from rollgrad.adapters.ray.group import WorkerGroup
+from rollgrad.adapters.ray.models import RankPolicy, ShardedPolicy, ShardedReference, ShardedValue
+from rollgrad.adapters.ray.placement import SHARE, Placement, Slot
+from rollgrad.adapters.ray.session import RaySession
+from rollgrad.adapters.torch.loading import load_tokenizer
+from rollgrad.adapters.torch.models import TorchPolicy, TorchReference, TorchValue
+from rollgrad.application.choices import Engine
+from rollgrad.application.config import RLConfig
+from rollgrad.application.fleet import EngineFleet
+from rollgrad.application.rules_common import ranks
+from rollgrad.entrypoints.algorithm_factories import critic_kind, reference_kind
+from rollgrad.entrypoints.extensions import load_extension
+from rollgrad.entrypoints.factories import make_actor_model, make_critic, make_optimizer, vllm_settings
+
+
+def rank_policy(config: RLConfig, rollouts: int) -> RankPolicy:
+    """One process's part of the actor."""
+    load_extension(config)
+    flag = "--actor.model-name-or-path"
+    return RankPolicy(
+        TorchPolicy(
+            make_actor_model(config, None, flag),
+            load_tokenizer(config.actor.model_name_or_path, flag=flag),
+            make_optimizer(config.actor, config, rollouts),
+            temperature=config.rollout.temperature,
+            gradient_checkpointing=config.actor.gradient_checkpointing,
+            optimize=_divided(config),
+        )
+    )
+
+
+def rank_critic(config: RLConfig, rollouts: int) -> TorchValue:
+    """One process's part of the critic."""
+    load_extension(config)
+    tokenizer = load_tokenizer(config.actor.model_name_or_path, flag="--actor.model-name-or-path")
+    settings = make_optimizer(config.critic, config, rollouts)
+    return make_critic(config, tokenizer, settings, optimize=_divided(config))
+
+
+def rank_reference(config: RLConfig) -> TorchReference:
+    """The reference, whole in each process."""
+    model = make_actor_model(config, config.ref.model_name_or_path, "--ref.model-name-or-path")
+    return TorchReference(model, temperature=config.rollout.temperature)
+
+
+def _divided(config: RLConfig) -> Callable[..., DeepSpeedModule]:
+    ds = config.ds
+    settings = DeepSpeedSettings(zero_stage=ds.zero_stage, adam_offload=ds.adam_offload, param_offload=ds.param_offload)
+    return partial(DeepSpeedModule, division=settings)
+
+
+class Cluster:
+    """Starts what the run needs when it is asked for it, and ends it all on `close`.
+
+    Raises:
+        ConfigurationError: there is no such cluster, or no room in it.
+        MissingExtraError: Ray, DeepSpeed or vLLM is not installed.
+    """
+
+    def __init__(self, config: RLConfig) -> None:
+        self._config = config
+        self._roles = {
+            "actor": ranks(config, "actor"),
+            "critic": ranks(config, "critic") if critic_kind(config) == "loaded" else 0,
+            "reference": ranks(config, "ref") if reference_kind(config) == "loaded" else 0,
+            "engines": config.vllm.num_engines if config.rollout.engine is Engine.VLLM else 0,
+        }
+        self._session = RaySession(config.cluster.address, cpus=sum(self._roles.values()))
+        self._placements: dict[str, Placement] = {}
+        self._groups: list[WorkerGroup] = []
+
+    def policy(self, rollouts: int) -> ShardedPolicy:
+        """The actor."""
+        return ShardedPolicy(self._group("actor", rank_policy, self._config, rollouts))
+
+    def critic(self, rollouts: int) -> ShardedValue:
+        """The critic."""
+        return ShardedValue(self._group("critic", rank_critic, self._config, rollouts))
+
+    def reference(self) -> ShardedReference:
+        """The reference."""
+        return ShardedReference(self._group("reference", rank_reference, self._config))
+
+    def engines(self, tokenizer: Any) -> EngineFleet:
+        """The vLLM engines."""
+        config = self._config
+        settings = vllm_settings(config, tokenizer, share=SHARE if config.train.colocate_all else 1.0)
+        members = [
+            RayVLLMEngine(number, settings, options=slot.options())
+            for number, slot in enumerate(self._slots("engines", self._roles["engines"]))
+        ]
+        asyncio.run(_ready(members, config.cluster.timeout))
+        return EngineFleet(members)
+
+    def pids(self) -> dict[str, list[int]]:
+        """Processes of each model, by rank."""
+        return {group.name: group.pids() for group in self._groups}
+
+    def close(self) -> None:
+        """Ends models and, if it was started here, Ray; may be called again."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            group.close()
+        placements, self._placements = self._placements, {}
+        for placement in placements.values():
+            placement.remove()
+        self._session.close()
+
+    def _group(self, role: str, make: Callable[..., Any], *arguments: Any) -> WorkerGroup:
+        config = self._config
+        size = self._roles[role]
+        on_a_node = min(size, getattr(config, "ref" if role == "reference" else role).num_gpus_per_node or size)
+        group = WorkerGroup(
+            role,
+            self._slots(role, size),
+            threads=max(1, (os.cpu_count() or 1) // on_a_node),
+            timeout=config.cluster.timeout,
+        )
+        self._groups.append(group)
+        group.build(make, *arguments)
+        return group
+
+    def _slots(self, role: str, size: int) -> list[Slot]:
+        """Where the processes of a role run: on bundles of their own, or on those that several roles share."""
+        train = self._config.train
+        sharing = {"actor", "reference"} if train.colocate_actor_ref else set()
+        sharing = set(self._roles) if train.colocate_all else sharing
+        key = "shared" if role in sharing else role
+        if key not in self._placements:
+            bundles = max(self._roles[name] for name in sharing) if role in sharing else size
+            gpus = float(torch.cuda.is_available() or _cluster_gpus())
+            if role == "engines":
+                gpus *= self._config.vllm.tensor_parallel_size
+            self._placements[key] = Placement(
+                " and ".join(sorted(name for name in sharing if self._roles[name])) if role in sharing else role,
+                bundles,
+                gpus=gpus,
+                shared=role in sharing,
+                timeout=self._config.cluster.timeout,
+            )
+        return [self._placements[key].slot(index) for index in range(size)]
+
+
+def _cluster_gpus() -> bool:
+    import ray
+
+    return bool(ray.cluster_resources().get("GPU", 0))
+
+
+async def _ready(members: Sequence[RayVLLMEngine], timeout: float) -> None:
+    async with asyncio.timeout(timeout):
+        await asyncio.gather(*(member.ready() for member in members))
