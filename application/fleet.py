@@ -8,24 +8,20 @@ Does not own: how engines run (`FleetMember`), and how weights reach them (`refr
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import structlog
 
-from rollgrad.application.fleet_member import FleetMember, GaveUpError, Listener, MemberCalls
+from rollgrad.application.fleet_member import FleetMember, GaveUpError, Listener, MemberCalls, Taker
 from rollgrad.domain.errors import EngineError
-from rollgrad.domain.fleet import Death, EngineState, FleetBounds, FleetHealth, LeastLoaded
+from rollgrad.domain.fleet import Death, EngineState, FleetBounds, FleetHealth, LeastLoaded, Recent
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.sampling import Generation, GenerationRequest, StopReason
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
-
-OPENINGS = 65536
-"""Prompts of which the engine that saw them last is remembered."""
 
 LONGEST_ROUND = 2.0
 """Of the time between two rounds of pings, in multiples of `ping_seconds`, that counts as the engines' silence: in the
@@ -61,15 +57,14 @@ class EngineFleet(RolloutEngine):
         restart_seconds: float = 600.0,
     ) -> None:
         self._members = list(members)
-        self._number = {id(member): number for number, member in enumerate(self._members)}
         self.health = FleetHealth(bounds or FleetBounds(), len(self._members))
         self.max_tokens: int | None = getattr(self._members[0], "max_tokens", None)
         """Tokens of a prompt and its reply at most."""
         self.replayed = 0
         """Requests played again because their engine died."""
-        self.refresh: Callable[[FleetMember], Awaitable[None]] | None = None
-        """Brings the current weights to a member that has restarted and calls `took`; without it, or if it cannot,
-        the member waits for the next push. Raises `EngineError` if the member fails."""
+        self.refresh: Callable[[Taker], Awaitable[None]] | None = None
+        """Brings the current weights to a member that has restarted, and says so by `took` or `lost`; without it, or if
+        it does neither, the member waits for the next push."""
         self._ping_seconds = ping_seconds
         self._call_seconds = call_seconds
         self._wait_seconds = wait_seconds
@@ -77,7 +72,7 @@ class EngineFleet(RolloutEngine):
         self._loads = LeastLoaded(len(self._members))
         for number in range(len(self._members)):
             self._loads.offer(number, True)
-        self._seen: OrderedDict[int, int] = OrderedDict()
+        self._seen = Recent()
         """Hash of a prompt's opening: the engine that saw it last."""
         self._calls = [MemberCalls() for _ in self._members]
         self._background: set[asyncio.Task[None]] = set()
@@ -159,14 +154,12 @@ class EngineFleet(RolloutEngine):
             self._calls[number].give_up()
         await asyncio.gather(*(self._end(number) for number in range(len(self._members))))
 
-    async def takers(self, version: int) -> list[FleetMember]:
-        """The members that weights of `version` go to: those that live, as soon as one does. From now on none serves
-        until it `took` them.
+    def new_weights(self, version: int) -> None:
+        """Weights of `version` are on their way: no member serves until it `took` them.
 
         Raises:
-            EngineError: requests are in flight and generation is not paused, the engines sleep, or none lives.
+            EngineError: requests are in flight and generation is not paused, or the engines sleep.
         """
-        self._watch()
         if self._asleep:
             raise EngineError("Weights cannot change while the engines sleep: wake them first.")
         if self._loads.total and not self._paused:
@@ -174,23 +167,38 @@ class EngineFleet(RolloutEngine):
         self.health.weights(version)
         for number in range(len(self._members)):
             self._offer(number)
+
+    async def takers(self) -> list[Taker]:
+        """The members that new weights go to: those that live, as soon as one does.
+
+        Raises:
+            EngineError: none did in time, or ever will.
+        """
+        self._watch()
         until = self._until()
         while not self.health.living:
             self._hope()
             await self._change("an engine that takes weights", until)
-        return [self._members[number] for number in self.health.living]
+        return [self._taker(number) for number in self.health.living]
 
-    def took(self, members: Sequence[FleetMember], version: int) -> None:
-        """The members that are still alive have weights of `version` and serve."""
-        for number in (self._number[id(member)] for member in members):
-            if self.health.alive(number) and version == self.health.version:
-                self.health.took(number, version, self._now)
-                self._offer(number)
+    def took(self, takers: Sequence[Taker], version: int) -> None:
+        """These have weights of `version`; those that still live, and whose weights are still current, serve."""
+        for taker in takers:
+            if self._lives(taker) and version == self.health.version:
+                self.health.took(taker.number, version, self._now)
+                self._offer(taker.number)
         self._changed()
 
-    def lost(self, member: FleetMember, reason: str) -> None:
-        """A member failed to take weights."""
-        self._bury(self._number[id(member)], Death.WEIGHTS, reason)
+    def lost(self, taker: Taker, reason: str) -> None:
+        """It failed to take weights."""
+        if self._lives(taker):
+            self._bury(taker.number, Death.WEIGHTS, f"engine {taker.number}: {reason}")
+
+    def _taker(self, number: int) -> Taker:
+        return Taker(self._members[number], number, self.health.restarts(number))
+
+    def _lives(self, taker: Taker) -> bool:
+        return self.health.alive(taker.number) and self.health.restarts(taker.number) == taker.life
 
     async def _place(self, request: GenerationRequest, aborts: int | None) -> int | None:
         """An engine for a request, which counts among its requests; None if an abort ends the request before: one
@@ -206,16 +214,10 @@ class EngineFleet(RolloutEngine):
             else:
                 engine = self._loads.acquire(self._seen.get(opening))
                 if engine is not None:
-                    self._remember(opening, engine)
+                    self._seen.put(opening, engine)
                     return engine
                 until = until or self._until()
             await self._change("an engine that serves", until)
-
-    def _remember(self, opening: int, engine: int) -> None:
-        self._seen[opening] = engine
-        self._seen.move_to_end(opening)
-        if len(self._seen) > OPENINGS:
-            self._seen.popitem(last=False)
 
     async def _play(self, engine: int, request: GenerationRequest, listener: Listener) -> Generation | None:
         """What a member makes of a request; None if it died."""
@@ -385,9 +387,7 @@ class EngineFleet(RolloutEngine):
         if self.health.serves(engine) or self.refresh is None:
             return
         try:
-            await self.refresh(member)
-        except EngineError as error:
-            self._bury(engine, Death.WEIGHTS, f"engine {engine}: {error}")
+            await self.refresh(self._taker(engine))
         except Exception as error:  # of the trainer's side: the next push brings it out
             log.warning("fleet.no_refresh", engine=engine, reason=f"{type(error).__name__}: {error}")
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
@@ -27,6 +27,16 @@ class FleetMember(RolloutEngine, Protocol):
     async def close(self) -> None:
         """Ends the engine; idempotent, and raises nothing if it is dead."""
         ...
+
+
+@frozen(eq=False)
+class Taker:
+    """A member that is to take weights, in one of its lives: which restart it has behind it. What happens in one life
+    says nothing of the next."""
+
+    member: FleetMember
+    number: int
+    life: int
 
 
 class GaveUpError(Exception):

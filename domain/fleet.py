@@ -6,11 +6,14 @@ has the current weights; deaths = restarts + engines that are dead now; an engin
 `max_restarts`.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from enum import StrEnum
 
 from attrs import define, field, frozen, validators
+
+RECENT = 65536
+"""Keys remembered: a few megabytes."""
 
 
 class EngineState(StrEnum):
@@ -123,10 +126,9 @@ class FleetHealth:
         one = self._engine(engine)
         return one.state is EngineState.DEAD and one.restarts < self.bounds.max_restarts
 
-    @property
-    def restarts(self) -> int:
-        """Of all engines so far."""
-        return sum(engine.restarts for engine in self._engines)
+    def restarts(self, engine: int) -> int:
+        """How often an engine has been restarted."""
+        return self._engine(engine).restarts
 
     @property
     def failure(self) -> str | None:
@@ -289,3 +291,21 @@ class LeastLoaded:
         del equals[engine]
         if not equals:
             del self._on_offer[self._loads[engine]]
+
+
+@define
+class Recent:
+    """The engine that each of the `RECENT` latest keys went to."""
+
+    _engines: OrderedDict[int, int] = field(factory=OrderedDict, init=False)
+
+    def get(self, key: int) -> int | None:
+        """The engine of a key, if it is remembered."""
+        return self._engines.get(key)
+
+    def put(self, key: int, engine: int) -> None:
+        """A key goes to an engine."""
+        self._engines[key] = engine
+        self._engines.move_to_end(key)
+        if len(self._engines) > RECENT:
+            self._engines.popitem(last=False)

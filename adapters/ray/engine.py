@@ -45,16 +45,6 @@ class EngineHost:
         self._engine.close()
 
 
-@frozen(kw_only=True)
-class Resources:
-    """What Ray reserves for an engine: CPU cores, GPUs (as many as its model is split over), and, as Ray's
-    `scheduling_strategy`, where; None leaves that to Ray."""
-
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-    scheduling_strategy: Any = None
-
-
 @frozen
 class _Actor:
     handle: Any
@@ -68,7 +58,7 @@ class _Actor:
 
 
 class RayVLLMEngine(FleetMember, WeightTaker):
-    """A `VLLMEngine` behind a Ray actor, named `rollgrad-engine-K` (its n-th reresources `rollgrad-engine-K.n`).
+    """A `VLLMEngine` behind a Ray actor, named `rollgrad-engine-K` (its n-th replacement `rollgrad-engine-K.n`).
     `ready` has to be called before anything else.
 
     `on_token` hears the tokens of a reply all at once when it ends: they cross the process boundary together.
@@ -76,16 +66,17 @@ class RayVLLMEngine(FleetMember, WeightTaker):
     Args:
         number: K.
         settings: arguments of `VLLMEngine`.
-        resources: what Ray reserves.
+        options: of the actor, as Ray calls them: `num_cpus` (1 unless said), `num_gpus` (as many as the model is split
+            over), `scheduling_strategy`.
 
     Raises:
         MissingExtraError: Ray is not installed.
     """
 
-    def __init__(self, number: int, settings: Mapping[str, Any], *, resources: Resources | None = None) -> None:
+    def __init__(self, number: int, settings: Mapping[str, Any], *, options: Mapping[str, Any] | None = None) -> None:
         self._name = f"rollgrad-engine-{number}"
         self._settings = dict(settings)
-        self._resources = resources or Resources()
+        self._options = {"num_cpus": 1, **(options or {})}
         self.max_tokens: int | None = None
         """Tokens of a prompt and its reply at most, once it is ready."""
         self._actor = _Actor(*self._started(self._name))
@@ -179,15 +170,7 @@ class RayVLLMEngine(FleetMember, WeightTaker):
             import ray
         except ImportError as error:
             raise MissingExtraError("Engines in Ray need it: pip install rollgrad[ray].") from error
-        resources = self._resources
-        actor = ray.remote(EngineHost).options(
-            name=name,
-            num_cpus=resources.num_cpus,
-            num_gpus=resources.num_gpus,
-            max_restarts=0,
-            max_concurrency=CALLS,
-            **({} if resources.scheduling_strategy is None else {"scheduling_strategy": resources.scheduling_strategy}),
-        )
+        actor = ray.remote(EngineHost).options(name=name, max_restarts=0, max_concurrency=CALLS, **self._options)
         return actor.remote(self._settings), name
 
     async def _call(self, doing: str, method: str, *arguments: Any) -> Any:
@@ -218,16 +201,14 @@ class RayVLLMEngine(FleetMember, WeightTaker):
 
 
 async def start_engines(
-    count: int, settings: Mapping[str, Any], *, resources: Sequence[Resources] = (), seconds: float = 600.0
+    count: int, settings: Mapping[str, Any], *, options: Sequence[Mapping[str, Any]] = (), seconds: float = 600.0
 ) -> list[RayVLLMEngine]:
-    """Engines that are ready, started side by side; `resources` has one for each, or none.
+    """Engines that are ready, started side by side; `options` has those of each, or nothing.
 
     Raises:
         EngineError: one of them did not start within `seconds`; then all are ended.
     """
-    engines = [
-        RayVLLMEngine(number, settings, resources=resources[number] if resources else None) for number in range(count)
-    ]
+    engines = [RayVLLMEngine(number, settings, options=options[number] if options else None) for number in range(count)]
     try:
         async with asyncio.timeout(seconds):
             await asyncio.gather(*(engine.ready() for engine in engines))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from rollgrad.adapters.vllm.buckets import Piece
 from rollgrad.adapters.vllm.parameters import parameters
 from rollgrad.adapters.vllm.starting import shut_down, start
-from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightTaker
+from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightsDifferError, WeightTaker
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.sampling import Generation, GenerationRequest, StopReason
@@ -260,7 +260,7 @@ class VLLMEngine(RolloutEngine, WeightTaker):
         actual = await self._next_logprobs(probe.tokens, probe.temperature)
         self._broken = probe.difference(actual, self.llm.model_config.dtype)
         if self._broken is not None:
-            raise EngineError(self._broken)
+            raise WeightsDifferError(self._broken)
 
     async def _next_logprobs(self, tokens: Sequence[int], temperature: float) -> list[float]:
         """Log-probs of `tokens[1:]`, each given those before it, as sampling at `temperature` sees them."""

@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 
 from rollgrad.adapters.vllm.buckets import Piece
+from rollgrad.domain.errors import EngineError
 
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Largest mean difference of a log-prob between engine and trainer, nats, by the coarser of their number formats.
@@ -19,6 +20,10 @@ Probe tokens are improbable, so their logits are large and rounded the most."""
 def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     """The number format that rounds more."""
     return max(one, other, key=PROBE_TOLERANCE.__getitem__)
+
+
+class WeightsDifferError(EngineError):
+    """An engine took the weights and computes something else with them than the trainer."""
 
 
 @frozen
@@ -75,7 +80,7 @@ class WeightTaker(Protocol):
         """Compares log-probs, and ends the transfer; if requests are frozen, `resume` compares.
 
         Raises:
-            EngineError: they differ by more than rounding; the engine refuses requests until it takes other weights.
+            WeightsDifferError: they differ by more than rounding; the engine refuses requests until the next transfer.
         """
         ...
 

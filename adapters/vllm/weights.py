@@ -16,9 +16,9 @@ import torch
 from attrs import define, field, frozen
 
 from rollgrad.adapters.vllm.buckets import Piece, SharedMemory, fill
-from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightTaker, coarser
+from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightsDifferError, WeightTaker, coarser
 from rollgrad.application.fleet import EngineFleet
-from rollgrad.application.fleet_member import FleetMember
+from rollgrad.application.fleet_member import Taker
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.models import PolicyModel
@@ -121,46 +121,41 @@ class FleetWeights(WeightChannel):
         async with self._lock:
             self._last = None
             while True:
-                members = await self._fleet.takers(version)
-                transfer = Transfer(cast(list[WeightTaker], members))
+                self._fleet.new_weights(version)
+                takers = await self._fleet.takers()
+                transfer = _transfer_to(takers)
                 steps = _steps(policy)
                 await transfer.send(policy, version)
-                reached = len(transfer.takers)
-                if reached:
+                if transfer.takers:
                     probe = await transfer.probe(policy, self._temperature)
                     await transfer.prove(probe)
-                self._settle(transfer, members, version)
+                for index, error in transfer.failed.items():
+                    self._fleet.lost(takers[index], str(error))
                 if transfer.takers:
+                    self._fleet.took([takers[index] for index in transfer.takers], version)
                     self._last = _Pushed(policy=policy, version=version, steps=steps, probe=probe)
                     return {"seconds": transfer.seconds, "bytes": float(transfer.bytes)}
-                if reached:
-                    raise EngineError("; ".join({str(error) for error in transfer.failed.values()}))
+                for error in transfer.failed.values():
+                    if isinstance(error, WeightsDifferError):
+                        raise error
 
-    async def refresh(self, member: FleetMember) -> None:
+    async def refresh(self, taker: Taker) -> None:
         """Brings the weights of the last push to one restarted member; it is left for the next push if the policy has
-        begun another step meanwhile.
-
-        Raises:
-            EngineError: the member failed.
-        """
+        begun another step meanwhile."""
         async with self._lock:
             last = self._last
             if last is None or _steps(last.policy) != last.steps:
                 return
-            transfer = Transfer([cast(WeightTaker, member)])
+            transfer = _transfer_to([taker])
             await transfer.send(last.policy, last.version)
             if _steps(last.policy) != last.steps:
                 await transfer.abandon("The policy changed while a restarted engine took its weights: push again.")
                 return
             await transfer.prove(last.probe)
             for error in transfer.failed.values():
-                raise error
-            self._fleet.took([member], last.version)
-
-    def _settle(self, transfer: "Transfer", members: Sequence[FleetMember], version: int) -> None:
-        for index, error in transfer.failed.items():
-            self._fleet.lost(members[index], str(error))
-        self._fleet.took([members[index] for index in transfer.takers], version)
+                self._fleet.lost(taker, str(error))
+            if transfer.takers:
+                self._fleet.took([taker], last.version)
 
 
 @define
@@ -271,6 +266,11 @@ class Transfer:
 
         answers = await asyncio.gather(*(one(index, taker) for index, taker in self.takers.items()))
         return [answer for answered in answers for answer in answered]
+
+
+def _transfer_to(takers: Sequence[Taker]) -> Transfer:
+    """The fleet's members are `WeightTaker`s, as `FleetWeights` demands."""
+    return Transfer([cast(WeightTaker, taker.member) for taker in takers])
 
 
 def _steps(policy: PolicyModel) -> int:

@@ -12,10 +12,13 @@ from attrs import evolve
 
 from rollgrad.adapters.torch.loading import load_causal_lm
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
+from rollgrad.application.fleet import EngineFleet
+from rollgrad.application.fleet_member import Taker
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.event_loop import run
+from tests.fakes.fleet_member import FakeFleetMember
 from tests.fakes.rollout_engine import FakeRolloutEngine
 
 LONG = 150
@@ -31,10 +34,26 @@ def model(tiny_model_dir: Path) -> Any:
     )
 
 
-@pytest.fixture(params=["fake", "embedded", *VLLM])
+class FakeFleet(EngineFleet):
+    """Three fake engines behind one, which take weights at once."""
+
+    def __init__(self) -> None:
+        self.fakes = [FakeFleetMember() for _ in range(3)]
+        super().__init__(self.fakes)
+
+    def set_version(self, version: int) -> None:
+        self.new_weights(version)
+        for member in self.fakes:
+            member.set_version(version)
+        self.took([Taker(member, number, 0) for number, member in enumerate(self.fakes)], version)
+
+
+@pytest.fixture(params=["fake", "fleet", "embedded", *VLLM])
 def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
     if request.param == "fake":
         return FakeRolloutEngine
+    if request.param == "fleet":
+        return FakeFleet
     if request.param == "vllm":
         engine = request.getfixturevalue("vllm_engine")
         return lambda: engine

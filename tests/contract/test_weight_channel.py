@@ -2,6 +2,8 @@
 
 import asyncio
 import importlib.util
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,12 @@ from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
+from rollgrad.adapters.vllm.buckets import Piece, SharedMemory, fill
+from rollgrad.adapters.vllm.weights import FleetWeights
+from rollgrad.application.fleet import EngineFleet
 from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.errors import EngineError
+from rollgrad.domain.fleet import EngineState, FleetBounds
 from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.ports.weight_channel import WeightChannel
@@ -23,18 +29,22 @@ from tests.event_loop import run
 from tests.fakes.models import FakePolicy
 from tests.fakes.rollout_engine import FakeRolloutEngine
 from tests.fakes.weight_channel import FakeWeightChannel
+from tests.fakes.weight_taker import FakeWeightTaker
 
 FLAG = "--actor.model-name-or-path"
 VLLM = [pytest.param("vllm", marks=pytest.mark.slow)] if importlib.util.find_spec("vllm") else []
 REQUEST = GenerationRequest(prompt_token_ids=(65, 66), params=SamplingParams(max_new_tokens=100))
 
 
-@pytest.fixture(params=["fake", "shared", "copied", *VLLM])
+@pytest.fixture(params=["fake", "fleet", "shared", "copied", *VLLM])
 def parts(request: pytest.FixtureRequest, tiny_model_dir: Path) -> tuple[WeightChannel, Any, PolicyModel]:
     """(channel, engine, policy)."""
     if request.param == "fake":
         engine = FakeRolloutEngine()
         return FakeWeightChannel(engine), engine, FakePolicy()
+    if request.param == "fleet":
+        fleet = EngineFleet([FakeWeightTaker() for _ in range(3)])
+        return FleetWeights(fleet), fleet, FakePolicy()
     if request.param == "vllm":
         tiny_model_dir = request.getfixturevalue("wide_headed_model_dir")
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
@@ -105,5 +115,224 @@ def test_the_engine_samples_from_the_updated_weights(tiny_model_dir: Path, own: 
         moved = await channel.push(policy, 1)
         assert (await engine.generate(greedy)).token_ids == [wanted]
         assert moved["bytes"] == (sum(tensor.nbytes for _, tensor in policy.weights()) if own else 0)
+
+    run(scenario())
+
+
+PING = 0.002
+
+
+class CountedPolicy(FakePolicy):
+    """Says what `FleetWeights` asks of a policy that is trained; `during` runs while its weights are read."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.randn(320, generator=torch.Generator().manual_seed(0)))
+        self.steps = 0
+        self.reads = 0
+        self.wrong = 0.0
+        self.during: Callable[[], None] = lambda: None
+
+    def step(self) -> None:
+        """Changes all weights, as an update does."""
+        self.steps += 1
+        with torch.no_grad():
+            self._table.table_V += torch.randn(320, generator=torch.Generator().manual_seed(self.steps))
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.reads += 1
+        for index, (name, tensor) in enumerate([*super().weights(), ("rest", torch.ones(5 * 2**20))]):
+            if index == 1:
+                self.during()
+            yield name, tensor + self.wrong
+
+
+def channel_of(size: int, *, max_restarts: int = 20) -> tuple[FleetWeights, EngineFleet, list[FakeWeightTaker]]:
+    members = [FakeWeightTaker() for _ in range(size)]
+    FakeWeightTaker.transferring = 0
+    bounds = FleetBounds(suspect_after=1000.0, dead_after=1000.0, max_restarts=max_restarts)
+    fleet = EngineFleet(members, bounds=bounds, ping_seconds=PING)
+    return FleetWeights(fleet), fleet, members
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(PING)
+
+
+def has_all(member: FakeWeightTaker, policy: CountedPolicy) -> bool:
+    return member.broken is None and all(
+        name in member.weights and torch.equal(member.weights[name], tensor) for name, tensor in policy.weights()
+    )
+
+
+def test_a_fleet_takes_what_was_written_once() -> None:
+    async def scenario() -> None:
+        channel, fleet, members = channel_of(4)
+        policy = CountedPolicy()
+        moved = await channel.push(policy, 1)
+        assert policy.reads == 1
+        assert moved["bytes"] == sum(tensor.nbytes for _, tensor in policy.weights())
+        assert all(has_all(member, policy) for member in members)
+        assert fleet.health.serving == [0, 1, 2, 3]
+        await fleet.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("step", ["begin", "take", "finish", "prove"])
+def test_an_engine_that_dies_in_a_push_is_replaced_and_the_others_go_on(step: str) -> None:
+    async def scenario() -> None:
+        channel, fleet, members = channel_of(3)
+        policy = CountedPolicy()
+        members[1].die_at = step
+        await channel.push(policy, 1)
+        assert fleet.health.serving == [0, 2]
+        await until(lambda: fleet.health.serving == [0, 1, 2])
+        assert members[1].restarts == 1
+        assert all(has_all(member, policy) for member in members)
+        assert {member.version for member in members} == {1}
+        await fleet.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("when", ["before the transfer", "during it"])
+def test_an_engine_that_restarts_after_the_policy_has_changed_waits_for_the_next_push(when: str) -> None:
+    async def scenario() -> None:
+        channel, fleet, members = channel_of(2)
+        policy = CountedPolicy()
+        await channel.push(policy, 1)
+        if when == "before the transfer":
+            policy.step()
+        else:
+            policy.during = policy.step
+        members[0].kill()
+        await until(lambda: fleet.health.state(0) is EngineState.STALE)
+        await until(lambda: policy.steps == 1 and not channel._lock.locked())
+        for seed in range(6):
+            await fleet.generate(GenerationRequest(prompt_token_ids=(65,), params=SamplingParams(seed=seed)))
+        assert fleet.health.serving == [1]
+        assert len(members[0].served) == 0
+        assert FakeWeightTaker.transferring == 0
+        policy.during = lambda: None
+        await channel.push(policy, 2)
+        assert fleet.health.serving == [0, 1]
+        assert all(has_all(member, policy) for member in members)
+        await fleet.close()
+
+    run(scenario())
+
+
+def test_when_all_engines_die_in_a_push_it_begins_again_with_their_replacements() -> None:
+    async def scenario() -> None:
+        channel, fleet, members = channel_of(2)
+        policy = CountedPolicy()
+        for member in members:
+            member.die_at = "take"
+        await channel.push(policy, 1)
+        await until(lambda: fleet.health.serving == [0, 1])
+        assert all(has_all(member, policy) for member in members)
+        await fleet.close()
+
+    run(scenario())
+
+
+def test_a_push_that_no_engine_can_take_is_an_error() -> None:
+    async def scenario() -> None:
+        channel, fleet, members = channel_of(2, max_restarts=0)
+        for member in members:
+            member.die_at = "finish"
+        with pytest.raises(EngineError, match="All 2 engines are dead"):
+            await channel.push(CountedPolicy(), 1)
+        await fleet.close()
+
+    run(scenario())
+
+
+def test_engines_that_compute_something_else_are_an_error() -> None:
+    async def scenario() -> None:
+        channel, fleet, _ = channel_of(2)
+        policy = CountedPolicy()
+        policy.wrong = float("nan")
+        with pytest.raises(EngineError, match="differ from the trainer's"):
+            await channel.push(policy, 1)
+        await fleet.close()
+
+    run(scenario())
+
+
+def test_a_transfer_that_the_trainer_breaks_off_leaves_engines_that_the_next_push_heals() -> None:
+    async def scenario() -> None:
+        channel, fleet, members = channel_of(2)
+        policy = CountedPolicy()
+
+        def fail() -> None:
+            raise OSError("the trainer lost a rank")
+
+        policy.during = fail
+        with pytest.raises(OSError, match="lost a rank"):
+            await channel.push(policy, 1)
+        assert fleet.health.serving == []
+        assert FakeWeightTaker.transferring == 0
+        policy.during = lambda: None
+        await channel.push(policy, 1)
+        assert fleet.health.serving == [0, 1]
+        assert all(has_all(member, policy) for member in members)
+        assert not fleet.health.deaths
+        await fleet.close()
+
+    run(scenario())
+
+
+class ShardedPolicy(CountedPolicy):
+    """Fills the buckets through another mapping of the memory, as other processes do."""
+
+    def fill(self, memory: SharedMemory) -> Iterator[tuple[int, list[Piece]]]:
+        yield from fill(super().weights(), SharedMemory(memory.path, bucket_bytes=memory.bucket_bytes))
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise AssertionError("the whole model is in no process")
+
+
+def test_a_policy_that_fills_the_buckets_itself_is_let_to() -> None:
+    async def scenario() -> None:
+        channel, fleet, members = channel_of(2)
+        policy = ShardedPolicy()
+        moved = await channel.push(policy, 1)
+        whole = CountedPolicy()
+        assert moved["bytes"] == sum(tensor.nbytes for _, tensor in whole.weights())
+        assert all(has_all(member, whole) for member in members)
+        await fleet.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pushes_and_refreshes_never_overlap_and_who_serves_has_the_weights(seed: int) -> None:
+    chance = random.Random(seed)
+
+    async def scenario() -> None:
+        channel, fleet, members = channel_of(3, max_restarts=1000)
+        policy = CountedPolicy()
+        for version in range(1, 8):
+            for member in members:
+                if chance.random() < 0.4:
+                    member.die_at = chance.choice(["begin", "take", "finish", "prove"])
+                elif chance.random() < 0.3:
+                    member.kill()
+            await channel.push(policy, version)
+            for number in fleet.health.serving:
+                assert has_all(members[number], policy)
+                assert members[number].version == version
+            for _ in range(chance.randint(0, 5)):
+                await asyncio.sleep(PING)
+            policy.step()
+        for member in members:
+            member.die_at = None
+        await channel.push(policy, 8)
+        await until(lambda: fleet.health.serving == [0, 1, 2])
+        assert all(has_all(member, policy) for member in members)
+        assert FakeWeightTaker.transferring == 0
+        await fleet.close()
 
     run(scenario())

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollgrad.application.fleet import EngineFleet
-from rollgrad.application.fleet_member import FleetMember
+from rollgrad.application.fleet_member import Taker
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.fleet import Death, EngineState, FleetBounds
 from rollgrad.domain.ports.rollout_engine import PauseMode
@@ -126,11 +127,11 @@ def test_a_request_that_a_well_engine_refuses_is_an_error_and_no_death() -> None
 
 def test_without_a_serving_engine_the_wait_ends() -> None:
     async def scenario() -> None:
-        fleet, members = make(2, wait_seconds=0.05)
-        await fleet.takers(1)
+        fleet, _ = make(2, wait_seconds=0.05)
+        fleet.new_weights(1)
         with pytest.raises(EngineError, match=r"Waited 0\.05 s for an engine that serves; the fleet is: 2 stale"):
             await fleet.generate(ask())
-        fleet.took(members, 1)
+        fleet.took(await fleet.takers(), 1)
         assert len((await fleet.generate(ask())).token_ids) == 8
         await fleet.close()
 
@@ -152,7 +153,7 @@ def test_when_the_restarts_are_used_up_all_who_wait_hear_why() -> None:
             assert "All 2 engines are dead" in str(result)
             assert "no room" in str(result)
         with pytest.raises(EngineError, match="All 2 engines are dead"):
-            await fleet.takers(1)
+            await fleet.takers()
         for work in (fleet.pause(PauseMode.ABORT), fleet.resume(), fleet.sleep(), fleet.wake(), fleet.close()):
             await work
 
@@ -225,7 +226,7 @@ def test_an_abort_ends_a_request_that_waits() -> None:
 
 def test_a_member_that_cannot_pause_or_sleep_is_dead_and_not_the_run() -> None:
     async def scenario() -> None:
-        fleet, members = make(3, call_seconds=0.2)
+        fleet, members = make(3, call_seconds=2.0)
         members[0].kill()
         await fleet.pause(PauseMode.KEEP)
         members[1].freeze()
@@ -247,7 +248,7 @@ def test_time_in_which_the_process_stood_still_is_no_silence() -> None:
         fleet, members = make(2, suspect_after=0.3, dead_after=0.5)
         await fleet.generate(ask())
         for _ in range(3):
-            __import__("time").sleep(0.6)  # as a training step does that holds the event loop
+            time.sleep(0.6)  # as a training step does that holds the event loop
             await until(lambda: True)
             before = members[0].pings
             await until(lambda: members[0].pings > before)  # noqa: B023
@@ -299,29 +300,32 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
             for result in await asyncio.gather(*tasks, return_exceptions=True)
         )
         await fleet.sleep()
-        await fleet.takers(1)
+        with pytest.raises(EngineError, match="wake them first"):
+            fleet.new_weights(1)
+        await fleet.wake()
+        fleet.new_weights(1)
         await fleet.close()
 
-    with pytest.raises(EngineError, match="wake them first"):
-        played(scenario())
+    played(scenario())
 
 
 def refreshing(
     fleet: EngineFleet, current: Callable[[], int], chance: random.Random
-) -> Callable[[FleetMember], Awaitable[None]]:
+) -> Callable[[Taker], Awaitable[None]]:
     """As a weight channel does it: takes a while, may fail, may be too late."""
 
-    async def refresh(member: FleetMember) -> None:
+    async def refresh(taker: Taker) -> None:
+        member = taker.member
         assert isinstance(member, FakeFleetMember)
-        version = current()
+        engine, version = member.engine, current()
         for _ in range(chance.randint(0, 3)):
             await asyncio.sleep(0)
         if chance.random() < 0.1:
             member.kill()
-            raise EngineError("The engine died while it took weights.")
-        if version == current():
-            member.engine.version = version
-            fleet.took([member], version)
+            fleet.lost(taker, "The engine died while it took weights.")
+        elif version == current():
+            engine.version = version
+            fleet.took([taker], version)
 
     return refresh
 
@@ -366,11 +370,13 @@ def test_under_random_deaths_pauses_and_pushes_every_request_is_answered_once_an
                 await fleet.pause(chance.choice(list(PauseMode)))
                 if event == "push":
                     version += 1
-                    taking = await fleet.takers(version)
+                    fleet.new_weights(version)
+                    taking = await fleet.takers()
                     await asyncio.sleep(0)
                     for taker in taking:
-                        assert isinstance(taker, FakeFleetMember)
-                        taker.engine.version = version
+                        assert isinstance(taker.member, FakeFleetMember)
+                        if fleet._lives(taker):
+                            taker.member.engine.version = version
                         if chance.random() < 0.2:
                             fleet.lost(taker, "it died while it took weights")
                     fleet.took(taking, version)
@@ -393,5 +399,3 @@ def test_under_random_deaths_pauses_and_pushes_every_request_is_answered_once_an
         await fleet.close()
 
     played(scenario())
-    for member in members:
-        assert all(request.params.max_new_tokens for request, _ in member.served)

@@ -9,7 +9,7 @@ from attrs import define, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.domain.fleet import ALIVE, Death, EngineState, FleetBounds, FleetHealth, LeastLoaded
+from rollgrad.domain.fleet import ALIVE, RECENT, Death, EngineState, FleetBounds, FleetHealth, LeastLoaded, Recent
 
 BOUNDS = st.builds(
     FleetBounds,
@@ -95,12 +95,11 @@ class World:
             assert self.runs[engine] == (state in ALIVE)
             if health.serves(engine):
                 assert self.holds[engine] == self.pushed == health.version
-            assert self.starts[engine] <= health.bounds.max_restarts
+            assert health.restarts(engine) == self.starts[engine] <= health.bounds.max_restarts
             assert health.silence(engine, self.now) == self.now - self.heard[engine]
         states = Counter(map(health.state, range(health.size)))
         assert +health.states == states
-        assert health.deaths.total() == self.deaths == health.restarts + states[EngineState.DEAD]
-        assert health.restarts == self.starts.total()
+        assert health.deaths.total() == self.deaths == self.starts.total() + states[EngineState.DEAD]
         assert set(health.serving) <= set(health.living)
         exhausted = all(
             health.state(e) is EngineState.DEAD and self.starts[e] == health.bounds.max_restarts
@@ -229,3 +228,12 @@ def test_the_least_loaded_on_offer_is_chosen(size: int, seed: int) -> None:
             (offered.add if event == "offer" else offered.discard)(engine)
         assert [machine.load(e) for e in range(size)] == loads
         assert machine.total == sum(loads)
+
+
+def test_the_latest_keys_are_remembered() -> None:
+    recent = Recent()
+    for key in range(RECENT):
+        recent.put(key, key % 7)
+    recent.put(0, 5)
+    recent.put(RECENT, 1)
+    assert (recent.get(0), recent.get(1), recent.get(2), recent.get(RECENT)) == (5, None, 2, 1)
