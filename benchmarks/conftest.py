@@ -1,6 +1,5 @@
 """The demo's model, unpacked once, and the machine's peaks in the format that the model computes in."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.machine import Machine, measure
+from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.adapters.torch.loading import load_causal_lm, resolve_dtype
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,12 +18,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """SmolLM2-135M-Instruct, as `make demo` unpacks it."""
-    spec = importlib.util.spec_from_file_location("smollm2", ROOT / "examples" / "smollm2.py")
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    example.unpack_smollm2(MODEL)
+    load_python_file(str(ROOT / "examples" / "smollm2.py"), flag="the examples' model").unpack_smollm2(MODEL)
     return MODEL
 
 

@@ -1,11 +1,9 @@
 """Every recipe, loss, correction and shaping runs from the command line, and does what it says."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 import torch
 import yaml
 
@@ -13,6 +11,8 @@ from rollgrad.application.presets import PRESETS
 from rollgrad.domain import catalogue
 from rollgrad.entrypoints.cli import main
 from rollgrad.entrypoints.config_io import structure_config
+
+pytestmark = pytest.mark.usefixtures("algorithms_as_before")
 
 REWARD = """
 def reward_func(queries, prompts, labels):
@@ -43,13 +43,6 @@ def mine_too(inputs, params):
         loss_N=-ratio_N * inputs.advantages_N, ratio_N=ratio_N, clipped_low_N=never_N, clipped_high_N=never_N
     )
 """
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before(algorithms_as_before: None) -> Iterator[None]:
-    """The command line points structlog at the stderr of its own call."""
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture

@@ -3,22 +3,14 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 import yaml
 
 from rollgrad.entrypoints.cli import main
 
 GOOD_REWARD = "def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n"
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import torch
 import yaml
 
@@ -55,13 +54,6 @@ STEP_KEYS = {
     "time/step_s",
 }
 """What each step reports, whatever the settings."""
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
-    """The command line points structlog at the stderr of its own call."""
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The trainer scores the tokens that the engine has just sampled with the log-probs that the engine gave them."""
 
 import asyncio
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from attrs import evolve
 from torch import Tensor
 
 import rollgrad
+from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer, resolve_dtype
 from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
@@ -34,11 +34,7 @@ BFLOAT16_MEAN, BFLOAT16_MAX = 0.02, 0.25
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, where the demo keeps it."""
-    spec = importlib.util.spec_from_file_location("smollm2", REPOSITORY / "examples" / "smollm2.py")
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_python_file(str(REPOSITORY / "examples" / "smollm2.py"), flag="the examples' model")
     path = REPOSITORY / example.MODEL
     example.unpack_smollm2(path)
     return path
