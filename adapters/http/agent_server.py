@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rollgrad.adapters.anthropic.wire import AnthropicWire
-from rollgrad.adapters.http.guard import HttpError, internal_error, read_json
+from rollgrad.adapters.http.guard import HttpError, given_keys, internal_error, read_json
 from rollgrad.adapters.http.serving import create_app, health_route
 from rollgrad.adapters.http.wire import Call, Wire
 from rollgrad.adapters.openai.wire import OpenAIWire
@@ -134,9 +134,7 @@ class AgentServer:
             if session is None:
                 raise HttpError(410, "There is no such session, or its episode has ended.", code="sealed")
             return session
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        given = [bearer.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", "")]
-        session = next(filter(None, map(self._service.session, given)), None)
+        session = next(filter(None, map(self._service.session, given_keys(request.headers))), None)
         if session is None and self._answer is None:
             raise HttpError(401, "Send the session's key as API key, or use its URL.", code="invalid_api_key")
         return session
