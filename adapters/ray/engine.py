@@ -10,10 +10,11 @@ from typing import Any
 
 from attrs import frozen
 
+from rollgrad.adapters.ray.session import ray_module
 from rollgrad.adapters.vllm.buckets import Piece
 from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightTaker
 from rollgrad.application.fleet_member import FleetMember
-from rollgrad.domain.errors import EngineError, MissingExtraError, RollgradError
+from rollgrad.domain.errors import EngineError, RollgradError
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.sampling import Generation, GenerationRequest
 
@@ -27,29 +28,31 @@ CLOSE_SECONDS = 20.0
 class EngineHost:
     """What runs in the actor; its methods are those of `VLLMEngine`."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    _engine: Any = None
+
+    async def start(self, settings: Mapping[str, Any]) -> int:
+        """Starts vLLM, which blocks the actor; tokens of a prompt and its reply at most."""
         from rollgrad.adapters.vllm.engine import VLLMEngine
 
-        self._engine = VLLMEngine(**settings)
+        engine = VLLMEngine(**settings)
+        self._engine = engine
+        return engine.max_tokens
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """The result of one of the engine's coroutine methods."""
         return await getattr(self._engine, method)(*arguments)
 
-    async def max_tokens(self) -> int:
-        """Tokens of a prompt and its reply at most."""
-        return self._engine.max_tokens
-
     async def close(self) -> None:
         """Ends vLLM's processes."""
-        self._engine.close()
+        if self._engine is not None:
+            self._engine.close()
 
 
 @frozen
 class _Actor:
     handle: Any
     name: str
-    starts: int = 1
+    restarts: int
 
     @property
     def id(self) -> str:
@@ -79,7 +82,7 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         self._options = {"num_cpus": 1, **(options or {})}
         self.max_tokens: int | None = None
         """Tokens of a prompt and its reply at most, once it is ready."""
-        self._actor = _Actor(*self._started(self._name))
+        self._actor = self._new_actor(0)
 
     @property
     def actor_id(self) -> str:
@@ -87,12 +90,12 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         return self._actor.id
 
     async def ready(self) -> None:
-        """Returns when vLLM has started; the caller sets the deadline.
+        """Starts vLLM, once; the caller sets the deadline.
 
         Raises:
             EngineError: it did not start.
         """
-        self.max_tokens = await self._await("starting", self._actor.handle.max_tokens.remote())
+        self.max_tokens = await self._await("starting", self._actor.handle.start.remote(self._settings))
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -148,8 +151,7 @@ class RayVLLMEngine(FleetMember, WeightTaker):
     async def restart(self) -> None:
         """See `FleetMember.restart`; the new actor has the same options."""
         await self.close()
-        starts = self._actor.starts
-        self._actor = _Actor(*self._started(f"{self._name}.{starts}"), starts + 1)
+        self._actor = self._new_actor(self._actor.restarts + 1)
         await self.ready()
 
     async def close(self) -> None:
@@ -165,13 +167,12 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         finally:
             ray.kill(handle, no_restart=True)
 
-    def _started(self, name: str) -> tuple[Any, str]:
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingExtraError("Engines in Ray need it: pip install rollgrad[ray].") from error
-        actor = ray.remote(EngineHost).options(name=name, max_restarts=0, max_concurrency=CALLS, **self._options)
-        return actor.remote(self._settings), name
+    def _new_actor(self, restarts: int) -> _Actor:
+        name = f"{self._name}.{restarts}" if restarts else self._name
+        actor = (
+            ray_module().remote(EngineHost).options(name=name, max_restarts=0, max_concurrency=CALLS, **self._options)
+        )
+        return _Actor(actor.remote(), name, restarts)
 
     async def _call(self, doing: str, method: str, *arguments: Any) -> Any:
         return await self._await(doing, self._actor.handle.call.remote(method, *arguments))
@@ -197,7 +198,9 @@ class RayVLLMEngine(FleetMember, WeightTaker):
                 raise cause from None
             raise EngineError(f"{_who(actor)} failed at {doing}: {type(cause).__name__}: {cause}") from error
         except RayError as error:
-            raise EngineError(f"{_who(actor)} died at {doing}: {_first_line(error)}") from error
+            raise EngineError(
+                f"{_who(actor)} died at {doing}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            ) from error
 
 
 async def start_engines(
@@ -225,7 +228,3 @@ async def start_engines(
 
 def _who(actor: _Actor) -> str:
     return f"Engine {actor.name} (actor {actor.id})"
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -187,6 +187,8 @@ class Transfer:
         started = time.perf_counter()
         try:
             await self._begin(memory)
+            if not isinstance(policy, FillsBuckets):
+                memory.unlink()  # every process has mapped it, and it goes away with them, however they end
             await self._buckets(policy, memory)
             await self._each("finish", lambda taker: taker.finish_weights(version))
         except BaseException:

@@ -1,5 +1,7 @@
-"""Tests of vLLM itself exist where it is installed; `make test` installs it."""
+"""Tests of vLLM itself, and of Ray, exist where they are installed; `make test` installs them."""
 
 import importlib.util
 
-collect_ignore = [] if importlib.util.find_spec("vllm") else ["test_vllm_engine.py"]
+NEEDS = {"test_vllm_engine.py": ("vllm",), "test_engine_fleet.py": ("vllm", "ray")}
+
+collect_ignore = [file for file, packages in NEEDS.items() if not all(map(importlib.util.find_spec, packages))]

@@ -1,14 +1,12 @@
 """Two vLLM engines in Ray actors behind one: what they say is what the trainer computes, also when they are killed."""
 
 import asyncio
-import importlib.util
 import itertools
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from attrs import define, evolve, field
@@ -27,10 +25,7 @@ from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams
 from tests.fakes.agent_executor import make_trajectory
 
-INSTALLED = all(importlib.util.find_spec(package) for package in ("ray", "vllm"))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-if not INSTALLED:
-    __test__ = False
 
 FLAG = "--actor.model-name-or-path"
 PROMPT = (65, 66, 67)
@@ -103,11 +98,22 @@ def world(started: World) -> World:
     return started
 
 
-def kill(member: RayVLLMEngine) -> None:
-    """Ends the actor's process as the kernel does when memory runs out."""
+def host_of(member: RayVLLMEngine) -> psutil.Process:
+    """The actor's process."""
     from ray._private.state import actors
 
-    os.kill(actors(member.actor_id)["Pid"], signal.SIGKILL)
+    return psutil.Process(actors(member.actor_id)["Pid"])
+
+
+def kill(member: RayVLLMEngine) -> None:
+    """Ends the actor's process as the kernel does when memory runs out."""
+    host_of(member).kill()
+
+
+def kill_vllm(member: RayVLLMEngine) -> None:
+    """Ends vLLM's own processes; the actor lives on."""
+    for process in host_of(member).children(recursive=True):
+        process.kill()
 
 
 def learn(policy: TorchPolicy, steps: int = 3) -> None:
@@ -198,7 +204,10 @@ def test_frozen_requests_go_on_under_the_new_weights_on_both(world: World) -> No
 
 
 @pytest.mark.chaos
-def test_all_answers_arrive_when_an_engine_is_killed_and_are_those_of_an_undisturbed_run(world: World) -> None:
+@pytest.mark.parametrize("end", [kill, kill_vllm], ids=["actor", "vllm"])
+def test_all_answers_arrive_when_an_engine_is_killed_and_are_those_of_an_undisturbed_run(
+    world: World, end: Callable[[RayVLLMEngine], None]
+) -> None:
     requests = [ask(s, prompt=(*PROMPT, s), max_new_tokens=200) for s in range(40)]
 
     async def play(disturb: Callable[[], None]) -> list[Generation]:
@@ -211,7 +220,7 @@ def test_all_answers_arrive_when_an_engine_is_killed_and_are_those_of_an_undistu
     world.run(world.push())
     quiet = world.run(play(lambda: None))
     replayed = world.fleet.replayed
-    disturbed = world.run(play(lambda: kill(world.members[0])))
+    disturbed = world.run(play(lambda: end(world.members[0])))
     assert world.fleet.replayed - replayed >= 15
     for request, one, other in zip(requests, quiet, disturbed, strict=True):
         assert list(one.token_ids) == list(other.token_ids)
@@ -250,16 +259,20 @@ def test_an_engine_that_is_killed_in_a_push_takes_the_weights_when_it_is_replace
 
 @pytest.mark.chaos
 def test_a_killed_engine_leaves_no_process(world: World) -> None:
-    import psutil
-    from ray._private.state import actors
-
-    host = psutil.Process(actors(world.members[0].actor_id)["Pid"])
+    host = host_of(world.members[0])
     children = host.children(recursive=True)
     assert children
     host.kill()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
-    world.run(asyncio.sleep(1))
+    world.run(world.fleet.generate(ask()))
+
+
+def test_an_engine_that_cannot_start_says_why(world: World, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"vLLM did not start with .*nothing"):
+        world.run(
+            start_engines(1, {"model": str(tmp_path / "nothing"), "eos_token_ids": ()}, options=[{"num_cpus": 0}])
+        )
 
 
 @pytest.mark.chaos
