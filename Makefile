@@ -7,22 +7,26 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 MARKS := $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),,-m "not gpu")
 
-.PHONY: help demo demo-agent test check lint ci bench clean
+.PHONY: help demo demo-agent demo-cluster test check lint ci bench clean
 
 help:
-	@echo "make demo        train a small model on sums, and show the result"
-	@echo "make demo-agent  train it on products, with a Python sandbox as its tool"
-	@echo "make test        all tests that this machine can run"
-	@echo "make check       linters and the fast tests"
-	@echo "make lint        format, lint rules, types and layers"
-	@echo "make bench       benchmarks"
-	@echo "make clean       remove caches and build products"
+	@echo "make demo          train a small model on sums, and show the result"
+	@echo "make demo-agent    train it on products, with a Python sandbox as its tool"
+	@echo "make demo-cluster  the first again in several processes: Ray, vLLM and DeepSpeed"
+	@echo "make test          all tests that this machine can run"
+	@echo "make check         linters and the fast tests"
+	@echo "make lint          format, lint rules, types and layers"
+	@echo "make bench         benchmarks"
+	@echo "make clean         remove caches and build products"
 
 demo: $(VENV)/.demo-stamp
 	@$(BIN)/python examples/sums.py
 
 demo-agent: $(VENV)/.demo-stamp
 	@$(BIN)/python examples/products.py
+
+demo-cluster: $(VENV)/.cluster-stamp
+	@$(BIN)/python examples/sums_cluster.py
 
 test: $(VENV)/.test-stamp
 	$(PYTEST) $(MARKS)
@@ -48,5 +52,6 @@ clean:
 $(VENV)/.%-stamp: pyproject.toml scripts/setup.sh
 	@scripts/setup.sh $*
 
-$(VENV)/.test-stamp: $(VENV)/.demo-stamp
+$(VENV)/.cluster-stamp: $(VENV)/.demo-stamp
+$(VENV)/.test-stamp: $(VENV)/.cluster-stamp
 $(VENV)/.bench-stamp: $(VENV)/.test-stamp

@@ -6,14 +6,14 @@ the processes do (`adapters.ray`).
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from rollgrad.adapters.deepspeed.module import DeepSpeedModule, DeepSpeedSettings
-from rollgrad.adapters.ray.engine import RayVLLMEngine
+from rollgrad.adapters.ray.engine import start_engines
 from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.models import RankPolicy, ShardedPolicy, ShardedReference, ShardedValue
 from rollgrad.adapters.ray.placement import SHARE, Placement, Slot
@@ -101,12 +101,9 @@ class Cluster:
         """The vLLM engines."""
         config = self._config
         settings = vllm_settings(config, tokenizer, share=SHARE if config.train.colocate_all else 1.0)
-        members = [
-            RayVLLMEngine(number, settings, options=slot.options())
-            for number, slot in enumerate(self._slots("engines", self._roles["engines"]))
-        ]
-        asyncio.run(_ready(members, config.cluster.timeout))
-        return EngineFleet(members)
+        options = [slot.options() for slot in self._slots("engines", self._roles["engines"])]
+        engines = start_engines(len(options), settings, options=options, seconds=config.cluster.timeout)
+        return EngineFleet(asyncio.run(engines))
 
     def pids(self) -> dict[str, list[int]]:
         """Processes of each model, by rank."""
@@ -161,8 +158,3 @@ def _cluster_gpus() -> bool:
     import ray
 
     return bool(ray.cluster_resources().get("GPU", 0))
-
-
-async def _ready(members: Sequence[RayVLLMEngine], timeout: float) -> None:
-    async with asyncio.timeout(timeout):
-        await asyncio.gather(*(member.ready() for member in members))

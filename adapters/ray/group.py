@@ -98,6 +98,7 @@ class WorkerGroup:
             RollgradError: what the method raised, of the lowest rank.
             WorkerError: a process was lost, or they did not answer in time.
         """
+        self._require_whole()
         references = [worker.call.remote(method, *own) for worker, own in zip(self._workers, arguments, strict=True)]
         return self._gather(references, method)
 
@@ -109,6 +110,7 @@ class WorkerGroup:
 
     def begin(self, method: str, ranks: Sequence[int], *arguments: Any) -> Callable[[], list[Any]]:
         """Starts a call in some processes; what is returned waits for the results."""
+        self._require_whole()
         references = [self._workers[rank].call.remote(method, *arguments) for rank in ranks]
         return lambda: self._gather(references, method)
 
@@ -120,10 +122,12 @@ class WorkerGroup:
                 ray.kill(worker)
         self._workers = []
 
-    def _gather(self, references: list[Any], doing: str) -> list[Any]:
-        ray = ray_module()
+    def _require_whole(self) -> None:
         if self._broken is not None:
             raise WorkerError(self._broken)
+
+    def _gather(self, references: list[Any], doing: str) -> list[Any]:
+        ray = ray_module()
         waiting, left = list(references), self._timeout
         results: dict[int, Any] = {}
         failures: dict[int, Exception] = {}

@@ -1,0 +1,100 @@
+"""What the processes of a test's cluster hold: importable there, and small."""
+
+import os
+import signal
+from collections.abc import Sequence
+from functools import partial
+
+import psutil
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from rollgrad.adapters.deepspeed.module import DeepSpeedModule, DeepSpeedSettings
+from rollgrad.adapters.ray.models import RankPolicy
+from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.torch.models import Optimize, TorchPolicy, TorchReference, TorchValue
+from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.domain.ports.models import LossOutput, TokenScores
+from tests.fakes.agent_executor import make_trajectory
+
+FLAG = "--actor.model-name-or-path"
+SETTINGS = OptimizerSettings(lr=1e-2, total_steps=10, scheduler="linear", weight_decay=0.1, max_norm=0.5)
+"""Everything that an optimizer step knows is in play: the gradients of `batch` exceed the norm."""
+
+
+def policy(path: str, optimize: Optimize = MasterOptimizer) -> TorchPolicy:
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
+    return TorchPolicy(model, load_tokenizer(path, flag=FLAG), SETTINGS, optimize=optimize)
+
+
+def value(path: str, optimize: Optimize = MasterOptimizer) -> TorchValue:
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
+    return TorchValue(model, load_tokenizer(path, flag=FLAG), SETTINGS, optimize=optimize)
+
+
+def rank_policy(path: str, stage: int) -> RankPolicy:
+    return RankPolicy(policy(path, divided(stage)))
+
+
+def rank_value(path: str, stage: int) -> TorchValue:
+    return value(path, divided(stage))
+
+
+def rank_reference(path: str) -> TorchReference:
+    return TorchReference(load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG))
+
+
+def divided(stage: int) -> Optimize:
+    return partial(DeepSpeedModule, division=DeepSpeedSettings(zero_stage=stage))
+
+
+def batch(samples: int = 5) -> PackedBatch:
+    """Samples of two prompts and unlike lengths."""
+    packed = pack(
+        [make_trajectory([5, 6, 7 + i % 2], [20 + i] * (2 * i + 1), [9], [30], group_id=i % 2) for i in range(samples)]
+    )
+    weights_N = torch.where(packed.action_mask_N, 0.1, 0.0)
+    returns_N = torch.linspace(-1, 1, packed.token_count)
+    return evolve(packed, loss_weights_N=weights_N, value_weights_N=weights_N, returns_N=returns_N)
+
+
+def likelihood(scores: TokenScores, part: PackedBatch) -> LossOutput:
+    weights_N = part.filled("loss_weights_N")
+    loss = -(weights_N * (scores.logprobs_N + 0.1 * scores.entropy_N)).sum()
+    return LossOutput(loss=loss, metrics={"likelihood": (weights_N * scores.logprobs_N).sum().detach()})
+
+
+def squared(values_N: Tensor, part: PackedBatch) -> LossOutput:
+    loss = (part.filled("value_weights_N") * (values_N - part.filled("returns_N")).square()).sum()
+    return LossOutput(loss=loss)
+
+
+def steep(scores: TokenScores, part: PackedBatch) -> LossOutput:
+    """A finite loss whose gradient is not."""
+    return LossOutput(loss=likelihood(scores, part).loss + (0 * scores.logprobs_N.sum()).abs().sqrt())
+
+
+def broken(scores: TokenScores, part: PackedBatch) -> LossOutput:
+    """Not finite for one of the samples alone."""
+    poison = torch.where(part.tokens_N == 24, torch.inf, 0.0).sum()
+    return LossOutput(loss=likelihood(scores, part).loss + poison)
+
+
+def processes(title: str) -> list[psutil.Process]:
+    """Ray's processes whose title begins with `title`, oldest first."""
+    found = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return sorted((p for p in found if _title(p).startswith(title)), key=lambda p: p.create_time())
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def kill(victims: Sequence[psutil.Process]) -> None:
+    for victim in victims:
+        os.kill(victim.pid, signal.SIGKILL)

@@ -1,0 +1,184 @@
+"""Models that are divided over processes by Ray and DeepSpeed are the model of one process."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollgrad.adapters.ray.group import WorkerGroup
+from rollgrad.adapters.ray.models import ShardedPolicy, ShardedReference, ShardedValue
+from rollgrad.adapters.ray.placement import Placement
+from rollgrad.adapters.ray.session import RaySession
+from rollgrad.adapters.vllm.buckets import SharedMemory
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, NonFiniteUpdateError, WorkerError
+from tests.fakes import cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 3
+TOLERANCE = 1e-4
+"""Of a weight after steps of 1e-2: sums are taken in another order, and AdamW divides small gradients by their size."""
+
+TIMEOUT = 120.0
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[RaySession]:
+    session = RaySession(None, cpus=4)
+    yield session
+    session.close()
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one_process", "two_processes"])
+def group(session: RaySession, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+    placement = Placement("actor", request.param, gpus=0, shared=False, timeout=TIMEOUT)
+    slots = [placement.slot(index) for index in range(request.param)]
+    group = WorkerGroup("actor", slots, threads=1, timeout=TIMEOUT)
+    yield group
+    group.close()
+    placement.remove()
+
+
+def trained(policy: Any, steps: int = STEPS) -> dict[str, float]:
+    batch = cluster.batch()
+    metrics: dict[str, float] = {}
+    for _ in range(steps):
+        metrics = policy.update([batch.select([0, 1, 4]), batch.select([2, 3])], cluster.likelihood)
+    return metrics
+
+
+def weights(policy: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model_dir: Path) -> dict[str, Any]:
+    """One process's weights, metrics and state after the steps."""
+    policy = cluster.policy(str(tiny_model_dir))
+    metrics = trained(policy)
+    scores = policy.score(cluster.batch())
+    return {"weights": weights(policy), "metrics": metrics, "state": policy.state_dict(), "scores": scores}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_division_trains_as_one_process(
+    group: WorkerGroup, stage: int, expected: dict[str, Any], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    group.build(cluster.rank_policy, str(tiny_model_dir), stage)
+    policy = ShardedPolicy(group)
+    batch = cluster.batch()
+    before = weights(policy)
+    for breaks in (cluster.steep, cluster.broken):  # the error is every process's, and leaves no trace
+        with pytest.raises(NonFiniteUpdateError):
+            policy.update([batch], breaks)
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.weights())
+
+    metrics = trained(policy)
+    assert metrics == pytest.approx(expected["metrics"], rel=1e-4)
+    assert metrics["grad_norm"] > cluster.SETTINGS.max_norm, "the test must clip"
+    after = weights(policy)
+    assert after.keys() == expected["weights"].keys()
+    for name, tensor in expected["weights"].items():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=TOLERANCE)
+    scores = policy.score(batch)
+    torch.testing.assert_close(scores.logprobs_N, expected["scores"].logprobs_N, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(scores.entropy_N, expected["scores"].entropy_N, rtol=1e-3, atol=1e-3)
+
+    state = policy.state_dict()
+    for name, moments in expected["state"]["moments"].items():
+        torch.testing.assert_close(state["moments"][name], moments, rtol=1e-3, atol=1e-6)
+    policy.save(tmp_path / "deep" / "model")
+    saved = weights(cluster.policy(str(tmp_path / "deep" / "model")))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in after.items())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError):
+        policy.save(tmp_path / "file" / "model")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_state_continues_in_any_division(
+    group: WorkerGroup, stage: int, expected: dict[str, Any], tiny_model_dir: Path
+) -> None:
+    """From one process to several, and back."""
+    begun = cluster.policy(str(tiny_model_dir))
+    trained(begun, 1)
+    group.build(cluster.rank_policy, str(tiny_model_dir), stage)
+    policy = ShardedPolicy(group)
+    policy.load_state_dict(begun.state_dict())
+    trained(policy, 1)
+    ended = cluster.policy(str(tiny_model_dir))
+    ended.load_state_dict(policy.state_dict())
+    assert trained(ended, 1)["lr"] == expected["metrics"]["lr"]
+    for name, tensor in ended.weights():
+        torch.testing.assert_close(tensor, expected["weights"][name], rtol=0, atol=TOLERANCE)
+
+
+def test_weights_that_nobody_reads_to_the_end_hold_nobody_up(group: WorkerGroup, tiny_model_dir: Path) -> None:
+    group.build(cluster.rank_policy, str(tiny_model_dir), 3)
+    policy = ShardedPolicy(group)
+    memory = SharedMemory(bucket_bytes=4096)
+    buckets = policy.fill(memory)
+    next(buckets)
+    buckets.close()
+    memory.unlink()
+    assert trained(policy, 1)["lr"] > 0
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_divided_critic_trains_as_one_process(
+    group: WorkerGroup, stage: int, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    lone = cluster.value(str(tiny_model_dir))
+    group.build(cluster.rank_value, str(tiny_model_dir), stage)
+    critic = ShardedValue(group)
+    batch = cluster.batch()
+    for _ in range(STEPS):
+        found, wanted = (model.update([batch], cluster.squared) for model in (critic, lone))
+        assert found == pytest.approx(wanted, rel=1e-4)
+    torch.testing.assert_close(critic.values(batch), lone.values(batch), rtol=1e-3, atol=1e-4)
+    assert critic.values(batch).abs().max() > 0.01
+    critic.save(tmp_path)
+    assert (tmp_path / "value_head.safetensors").exists()
+
+
+def test_a_reference_scores_what_one_process_scores(group: WorkerGroup, tiny_model_dir: Path) -> None:
+    group.build(cluster.rank_reference, str(tiny_model_dir))
+    for samples in (1, 5):  # of one sample, a second process has nothing to do
+        batch = cluster.batch(samples)
+        found = ShardedReference(group).score(batch)
+        wanted = cluster.rank_reference(str(tiny_model_dir)).score(batch)
+        torch.testing.assert_close(found.logprobs_N, wanted.logprobs_N, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.entropy_N, wanted.entropy_N, rtol=1e-4, atol=1e-4)
+
+
+def test_room_that_is_not_there_is_told(session: RaySession) -> None:
+    with pytest.raises(ConfigurationError, match="found no room for the 99 processes of actor"):
+        Placement("actor", 99, gpus=0, shared=False, timeout=3)
+
+
+@pytest.mark.chaos
+def test_a_process_that_dies_is_named(session: RaySession, tiny_model_dir: Path) -> None:
+    placement = Placement("actor", 2, gpus=0, shared=False, timeout=TIMEOUT)
+    group = WorkerGroup("actor", [placement.slot(0), placement.slot(1)], threads=1, timeout=TIMEOUT)
+    group.build(cluster.rank_policy, str(tiny_model_dir), 3)
+    policy = ShardedPolicy(group)
+    trained(policy, 1)
+    victim = group.pids()[1]
+    cluster.kill([p for p in cluster.processes("ray::RankWorker") if p.pid == victim])
+    for _ in range(2):  # whoever asks later is told the same
+        with pytest.raises(WorkerError, match="rank 1 died while 'update' was under way"):
+            trained(policy, 1)
+    placement.remove()
+
+
+def test_a_divided_loss_is_that_of_the_whole_batch(group: WorkerGroup, tiny_model_dir: Path) -> None:
+    """More micro-batches than samples in some of them: processes without a sample weigh nothing."""
+    group.build(cluster.rank_policy, str(tiny_model_dir), 2)
+    policy, lone = ShardedPolicy(group), cluster.policy(str(tiny_model_dir))
+    batch = cluster.batch()
+    parts = [batch.select([index]) for index in range(len(batch))]
+    assert policy.update(parts, cluster.likelihood) == pytest.approx(lone.update([batch], cluster.likelihood), rel=1e-4)
+    assert all(math.isfinite(float(tensor.sum())) for tensor in weights(policy).values())
