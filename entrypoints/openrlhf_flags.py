@@ -31,8 +31,12 @@ class Flag:
     idle: tuple[str, ...] = ()
 
 
-CLUSTER = "one process trains and generates; clusters are not there yet"
-DEEPSPEED = "training runs in one process without DeepSpeed"
+REWARD_PROCESSES = "reward models are not loaded here, so they need no processes"
+OFFLOAD = "models stay where they are loaded"
+TRANSFER = "weights go from the trainers to the engines through shared memory"
+GRAPHS = "on a GPU vLLM replays graphs, which leaves the results the same up to rounding"
+ZERO = "ZeRO divides over all processes of a model, with DeepSpeed's own settings"
+SEQUENCES = "a sequence is not divided over processes yet"
 LORA = "all weights are trained; LoRA and quantised training are not there yet"
 CHECKPOINTS = (
     "models are saved in the run's directory (ckpt.output_dir), and runs continue by ckpt.state_steps and ckpt.resume"
@@ -119,7 +123,9 @@ FLAGS: dict[str, Flag] = {
     "rollout.max_new_tokens": Flag(INTEGER),
     "rollout.micro_batch_size": Flag(INTEGER, reason=MICRO),
     "rollout.max_tokens_per_gpu": Flag(INTEGER, reason="all forward passes have one budget, train_max_tokens_per_gpu"),
-    "rollout.tasks_per_gpu": Flag(INTEGER, reason=CLUSTER),
+    "rollout.tasks_per_gpu": Flag(
+        INTEGER, reason="engines take what rollout.max_concurrent and rollout.max_batch_size let through"
+    ),
     "train.batch_size": Flag(INTEGER),
     "train.micro_batch_size": Flag(INTEGER, reason=MICRO),
     "train.max_epochs": Flag(INTEGER, "train.max_epochs"),
@@ -136,43 +142,38 @@ FLAGS: dict[str, Flag] = {
     "train.agent_func_path": Flag(TEXT, "train.agent_func_path"),
     "train.enable_ema": Flag(SWITCH, reason=EMA),
     "train.ema_beta": Flag(NUMBER, reason=EMA),
-    "train.colocate_all": Flag(SWITCH, reason=CLUSTER),
-    "train.colocate_actor_ref": Flag(SWITCH, reason=CLUSTER),
-    "train.colocate_critic_reward": Flag(SWITCH, reason=CLUSTER),
+    "train.colocate_all": Flag(SWITCH),
+    "train.colocate_actor_ref": Flag(SWITCH),
+    "train.colocate_critic_reward": Flag(SWITCH, reason=REWARD_PROCESSES),
     **{
-        f"{model}.{key}": Flag(INTEGER, reason=CLUSTER)
+        f"{model}.{key}": Flag(INTEGER, reason=REWARD_PROCESSES if model == "reward" else None)
         for model in ("actor", "ref", "critic", "reward")
         for key in ("num_nodes", "num_gpus_per_node")
     },
-    "ref.offload": Flag(SWITCH, reason=CLUSTER),
-    "reward.offload": Flag(SWITCH, reason=CLUSTER),
-    **{
-        f"vllm.{key}": Flag(kind, reason=CLUSTER)
-        for key, kind in {
-            "num_engines": INTEGER,
-            "tensor_parallel_size": INTEGER,
-            "sync_backend": TEXT,
-            "sync_with_ray": SWITCH,
-            "enable_sleep": SWITCH,
-            "gpu_memory_utilization": NUMBER,
-            "enable_prefix_caching": SWITCH,
-            "enforce_eager": SWITCH,
-        }.items()
-    },
+    "ref.offload": Flag(SWITCH, reason=OFFLOAD),
+    "reward.offload": Flag(SWITCH, reason=OFFLOAD),
+    "vllm.num_engines": Flag(INTEGER),
+    "vllm.tensor_parallel_size": Flag(INTEGER),
+    "vllm.gpu_memory_utilization": Flag(NUMBER),
+    "vllm.enable_sleep": Flag(SWITCH),
+    "vllm.enable_prefix_caching": Flag(SWITCH),
+    "vllm.enforce_eager": Flag(SWITCH, reason=GRAPHS),
+    "vllm.sync_backend": Flag(TEXT, reason=TRANSFER),
+    "vllm.sync_with_ray": Flag(SWITCH, reason=TRANSFER),
+    "ds.zero_stage": Flag(INTEGER, "ds.zero_stage"),
+    "ds.adam_offload": Flag(SWITCH, "ds.adam_offload"),
     **{
         f"ds.{key}": Flag(kind, reason=reason, idle=idle)
         for key, (kind, reason, idle) in {
-            "zero_stage": (INTEGER, CLUSTER, ("0",)),
-            "zpg": (INTEGER, CLUSTER, ("1",)),
-            "tensor_parallel_size": (INTEGER, CLUSTER, ("1",)),
-            "ring_attn_size": (INTEGER, CLUSTER, ("1",)),
-            "ring_attn_head_stride": (INTEGER, CLUSTER, ("1",)),
-            "enable_sleep": (SWITCH, CLUSTER, ()),
-            "overlap_comm": (SWITCH, CLUSTER, ()),
-            "use_universal_ckpt": (SWITCH, CLUSTER, ()),
-            "local_rank": (INTEGER, CLUSTER, ("-1",)),
-            "adam_offload": (SWITCH, DEEPSPEED, ()),
-            "deepcompile": (SWITCH, DEEPSPEED, ()),
+            "zpg": (INTEGER, ZERO, ("1",)),
+            "overlap_comm": (SWITCH, ZERO, ()),
+            "tensor_parallel_size": (INTEGER, "training divides no layer over processes: use ZeRO stage 3", ("1",)),
+            "ring_attn_size": (INTEGER, SEQUENCES, ("1",)),
+            "ring_attn_head_stride": (INTEGER, SEQUENCES, ("1",)),
+            "enable_sleep": (SWITCH, "models stay on their GPUs while engines sample", ()),
+            "use_universal_ckpt": (SWITCH, "a run's state is whole, and fits any number of processes", ()),
+            "local_rank": (INTEGER, "Ray numbers the processes", ("-1",)),
+            "deepcompile": (SWITCH, KERNELS, ()),
             "grad_accum_dtype": (TEXT, "gradients are summed in float32", ("fp32",)),
             "packing_samples": (SWITCH, MICRO, ()),
             "use_liger_kernel": (SWITCH, KERNELS, ()),

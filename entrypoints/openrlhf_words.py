@@ -28,6 +28,16 @@ class Given:
         return self.flag if self.implied else " ".join((self.flag, *self.values))
 
 
+@frozen
+class Command:
+    """An OpenRLHF command."""
+
+    flags: list[str]
+    """The words that follow the module's name."""
+    submitted: bool = False
+    """Whether `ray job submit` hands it to a cluster that runs already."""
+
+
 def parse(argv: Sequence[str]) -> list[Given]:
     """The flags of a command line, in order, each with the words up to the next one.
 
@@ -57,8 +67,12 @@ def parse(argv: Sequence[str]) -> list[Given]:
     return found
 
 
-def command_flags(argv: Sequence[str]) -> list[str]:
-    """What follows the module's name; a command in one word is split as a shell would."""
+def read_command(argv: Sequence[str]) -> Command:
+    """Which command it is; one in a single word is split as a shell would.
+
+    Raises:
+        ConfigurationError: it is none that can be translated.
+    """
     words = list(argv)
     if len(words) == 1 and len(words[0].split()) > 1:
         try:
@@ -74,9 +88,9 @@ def command_flags(argv: Sequence[str]) -> list[str]:
                 f"openrlhf.cli.{match[1]} has no counterpart in rollgrad yet, which translates openrlhf.cli.{TRAINER} "
                 "only: run this step with OpenRLHF."
             )
-        return words[index + 1 :]
+        return Command(words[index + 1 :], submitted=words[:3] == ["ray", "job", "submit"])
     if words and words[0].startswith("--"):
-        return words
+        return Command(words)
     raise ConfigurationError(
         f"The command names no module of OpenRLHF: write rollgrad openrlhf python3 -m openrlhf.cli.{TRAINER} --flag "
         "value ..."

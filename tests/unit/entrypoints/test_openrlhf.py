@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from rollgrad.application.config import RLConfig
+from rollgrad.application.rules_common import ranks
 from rollgrad.application.validation import validate
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints import cli
@@ -98,10 +99,12 @@ def test_every_setting_named_in_the_table_exists() -> None:
 
 def test_every_flag_has_one_fate() -> None:
     assert all(flag.to is None or flag.reason is None for flag in FLAGS.values())
-    source = (Path(cli.__file__).parent / "openrlhf.py").read_text()
+    modules = Path(cli.__file__).parent.glob("openrlhf*.py")
+    source = "".join(module.read_text() for module in modules if module.stem != "openrlhf_flags")
+    always = {"ckpt.save_hf", "vllm.enable_prefix_caching"}
     for name in (name for name, flag in FLAGS.items() if flag.to is None and flag.reason is None):
         key = name.rpartition(".")[2].removeprefix("is_correction_")
-        assert key in source or name == "ckpt.save_hf"  # always saved that way
+        assert key in source or name in always
 
 
 # Reading a command line.
@@ -468,8 +471,11 @@ def test_evaluation() -> None:
     [
         ("--async_queue_size", "4"),
         ("--partial_rollout",),
-        ("--vllm_num_engines", "4"),
-        ("--zero_stage", "3"),
+        ("--vllm_enable_sleep",),
+        ("--vllm_sync_backend", "nccl"),
+        ("--deepspeed_enable_sleep",),
+        ("--ds_tensor_parallel_size", "2"),
+        ("--reward_num_nodes", "2"),
         ("--packing_samples",),
         ("--lora_rank", "8"),
         ("--load_checkpoint",),
@@ -491,7 +497,8 @@ def test_what_has_no_counterpart_is_one_line_that_says_why(flags: tuple[str, ...
     "flags",
     [
         *(("--lora_rank", "0"), ("--zpg", "1"), ("--ring_attn_size", "1"), ("--logging_steps", "1")),
-        *(("--aux_loss_coef", "0"), ("--save_hf_ckpt",), ("--zero_stage", "0"), ("--ckpt.best_metric_key", "none")),
+        *(("--aux_loss_coef", "0"), ("--save_hf_ckpt",), ("--ckpt.best_metric_key", "none")),
+        ("--enable_prefix_caching",),
     ],
 )
 def test_flags_that_ask_for_nothing_are_passed_over(flags: tuple[str, ...]) -> None:
@@ -521,15 +528,89 @@ def test_groups_in_flight_of_an_asynchronous_run(given: str, groups: int | None,
     assert len(notes_of(*flags)) == notes
 
 
+# Where it runs.
+
+EIGHT = ("--actor_num_gpus_per_node", "8")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *((f"--{model}_num_nodes", "1") for model in ("actor", "critic", "ref")),
+        *((f"--{model}_num_gpus_per_node", "8") for model in ("actor", "critic", "ref")),
+        *(("--colocate_all_models", "--vllm_enable_sleep"), ("--colocate_actor_ref",)),
+        *(("--vllm_num_engines", "1"), ("--vllm_tensor_parallel_size", "1"), ("--vllm_gpu_memory_utilization", "0.95")),
+        *(("--zero_stage", "2"), ("--adam_offload",)),
+    ],
+)
+def test_what_names_a_cluster_turns_it_on_as_openrlhf_would(flags: tuple[str, ...]) -> None:
+    config = config_of(*flags)
+    assert (config.cluster.enable, config.rollout.engine) == (True, "vllm")
+    assert (config.actor.num_nodes, config.actor.num_gpus_per_node) == (1, 8)
+    assert [ranks(config, model) for model in ("actor", "critic", "ref")] == [8, 8, 8]
+    assert (config.vllm.num_engines, config.vllm.tensor_parallel_size) == (1, 1)
+    assert config.vllm.gpu_memory_utilization == 0.95
+    assert config.ds.zero_stage == 2
+    assert config.ds.adam_offload is (flags == ("--adam_offload",))
+    assert config.train.colocate_all is ("--colocate_all_models" in flags)
+    assert config.train.colocate_actor_ref is ("--colocate_actor_ref" in flags)
+    assert notes_of(*flags) == []
+
+
+def test_without_such_a_flag_everything_is_in_one_process() -> None:
+    for flags in ((), ("--reward_num_nodes", "2"), ("--colocate_all_models", "false"), ("--packing_samples",)):
+        config = config_of(*flags)
+        assert (config.cluster.enable, config.rollout.engine) == (False, "embedded")
+
+
+def test_processes_of_each_model() -> None:
+    flags = ("--actor_num_nodes", "2", "--ref_num_gpus_per_node", "2", "--critic_num_gpus_per_node", "4")
+    config = config_of(*flags, "--vllm_num_engines", "2", "--vllm_tensor_parallel_size", "4", "--zero_stage", "3")
+    assert [ranks(config, model) for model in ("actor", "critic", "ref")] == [16, 4, 2]
+    assert (config.vllm.num_engines, config.vllm.tensor_parallel_size, config.ds.zero_stage) == (2, 4, 3)
+    assert notes_of(*flags) == []
+    config = config_of(*flags, "--init_kl_coef", "0", "--advantage_estimator", "reinforce")
+    assert (config.critic, config.ref) == (config_of("--advantage_estimator", "reinforce").critic, RLConfig().ref)
+    notes = notes_of(*flags, "--init_kl_coef", "0", "--advantage_estimator", "reinforce")
+    assert [note.split(": ")[1] for note in notes] == ["--critic_num_gpus_per_node 4", "--ref_num_gpus_per_node 2"]
+
+
+def test_models_and_engines_on_the_same_gpus() -> None:
+    flags = (*EIGHT, "--colocate_all_models", "--vllm_num_engines", "4", "--vllm_tensor_parallel_size", "2")
+    config = config_of(*flags)
+    assert config.train.colocate_all
+    assert (config.vllm.num_engines, config.vllm.tensor_parallel_size) == (8, 1)  # as many GPUs
+    sleeping, dealt = notes_of(*flags)
+    assert sleeping.startswith("not identical: --colocate_all_models: engines sleep")
+    assert dealt.startswith("not identical: --vllm_tensor_parallel_size 2: 8 engines of one GPU each")
+    assert notes_of(*flags, "--vllm_enable_sleep") == [dealt]
+    (*_, memory) = notes_of(*flags, "--vllm_gpu_memory_utilization", "0.5")
+    assert memory.startswith("not identical: --vllm_gpu_memory_utilization 0.5: of the fifth of a GPU")
+
+
+def test_engines_of_an_asynchronous_run_share_no_gpu() -> None:
+    flags = (*EIGHT, "--colocate_all_models", "--async_train")
+    train = config_of(*flags).train
+    assert (train.colocate_all, train.colocate_actor_ref) == (False, True)
+    assert any("with --async_train actor and reference share GPUs" in note for note in notes_of(*flags))
+
+
+def test_a_submitted_job_joins_the_cluster_that_runs() -> None:
+    submit = ("ray", "job", "submit", "--address=http://127.0.0.1:8265", "--", *MODULE)
+    assert translated_config([*submit, *LEAST, *EIGHT])[0].cluster.address == "auto"
+    assert translated_config([*submit, *LEAST])[0].cluster == RLConfig().cluster
+    assert config_of(*EIGHT).cluster.address is None
+
+
 # The command.
 
 
 def test_it_prints_what_differs_as_yaml_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*MODULE, *LEAST, *GROUP, "--advantage_estimator", "group_norm", "--actor_learning_rate", "5e-7", "--bf16"]
-    assert main(["openrlhf", *argv, "--zero_stage", "3"]) == 0
+    assert main(["openrlhf", *argv, "--zpg", "2"]) == 0
     output = capsys.readouterr()
     assert output.err.splitlines() == [
-        "not honoured: --zero_stage 3: one process trains and generates; clusters are not there yet"
+        "not honoured: --zpg 2: ZeRO divides over all processes of a model, with DeepSpeed's own settings"
     ]
     printed = yaml.safe_load(output.out)
     assert printed["algo"] == {"advantage": {"estimator": "group_norm"}, "kl": {"init_coef": 0.01}}

@@ -1,0 +1,85 @@
+"""Where an OpenRLHF command trains and samples: processes, ZeRO and vLLM.
+
+OpenRLHF always has a cluster. Here a run has one if the command names a setting of it (`CLUSTER_FLAGS`).
+"""
+
+from rollgrad.entrypoints.openrlhf_draft import Draft
+
+CLUSTER_FLAGS = (
+    *(f"{model}.{key}" for model in ("actor", "critic", "ref") for key in ("num_nodes", "num_gpus_per_node")),
+    *("train.colocate_all", "train.colocate_actor_ref"),
+    *("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.gpu_memory_utilization"),
+    *("ds.zero_stage", "ds.adam_offload"),
+)
+"""Those that turn on `cluster.enable` and `rollout.engine` vllm."""
+
+NODE = {"num_nodes": 1, "num_gpus_per_node": 8}
+"""Processes of a model, where OpenRLHF is not told."""
+
+GPU_MEMORY = 0.95
+"""OpenRLHF's share of a GPU for an engine."""
+
+SHARED_MEMORY = "of the fifth of a GPU that an engine has here beside the models, in OpenRLHF of all of it"
+
+
+def translate_cluster(draft: Draft) -> None:
+    """Sets `cluster`, `ds`, `vllm`, `train.colocate_*` and the processes of each model.
+
+    Raises:
+        ConfigurationError: a value is not of its flag's kind.
+    """
+    together = False
+    if any(draft.asks(name) for name in CLUSTER_FLAGS):
+        draft.set("cluster.enable", True)
+        draft.set("rollout.engine", "vllm")
+        if draft.submitted:
+            draft.set("cluster.address", "auto")
+        _processes(draft)
+        together = _sharing(draft)
+        _engines(draft, together=together)
+    if draft.asks("vllm.enable_sleep") and not together:
+        draft.lose("vllm.enable_sleep", "engines sleep where they share GPUs with models, in OpenRLHF too")
+
+
+def _processes(draft: Draft) -> None:
+    """How many train and hold each model."""
+    actor = {key: draft.value(f"actor.{key}", default) for key, default in NODE.items()}
+    for key, value in actor.items():
+        draft.set(f"actor.{key}", value)
+    others = {"critic": draft.has_critic, "ref": draft.kl_coef != 0}
+    for model in (model for model, loaded in others.items() if loaded):
+        own = {key: draft.value(f"{model}.{key}", default) for key, default in NODE.items()}
+        for key, value in own.items() if own != actor else ():
+            draft.set(f"{model}.{key}", value)
+    if not others["ref"]:
+        for key in NODE:
+            draft.lose(f"ref.{key}", "a KL weight of 0 loads no reference, in OpenRLHF neither")
+
+
+def _sharing(draft: Draft) -> bool:
+    """Whether models and engines share GPUs."""
+    together = bool(draft.value("train.colocate_all", False))
+    if together and draft.value("train.async_enable", False):
+        draft.set("train.colocate_actor_ref", True)
+        draft.change("train.colocate_all", "with --async_train actor and reference share GPUs, the critic has its own")
+        together = False
+    elif together:
+        draft.set("train.colocate_all", True)
+        if not draft.asks("vllm.enable_sleep"):
+            draft.change("train.colocate_all", "engines sleep while models train, as with --vllm_enable_sleep")
+    if draft.value("train.colocate_actor_ref", False) and not together:
+        draft.set("train.colocate_actor_ref", True)
+    return together
+
+
+def _engines(draft: Draft, *, together: bool) -> None:
+    """Those of vLLM; `together` with the models they have one GPU each."""
+    engines, size = draft.value("vllm.num_engines", 1), draft.value("vllm.tensor_parallel_size", 1)
+    if together and size > 1:
+        engines, size = engines * size, 1
+        draft.change("vllm.tensor_parallel_size", f"{engines} engines of one GPU each, for they share GPUs with models")
+    draft.set("vllm.num_engines", engines)
+    draft.set("vllm.tensor_parallel_size", size)
+    draft.set("vllm.gpu_memory_utilization", draft.value("vllm.gpu_memory_utilization", GPU_MEMORY))
+    if together:
+        draft.change("vllm.gpu_memory_utilization", SHARED_MEMORY)
