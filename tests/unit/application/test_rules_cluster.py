@@ -1,0 +1,91 @@
+from typing import Any
+
+import pytest
+
+from rollgrad.application.choices import Engine
+from rollgrad.application.config import RLConfig
+from rollgrad.application.rules_cluster import cluster_problems
+
+CLUSTER: dict[str, Any] = {"cluster.enable": True}
+VLLM: dict[str, Any] = {"rollout.engine": Engine.VLLM}
+TOGETHER: dict[str, Any] = {"train.colocate_all": True}
+
+
+def problems(settings: dict[str, Any]) -> list[str]:
+    config = RLConfig()
+    for name, value in settings.items():
+        section, key = name.split(".")
+        setattr(getattr(config, section), key, value)
+    return list(cluster_problems(config))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        VLLM,
+        VLLM | {"vllm.tensor_parallel_size": 2, "vllm.gpu_memory_utilization": 0.5},
+        CLUSTER,
+        CLUSTER | {"cluster.address": "auto", "cluster.timeout": 60.0},
+        CLUSTER | {"actor.num_nodes": 2, "critic.num_nodes": 1, "ref.num_gpus_per_node": 4},
+        CLUSTER | {"ds.zero_stage": 3, "ds.param_offload": True, "ds.adam_offload": True},
+        CLUSTER | {"ds.zero_stage": 0},
+        CLUSTER | VLLM | {"vllm.num_engines": 4, "vllm.tensor_parallel_size": 2},
+        CLUSTER | VLLM | TOGETHER | {"vllm.num_engines": 4},
+        CLUSTER | {"train.colocate_actor_ref": True, "train.async_enable": True},
+    ],
+)
+def test_allows(settings: dict[str, Any]) -> None:
+    assert problems(settings) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("vllm.num_engines", 2), ("vllm.tensor_parallel_size", 2), ("vllm.gpu_memory_utilization", 0.5)],
+)
+def test_engines_of_vllm_need_vllm(name: str, value: Any) -> None:
+    (problem,) = problems(CLUSTER | {name: value})
+    assert problem == (
+        f"{name} is set, but rollout.engine is embedded: set --rollout.engine vllm, or leave --{name} out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cluster.address", "auto"),
+        ("cluster.timeout", 60.0),
+        ("ds.zero_stage", 3),
+        ("ds.adam_offload", True),
+        ("ds.param_offload", True),
+        *((f"{model}.{key}", 2) for model in ("actor", "critic", "ref") for key in ("num_nodes", "num_gpus_per_node")),
+        ("train.colocate_all", True),
+        ("train.colocate_actor_ref", True),
+        ("vllm.num_engines", 2),
+    ],
+)
+def test_processes_need_a_cluster(name: str, value: Any) -> None:
+    assert problems(VLLM | {name: value}) == [
+        f"{name} is set, but models and engines have no processes of their own: turn on --cluster.enable, or leave "
+        f"--{name} out."
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_only_stage_three_can_offload_parameters(stage: int) -> None:
+    assert problems(CLUSTER | {"ds.param_offload": True, "ds.zero_stage": stage}) == [
+        f"ds.param_offload is on with ds.zero_stage {stage}, which does not divide parameters: set --ds.zero_stage 3, "
+        "or leave --ds.param_offload out."
+    ]
+
+
+def test_engines_that_never_rest_share_no_gpu() -> None:
+    (problem,) = problems(CLUSTER | VLLM | TOGETHER | {"train.async_enable": True})
+    assert problem.startswith("train.colocate_all lets engines sleep while models train")
+    assert problem.endswith("leave one of --train.colocate_all and --train.async_enable out.")
+
+
+def test_an_engine_beside_models_has_one_gpu() -> None:
+    (problem,) = problems(CLUSTER | VLLM | TOGETHER | {"vllm.tensor_parallel_size": 2})
+    assert problem.startswith("vllm.tensor_parallel_size is 2 with train.colocate_all, where an engine has one GPU")
+    assert problem.endswith("leave one of --vllm.tensor_parallel_size and --train.colocate_all out.")
