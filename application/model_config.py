@@ -19,6 +19,24 @@ class AdamConfig:
     """Decoupled weight decay."""
 
 
+ALL_LINEAR = ("all-linear",)
+"""Stands for the names of all linear layers but the vocabulary's head."""
+
+
+@define(kw_only=True)
+class LoraConfig:
+    """Adapters that are trained instead of the weights. They have no dropout: the ratio of two log-probs means nothing
+    if chance decides both. The run saves the model with adapters merged, and in `adapter` below it the adapters."""
+
+    rank: int = 0
+    """Rows of the adapters' narrow matrices; 0 trains all weights."""
+    alpha: int = 32
+    """An adapter counts alpha / rank times."""
+    target_modules: tuple[str, ...] = ALL_LINEAR
+    """Linear layers that get adapters, by the last parts of their names (q_proj, mlp.up_proj); all-linear is all of
+    them but the vocabulary's head."""
+
+
 @define(kw_only=True)
 class ActorConfig:
     """The policy that is trained."""
@@ -61,6 +79,8 @@ class ActorConfig:
     loss_aggregation: Aggregation | None = None
     """How token losses become one number; default: the loss's own (ppo token_mean, gspo sequence_mean, ...);
     constant_length is Dr. GRPO's form."""
+    lora: LoraConfig = Factory(LoraConfig)
+    """Low-rank adapters; with a rank above 0 they alone are trained."""
     adam: AdamConfig = Factory(AdamConfig)
     """Optimizer."""
     lr_scheduler: LRScheduler = LRScheduler.CONSTANT

@@ -30,6 +30,9 @@ RANGES: dict[str, Range] = {
             "max_norm": NOT_NEGATIVE,
         }.items()
     },
+    "actor.lora.rank": NOT_NEGATIVE,
+    "actor.lora.alpha": POSITIVE,
+    "actor.lora.target_modules": (lambda names: bool(names) and all(names), "at least one name, and none empty"),
     "actor.eps_clip": SHARE,
     "actor.eps_clip_low_high": (
         lambda clip: 0 <= clip[0] <= 1 and clip[1] >= 0,

@@ -27,6 +27,7 @@ from rollgrad.application.rules_inputs import (
     required_eval_problems,
     reward_problems,
 )
+from rollgrad.application.rules_lora import lora_problems
 from rollgrad.application.rules_sampling import rollout_problems, sampling_problems, shaping_problems, turn_problems
 from rollgrad.domain.catalogue import estimator_traits, policy_loss_traits
 from rollgrad.domain.errors import ConfigurationError
@@ -50,6 +51,7 @@ def validate(config: RLConfig, *, has_reward: bool = False, has_environment: boo
         range_problems(config),
         algorithm_problems(config),
         policy_loss_problems(config),
+        lora_problems(config),
         kl_problems(config),
         correction_problems(config),
         async_problems(config),

@@ -26,17 +26,22 @@ from rollgrad.application.fleet import EngineFleet
 from rollgrad.application.rules_common import ranks
 from rollgrad.entrypoints.algorithm_factories import critic_kind, reference_kind
 from rollgrad.entrypoints.extensions import load_extension
-from rollgrad.entrypoints.factories import make_actor_model, make_critic, make_optimizer, vllm_settings
+from rollgrad.entrypoints.factories import (
+    make_actor_model,
+    make_critic,
+    make_optimizer,
+    make_trained_actor,
+    vllm_settings,
+)
 
 
 def rank_policy(config: RLConfig, rollouts: int) -> RankPolicy:
     """One process's part of the actor."""
     load_extension(config)
-    flag = "--actor.model-name-or-path"
     return RankPolicy(
         TorchPolicy(
-            make_actor_model(config, None, flag),
-            load_tokenizer(config.actor.model_name_or_path, flag=flag),
+            make_trained_actor(config),
+            load_tokenizer(config.actor.model_name_or_path, flag="--actor.model-name-or-path"),
             make_optimizer(config.actor, config, rollouts),
             temperature=config.rollout.temperature,
             gradient_checkpointing=config.actor.gradient_checkpointing,

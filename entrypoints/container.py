@@ -17,7 +17,7 @@ from rollgrad.adapters.rewards.none import NoReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
 from rollgrad.adapters.system.clock import SystemClock
 from rollgrad.adapters.torch.loading import load_tokenizer
-from rollgrad.adapters.torch.models import TorchPolicy, TorchReference
+from rollgrad.adapters.torch.models import AdapterlessReference, TorchPolicy, TorchReference
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
 from rollgrad.adapters.vllm.weights import FleetWeights, SharedMemoryWeights
@@ -76,7 +76,9 @@ from rollgrad.entrypoints.factories import (
     make_rollouts,
     make_sinks,
     make_tool_executor,
+    make_trained_actor,
     make_vllm_engine,
+    reference_model_kind,
     reward_kind,
     sleeper_kind,
     trainer_kind,
@@ -129,7 +131,7 @@ class Container(containers.DeclarativeContainer):
     )
 
     rollouts = providers.Singleton(make_rollouts, config, prompts)
-    actor_model = providers.Singleton(make_actor_model, config, None, "--actor.model-name-or-path")
+    actor_model = providers.Singleton(make_trained_actor, config)
     cluster = providers.Singleton(Cluster, config)
     policy = providers.Selector(
         providers.Callable(trainer_kind, config),
@@ -161,12 +163,16 @@ class Container(containers.DeclarativeContainer):
         providers.Callable(reference_kind, config),
         loaded=providers.Selector(
             providers.Callable(trainer_kind, config),
-            process=providers.Singleton(
-                TorchReference,
-                providers.Callable(
-                    make_actor_model, config, config.provided.ref.model_name_or_path, "--ref.model-name-or-path"
+            process=providers.Selector(
+                providers.Callable(reference_model_kind, config),
+                own=providers.Singleton(
+                    TorchReference,
+                    providers.Callable(
+                        make_actor_model, config, config.provided.ref.model_name_or_path, "--ref.model-name-or-path"
+                    ),
+                    temperature=config.provided.rollout.temperature,
                 ),
-                temperature=config.provided.rollout.temperature,
+                actor=providers.Singleton(AdapterlessReference, policy),
             ),
             cluster=providers.Singleton(lambda cluster: cluster.reference(), cluster),
         ),

@@ -23,6 +23,7 @@ from rollgrad.adapters.torch.loading import (
     load_generation_settings,
     resolve_dtype,
 )
+from rollgrad.adapters.torch.lora import add_lora
 from rollgrad.adapters.torch.models import Optimize, TorchValue
 from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.tracking.console import ConsoleSink
@@ -119,6 +120,14 @@ def make_actor_model(config: RLConfig, name: str | None, flag: str) -> Any:
         device=device,
         flag=flag,
     )
+
+
+def make_trained_actor(config: RLConfig) -> Any:
+    """The model that is trained, with adapters if there are to be some."""
+    model = make_actor_model(config, None, "--actor.model-name-or-path")
+    if config.actor.lora.rank:
+        add_lora(model, config.actor.lora, seed=config.train.seed)
+    return model
 
 
 def make_critic(
@@ -230,6 +239,11 @@ def engine_kind(config: RLConfig) -> str:
     if config.rollout.engine is Engine.VLLM and config.cluster.enable:
         return "fleet"
     return str(config.rollout.engine)
+
+
+def reference_model_kind(config: RLConfig) -> str:
+    """Whose weights the reference of a run in one process reads."""
+    return "actor" if config.actor.lora.rank and config.ref.model_name_or_path is None else "own"
 
 
 def sleeper_kind(config: RLConfig) -> str:

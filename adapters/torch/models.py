@@ -13,6 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from rollgrad.adapters.torch.forward import PackedLM, PackedValue, scatter
+from rollgrad.adapters.torch.lora import (
+    NamedWeight,
+    adapter_weights,
+    plain_buffers,
+    plain_weights,
+    save_adapter,
+    without_adapters,
+)
 from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings, TrainedModule
 from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
@@ -28,6 +36,9 @@ from rollgrad.domain.ports.models import (
 
 Optimize = Callable[[nn.Module, OptimizerSettings], TrainedModule]
 """Puts a module under an optimizer."""
+
+ADAPTER_DIRECTORY = "adapter"
+"""Below the directory of a saved policy: its adapters alone."""
 
 GATHERED_BYTES = 64 * 2**20
 """Weights that are divided over processes are put together so many bytes at a time."""
@@ -51,19 +62,20 @@ def _optimizer_step(
     return totals | trained.step()
 
 
-def _weights(module: nn.Module, trained: TrainedModule) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once; what is divided over processes is whole until the next is asked for."""
-    run: list[tuple[str, nn.Parameter]] = []
-    size = 0
-    for name, parameter in [*module.named_parameters(), ("", None)]:
-        if run and (parameter is None or size + trained.bytes(parameter) > GATHERED_BYTES):
-            with trained.gathered([member for _, member in run]):
-                for known, member in run:
-                    yield known, member.detach()
-            run, size = [], 0
-        if parameter is not None:
-            run.append((name, parameter))
-            size += trained.bytes(parameter)
+def _values(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[tuple[str, Tensor]]:
+    """Every weight once; what is divided over processes is whole until the next is asked for."""
+    run: list[NamedWeight] = []
+    filled = 0
+    for weight in [*weights, None]:
+        size = 0 if weight is None else sum(map(trained.bytes, weight.parameters))
+        if run and (weight is None or filled + size > GATHERED_BYTES):
+            with trained.gathered([parameter for member in run for parameter in member.parameters]):
+                for member in run:
+                    yield member.name, member.value()
+            run, filled = [], 0
+        if weight is not None:
+            run.append(weight)
+            filled += size
 
 
 def _save_pretrained(model: Any, tokenizer: Any, path: Path, weights: Mapping[str, Tensor] | None) -> None:
@@ -83,6 +95,9 @@ def _copied(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict[str, T
 
 class TorchPolicy(PolicyModel):
     """A causal language model under an optimizer. `model` must have packed attention installed (`loading.py`).
+
+    Of a model with adapters (`lora.py`) the state is theirs alone; weights, and the model that is saved, have them
+    merged.
 
     Args:
         model: what is trained.
@@ -140,23 +155,40 @@ class TorchPolicy(PolicyModel):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `PolicyModel.weights`."""
-        return _weights(self.module, self._trained)
+        return _values(plain_weights(self.module), self._trained)
 
     def save(self, path: Path) -> None:
-        """See `PolicyModel.save`."""
-        if not self._trained.divided:
+        """See `PolicyModel.save`; adapters alone are in `adapter` below, in peft's format."""
+        trained, adapters = self._trained, adapter_weights(self.module)
+        if not trained.divided and not adapters:
             _save_pretrained(self.module, self._tokenizer, path, None)
             return
-        weights = _copied(self.weights(), keep=self._trained.first)
-        if self._trained.first:
-            _save_pretrained(self.module, self._tokenizer, path, weights)
+        weights = _copied(self.weights(), keep=trained.first)
+        of_adapters = _copied(_values(adapters, trained), keep=trained.first)
+        if trained.first:
+            _save_pretrained(self.module, self._tokenizer, path, weights | plain_buffers(self.module))
+            if of_adapters:
+                save_adapter(self.module, of_adapters, path / ADAPTER_DIRECTORY)
 
     def state_dict(self) -> dict[str, Any]:
         """See `PolicyModel.state_dict`."""
         return self._trained.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `PolicyModel.load_state_dict`."""
+        """See `PolicyModel.load_state_dict`.
+
+        Raises:
+            CheckpointError: the state is of other weights; nothing has changed.
+        """
+        masters = state["masters"]
+        sizes = {f"model.{name}": p for name, p in self.module.named_parameters() if p.requires_grad}
+        if sizes.keys() != masters.keys() or any(
+            masters[name].numel() * p.element_size() != self._trained.bytes(p) for name, p in sizes.items()
+        ):
+            raise CheckpointError(
+                "The state to continue from is of a run that trained other weights: set --actor.lora.rank, "
+                "--actor.lora.target-modules and --actor.model-name-or-path to what they were."
+            )
         self._trained.load_state_dict(state)
 
 
@@ -171,6 +203,18 @@ class TorchReference(ReferenceModel):
         """See `ReferenceModel.score`."""
         logprobs_A, entropy_A = self._forward(batch)
         return TokenScores(logprobs_N=scatter(logprobs_A, batch), entropy_N=scatter(entropy_A, batch))
+
+
+class AdapterlessReference(ReferenceModel):
+    """What `policy` was before it got adapters, on its own weights, with which nothing else may compute meanwhile."""
+
+    def __init__(self, policy: TorchPolicy) -> None:
+        self._policy = policy
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """See `ReferenceModel.score`."""
+        with without_adapters(self._policy.module):
+            return self._policy.score(batch)
 
 
 class TorchValue(ValueModel):
@@ -209,7 +253,7 @@ class TorchValue(ValueModel):
         """Writes the backbone as a Hugging Face model and the head as `value_head.safetensors`."""
         from safetensors.torch import save_file
 
-        weights = _copied(_weights(self._module, self._trained), keep=self._trained.first)
+        weights = _copied(_values(plain_weights(self._module), self._trained), keep=self._trained.first)
         if self._trained.first:
             of_body = {name.removeprefix("model."): t for name, t in weights.items() if name.startswith("model.")}
             _save_pretrained(self._module.model, self._tokenizer, path, of_body)
