@@ -142,7 +142,7 @@ class EngineFleet(RolloutEngine):
         self._asleep = False
         self._changed()
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Ends all members; requests in flight raise `EngineError`. May be called again."""
         self._closed = True
         self._changed()

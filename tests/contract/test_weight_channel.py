@@ -174,7 +174,7 @@ def test_a_fleet_takes_what_was_written_once() -> None:
         assert moved["bytes"] == sum(tensor.nbytes for _, tensor in policy.weights())
         assert all(has_all(member, policy) for member in members)
         assert fleet.health.serving == [0, 1, 2, 3]
-        await fleet.close()
+        await fleet.aclose()
 
     run(scenario())
 
@@ -191,7 +191,7 @@ def test_an_engine_that_dies_in_a_push_is_replaced_and_the_others_go_on(step: st
         assert members[1].restarts == 1
         assert all(has_all(member, policy) for member in members)
         assert {member.version for member in members} == {1}
-        await fleet.close()
+        await fleet.aclose()
 
     run(scenario())
 
@@ -218,7 +218,7 @@ def test_an_engine_that_restarts_after_the_policy_has_changed_waits_for_the_next
         await channel.push(policy, 2)
         assert fleet.health.serving == [0, 1]
         assert all(has_all(member, policy) for member in members)
-        await fleet.close()
+        await fleet.aclose()
 
     run(scenario())
 
@@ -232,7 +232,7 @@ def test_when_all_engines_die_in_a_push_it_begins_again_with_their_replacements(
         await channel.push(policy, 1)
         await until(lambda: fleet.health.serving == [0, 1])
         assert all(has_all(member, policy) for member in members)
-        await fleet.close()
+        await fleet.aclose()
 
     run(scenario())
 
@@ -244,7 +244,7 @@ def test_a_push_that_no_engine_can_take_is_an_error() -> None:
             member.die_at = "finish"
         with pytest.raises(EngineError, match="All 2 engines are dead"):
             await channel.push(CountedPolicy(), 1)
-        await fleet.close()
+        await fleet.aclose()
 
     run(scenario())
 
@@ -256,7 +256,7 @@ def test_engines_that_compute_something_else_are_an_error() -> None:
         policy.wrong = float("nan")
         with pytest.raises(EngineError, match="differ from the trainer's"):
             await channel.push(policy, 1)
-        await fleet.close()
+        await fleet.aclose()
 
     run(scenario())
 
@@ -279,7 +279,7 @@ def test_a_transfer_that_the_trainer_breaks_off_leaves_engines_that_the_next_pus
         assert fleet.health.serving == [0, 1]
         assert all(has_all(member, policy) for member in members)
         assert not fleet.health.deaths
-        await fleet.close()
+        await fleet.aclose()
 
     run(scenario())
 
@@ -302,7 +302,7 @@ def test_a_policy_that_fills_the_buckets_itself_is_let_to() -> None:
         whole = CountedPolicy()
         assert moved["bytes"] == sum(tensor.nbytes for _, tensor in whole.weights())
         assert all(has_all(member, whole) for member in members)
-        await fleet.close()
+        await fleet.aclose()
 
     run(scenario())
 
@@ -333,6 +333,6 @@ def test_pushes_and_refreshes_never_overlap_and_who_serves_has_the_weights(seed:
         await until(lambda: fleet.health.serving == [0, 1, 2])
         assert all(has_all(member, policy) for member in members)
         assert FakeWeightTaker.transferring == 0
-        await fleet.close()
+        await fleet.aclose()
 
     run(scenario())

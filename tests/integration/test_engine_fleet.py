@@ -87,7 +87,7 @@ def started(wide_headed_model_dir: Path) -> Iterator[World]:
             members, bounds=FleetBounds(suspect_after=60, dead_after=300, max_restarts=20), ping_seconds=0.5
         )
         yield World(runner, members, fleet, FleetWeights(fleet), policy)
-        runner.run(fleet.close())
+        runner.run(fleet.aclose())
     ray.shutdown()
 
 

@@ -64,7 +64,7 @@ def test_requests_go_to_the_engine_with_the_fewest() -> None:
         fleet, members = make(3)
         await asyncio.gather(*(fleet.generate(ask(seed, prompt=(seed,))) for seed in range(30)))
         assert [len(member.served) for member in members] == [10, 10, 10]
-        await fleet.close()
+        await fleet.aclose()
         assert all(member.closed for member in members)
 
     played(scenario())
@@ -79,7 +79,7 @@ def test_among_equals_the_engine_that_saw_the_prompt_is_preferred() -> None:
         begun = GenerationRequest(prompt_token_ids=(2, 9, 9), params=SamplingParams(max_new_tokens=2), begun=2)
         await asyncio.gather(fleet.generate(begun), fleet.generate(ask(prompt=(77,))))
         assert members[first[(2,)]].served[-1][0] is begun
-        await fleet.close()
+        await fleet.aclose()
 
     played(scenario())
 
@@ -107,7 +107,7 @@ def test_what_a_dead_engine_was_playing_is_played_again(end: Callable[[FakeFleet
         await until(lambda: fleet.health.serving == [0, 1])
         assert members[0].restarts == 1
         assert fleet.health.deaths.total() == 1
-        await fleet.close()
+        await fleet.aclose()
 
     played(scenario())
 
@@ -120,7 +120,7 @@ def test_a_request_that_a_well_engine_refuses_is_an_error_and_no_death() -> None
             await fleet.generate(ask())
         assert not fleet.health.deaths
         assert len((await fleet.generate(ask())).token_ids) == 8
-        await fleet.close()
+        await fleet.aclose()
 
     played(scenario())
 
@@ -133,7 +133,7 @@ def test_without_a_serving_engine_the_wait_ends() -> None:
             await fleet.generate(ask())
         fleet.took(await fleet.takers(), 1)
         assert len((await fleet.generate(ask())).token_ids) == 8
-        await fleet.close()
+        await fleet.aclose()
 
     played(scenario())
 
@@ -154,7 +154,7 @@ def test_when_the_restarts_are_used_up_all_who_wait_hear_why() -> None:
             assert "no room" in str(result)
         with pytest.raises(EngineError, match="All 2 engines are dead"):
             await fleet.takers()
-        for work in (fleet.pause(PauseMode.ABORT), fleet.resume(), fleet.sleep(), fleet.wake(), fleet.close()):
+        for work in (fleet.pause(PauseMode.ABORT), fleet.resume(), fleet.sleep(), fleet.wake(), fleet.aclose()):
             await work
 
     played(scenario())
@@ -189,7 +189,7 @@ def test_an_engine_that_dies_in_a_pause_is_replaced_and_its_requests_go_on_after
             else:
                 assert list(answer.token_ids) == full
         assert len((await late).token_ids) == 8
-        await fleet.close()
+        await fleet.aclose()
 
     played(scenario())
 
@@ -205,7 +205,7 @@ def test_an_abort_does_not_make_a_replay_tell_its_tokens_twice() -> None:
         await fleet.pause(PauseMode.ABORT)
         await fleet.resume()
         assert list((await task).token_ids) == heard == await alone(ask(max_new_tokens=60))
-        await fleet.close()
+        await fleet.aclose()
 
     played(scenario())
 
@@ -219,7 +219,7 @@ def test_an_abort_ends_a_request_that_waits() -> None:
         await fleet.pause(PauseMode.ABORT)
         answer = await task
         assert (list(answer.token_ids), answer.stop_reason) == ([], StopReason.ABORTED)
-        await fleet.close()
+        await fleet.aclose()
 
     played(scenario())
 
@@ -238,7 +238,7 @@ def test_a_member_that_cannot_pause_or_sleep_is_dead_and_not_the_run() -> None:
         await fleet.wake()
         await fleet.resume()
         await until(lambda: fleet.health.serving == [0, 1, 2])
-        await fleet.close()
+        await fleet.aclose()
 
     played(scenario())
 
@@ -254,7 +254,7 @@ def test_time_in_which_the_process_stood_still_is_no_silence() -> None:
             await until(lambda: members[0].pings > before)  # noqa: B023
         assert not fleet.health.deaths
         assert fleet.health.serving == [0, 1]
-        await fleet.close()
+        await fleet.aclose()
 
     played(scenario())
 
@@ -265,7 +265,7 @@ def test_engines_that_answer_requests_are_not_asked_how_they_are() -> None:
         fleet._ping_seconds = 1000.0
         await asyncio.gather(*(fleet.generate(ask(seed)) for seed in range(100)))
         assert members[0].pings == 0
-        await fleet.close()
+        await fleet.aclose()
 
     played(scenario())
 
@@ -277,7 +277,7 @@ def test_requests_in_flight_when_the_fleet_closes_get_an_error() -> None:
             member.engine.latency = lambda request: 10**9
         tasks = [asyncio.create_task(fleet.generate(ask(seed))) for seed in range(4)]
         await until(lambda: all(member.served for member in members))
-        await fleet.close()
+        await fleet.aclose()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, EngineError)
         with pytest.raises(EngineError, match="closed"):
@@ -304,7 +304,7 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
             fleet.new_weights(1)
         await fleet.wake()
         fleet.new_weights(1)
-        await fleet.close()
+        await fleet.aclose()
 
     played(scenario())
 
@@ -396,6 +396,6 @@ def test_under_random_deaths_pauses_and_pushes_every_request_is_answered_once_an
         assert sorted(answers) == list(range(count))
         assert fleet._loads.total == fleet._requests == 0
         await until(lambda: fleet.health.states[EngineState.HEALTHY] == size)
-        await fleet.close()
+        await fleet.aclose()
 
     played(scenario())
