@@ -11,8 +11,10 @@ import torch
 from attrs import evolve
 
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.torch.lora import add_lora
 from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
+from rollgrad.application.model_config import LoraConfig
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores
@@ -22,10 +24,12 @@ from tests.fakes.models import FakePolicy
 FLAG = "--actor.model-name-or-path"
 
 
-@pytest.fixture(params=["fake", "torch"])
+@pytest.fixture(params=["fake", "torch", "lora"])
 def make(request: pytest.FixtureRequest, tiny_model_dir: Path) -> Callable[[], PolicyModel]:
     def torch_policy() -> PolicyModel:
         model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
+        if request.param == "lora":
+            add_lora(model, LoraConfig(rank=4), seed=0)
         tokenizer = load_tokenizer(str(tiny_model_dir), flag=FLAG)
         return TorchPolicy(model, tokenizer, OptimizerSettings(lr=1e-2, total_steps=10))
 

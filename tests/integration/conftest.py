@@ -2,6 +2,10 @@
 
 import importlib.util
 
-NEEDS = {"test_vllm_engine.py": ("vllm",), "test_engine_fleet.py": ("vllm", "ray")}
+NEEDS = {
+    "test_vllm_engine.py": ("vllm",),
+    "test_engine_fleet.py": ("vllm", "ray"),
+    "test_lora_cluster.py": ("deepspeed", "ray"),
+}
 
 collect_ignore = [file for file, packages in NEEDS.items() if not all(map(importlib.util.find_spec, packages))]

@@ -255,7 +255,7 @@ def test_refuses(settings: dict[str, Any], message: str) -> None:
 
 
 OUT_OF_RANGE = {
-    "ds.zero_stage": 4,
+    "zero_stage": 4,
     "lora.rank": -1,
     "lora.target_modules": ("q_proj", ""),
     "sapo_tau": (1.0, 0.0),

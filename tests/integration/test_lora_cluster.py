@@ -1,0 +1,123 @@
+"""A policy with adapters that is divided over processes by Ray and DeepSpeed is that of one process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollgrad.adapters.ray.group import WorkerGroup
+from rollgrad.adapters.ray.models import ShardedPolicy
+from rollgrad.adapters.ray.placement import Placement
+from rollgrad.adapters.ray.session import RaySession
+from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
+from tests.fakes import cluster, lora
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 3
+TOLERANCE = 1e-4
+"""Of a weight after steps of 1e-2: sums are taken in another order, and AdamW divides small gradients by their size."""
+
+BFLOAT16_TOLERANCE = 0.02
+"""Of a weight of size 0.3: adapters of size 0.1 are rounded to 8 bits, and their product counts twice."""
+
+TIMEOUT = 120.0
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[WorkerGroup]:
+    session = RaySession(None, cpus=2)
+    placement = Placement("actor", 2, gpus=0, shared=False, timeout=TIMEOUT)
+    group = WorkerGroup("actor", [placement.slot(0), placement.slot(1)], threads=1, timeout=TIMEOUT)
+    yield group
+    group.close()
+    placement.remove()
+    session.close()
+
+
+def trained(policy: Any, steps: int = STEPS) -> dict[str, float]:
+    batch = cluster.batch()
+    metrics: dict[str, float] = {}
+    for _ in range(steps):
+        metrics = policy.update([batch.select([0, 1, 4]), batch.select([2, 3])], cluster.likelihood)
+    return metrics
+
+
+def weights(policy: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_every_division_trains_the_adapters_of_one_process(
+    group: WorkerGroup, stage: int, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    lone = lora.policy(str(tiny_model_dir))
+    start = weights(lone)
+    group.build(lora.rank_policy, str(tiny_model_dir), stage)
+    policy = ShardedPolicy(group)
+    assert all(torch.equal(start[name], tensor) for name, tensor in policy.weights())
+    with pytest.raises(NonFiniteUpdateError):
+        policy.update([cluster.batch()], cluster.steep)
+    assert all(torch.equal(start[name], tensor) for name, tensor in policy.weights())
+
+    expected = trained(lone)
+    assert trained(policy) == pytest.approx(expected, rel=1e-4)
+    assert expected["grad_norm"] > cluster.SETTINGS.max_norm, "the test must clip"
+    after, wanted = weights(policy), weights(lone)
+    assert list(after) == list(wanted) == list(start)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=TOLERANCE)
+        moves = "proj" in name
+        assert torch.equal(after[name], start[name]) != moves, name
+    torch.testing.assert_close(
+        policy.score(cluster.batch()).logprobs_N, lone.score(cluster.batch()).logprobs_N, rtol=1e-3, atol=1e-3
+    )
+
+    policy.save(tmp_path / "ours")
+    lone.save(tmp_path / "theirs")
+    saved = weights(cluster.policy(str(tmp_path / "ours")))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in after.items())
+    ours, theirs = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=TOLERANCE)
+    assert (tmp_path / "ours" / "adapter" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_state_continues_in_any_division(group: WorkerGroup, stage: int, tiny_model_dir: Path) -> None:
+    """From one process to two, and back; a state of all weights is refused."""
+    whole, begun = lora.policy(str(tiny_model_dir)), lora.policy(str(tiny_model_dir))
+    trained(whole, 3)
+    trained(begun, 1)
+    group.build(lora.rank_policy, str(tiny_model_dir), stage)
+    policy = ShardedPolicy(group)
+    policy.load_state_dict(begun.state_dict())
+    trained(policy, 1)
+    state = policy.state_dict()
+    assert all(".lora_" in name for name in state["masters"])
+    ended = lora.policy(str(tiny_model_dir))
+    ended.load_state_dict(state)
+    trained(ended, 1)
+    expected = weights(whole)
+    for name, tensor in ended.weights():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=TOLERANCE)
+    with pytest.raises(CheckpointError, match=r"--actor\.lora\.rank"):
+        policy.load_state_dict(cluster.policy(str(tiny_model_dir)).state_dict())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_in_bfloat16_too(group: WorkerGroup, stage: int, tiny_model_dir: Path) -> None:
+    lone = lora.policy(str(tiny_model_dir), dtype=torch.bfloat16)
+    group.build(lora.rank_policy, str(tiny_model_dir), stage, torch.bfloat16)
+    policy = ShardedPolicy(group)
+    expected = trained(lone)
+    assert trained(policy)["loss"] == pytest.approx(expected["loss"], rel=0.02)
+    wanted = weights(lone)
+    for name, tensor in policy.weights():
+        assert tensor.dtype == torch.bfloat16
+        torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=BFLOAT16_TOLERANCE)
