@@ -1,34 +1,54 @@
 """Modules that compute a whole packed batch in one call.
 
 One forward pass takes a micro-batch as a single row of distinct tokens (`layout.py`), attends through a plan
-(`attention.py`) and evaluates the vocabulary at action positions only (`head.py`).
+(`attention.py`) and evaluates the vocabulary at action positions only (`head.py`). Tokens may be divided over several
+processes (`sequence_parallel.py`), each of which then gets the results of all.
 Does not own: losses, batching, nor gradients.
 """
 
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 
 from rollgrad.adapters.torch.attention import ForestAttention
 from rollgrad.adapters.torch.head import token_logprobs
 from rollgrad.adapters.torch.layout import build_layout
+from rollgrad.adapters.torch.sequence_parallel import SequenceGroup, sequence_group
 from rollgrad.domain.batch import PackedBatch
 
 
-def action_hidden(model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """(hidden_AH of each action token's predecessor, targets_A: the action tokens), where the model is."""
+@frozen(kw_only=True, eq=False)
+class ActionRows:
+    """Of `count` action tokens those that this process computes (`actions_B`, indices among all): the `hidden_BH` of
+    their predecessors, and the tokens themselves, `targets_B`; where the model is."""
+
+    hidden_BH: Tensor
+    targets_B: Tensor
+    actions_B: Tensor
+    count: int
+
+
+def action_hidden(model: Any, batch: PackedBatch, group: SequenceGroup) -> ActionRows:
+    """The model's last hidden states of `batch`, which every process of `group` has."""
     weight = next(model.parameters())
-    layout = build_layout(batch)
-    hidden_MH = model.base_model(
-        input_ids=layout.tokens_M[None].to(weight.device),
-        position_ids=layout.positions_M[None].to(weight.device),
+    layout = group.padded(build_layout(batch))
+    plan = ForestAttention(layout.nodes, device=weight.device, dtype=weight.dtype)
+    hidden_CH = model.base_model(
+        input_ids=group.share(layout.tokens_M)[None].to(weight.device),
+        position_ids=group.share(layout.positions_M)[None].to(weight.device),
         use_cache=False,
-        attention_plan=ForestAttention(layout.nodes, device=weight.device, dtype=weight.dtype),
+        attention_plan=group.plan(plan, len(layout.tokens_M), weight.device),
     ).last_hidden_state[0]
     action_A = batch.action_mask_N.nonzero()[:, 0]
-    rows_A = layout.index_N[action_A - 1].to(weight.device)
-    return hidden_MH.index_select(0, rows_A), batch.tokens_N[action_A].to(weight.device)
+    actions_B, rows_B = group.actions(layout.index_N[action_A - 1])
+    return ActionRows(
+        hidden_BH=hidden_CH.index_select(0, rows_B.to(weight.device)),
+        targets_B=batch.tokens_N[action_A[actions_B]].to(weight.device),
+        actions_B=actions_B.to(weight.device),
+        count=len(action_A),
+    )
 
 
 def scatter(values_A: Tensor, batch: PackedBatch) -> Tensor:
@@ -46,12 +66,15 @@ class PackedLM(nn.Module):
     def __init__(self, model: Any, *, temperature: float = 1.0) -> None:
         super().__init__()
         self.model = model
+        self._group = sequence_group(model)
         self.scorer = Scorer(model.get_output_embeddings(), temperature)
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """See the class."""
-        result: tuple[Tensor, Tensor] = self.scorer(*action_hidden(self.model, batch))
-        return result
+        rows = action_hidden(self.model, batch, self._group)
+        columns_B = self.scorer(rows.hidden_BH, rows.targets_B)
+        logprobs_A, entropy_A = self._group.gathered(rows.actions_B, rows.count, *columns_B)
+        return logprobs_A, entropy_A
 
 
 class Scorer(nn.Module):
@@ -82,6 +105,7 @@ class PackedValue(nn.Module):
     def __init__(self, model: Any, head: dict[str, Tensor]) -> None:
         super().__init__()
         self.model = model.base_model
+        self._group = sequence_group(model)
         self.value_head = nn.Linear(model.config.hidden_size, 1, device=next(model.parameters()).device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
@@ -90,6 +114,7 @@ class PackedValue(nn.Module):
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """See the class."""
-        hidden_AH, _ = action_hidden(self.model, batch)
-        values: Tensor = self.value_head(hidden_AH.to(self.value_head.weight.dtype))[:, 0]
-        return values.float()
+        rows = action_hidden(self.model, batch, self._group)
+        values_B: Tensor = self.value_head(rows.hidden_BH.to(self.value_head.weight.dtype))[:, 0]
+        (values_A,) = self._group.gathered(rows.actions_B, rows.count, values_B.float())
+        return values_A

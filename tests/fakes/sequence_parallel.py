@@ -1,0 +1,184 @@
+"""Forward and backward passes that several processes make together: importable there."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import Factory, evolve, frozen
+from torch import Tensor, distributed, nn
+
+from rollgrad.adapters.torch.attention import install_attention
+from rollgrad.adapters.torch.forward import PackedLM, PackedValue, scatter
+from rollgrad.adapters.torch.sequence_parallel import join_sequence_group
+from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.ports.models import LossOutput, TokenScores
+from tests.fakes.agent_executor import make_trajectory
+
+VOCABULARY = 97
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@frozen(kw_only=True)
+class Case:
+    """A model and the batch of `seed`; `samples` None: two tokens, fewer than there may be processes."""
+
+    family: str = "Llama"
+    settings: dict[str, Any] = Factory(dict)
+    seed: int = 0
+    samples: int | None = 5
+    checkpointing: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def key_value_heads(self) -> int:
+        return int((SIZES | self.settings)["num_key_value_heads"])
+
+
+CASES = {
+    "two_heads": Case(),
+    "another_batch": Case(seed=1, samples=7),
+    "one_sample": Case(seed=2, samples=1),
+    "uneven_heads": Case(settings={"num_key_value_heads": 3}, seed=3),
+    "a_head_each_query": Case(settings={"num_key_value_heads": 6}, seed=4),
+    "tied_and_query_norms": Case(
+        family="Qwen3", settings={"num_key_value_heads": 3, "tie_word_embeddings": True}, seed=5
+    ),
+    "window": Case(family="Mistral", settings={"num_key_value_heads": 3, "sliding_window": 5}, seed=6),
+    "checkpointing": Case(settings={"num_key_value_heads": 3}, seed=7, checkpointing=True),
+    "bfloat16": Case(settings={"num_key_value_heads": 3}, seed=8, dtype=torch.bfloat16),
+    "fewer_tokens_than_processes": Case(settings={"num_key_value_heads": 3}, samples=None),
+}
+
+
+def model(case: Case) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{case.family}Config")(**{**SIZES, **case.settings})
+    made = getattr(transformers, f"{case.family}ForCausalLM")(config).eval().to(case.dtype)
+    install_attention(made)
+    if case.checkpointing:
+        made.gradient_checkpointing_enable({"use_reentrant": False})
+        made.train()
+    return made
+
+
+def batch(seed: int, samples: int | None) -> PackedBatch:
+    """Samples of one to three turns; those of a group share a prompt, which may be one token or most of the batch."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def count(most: int) -> int:
+        return int(torch.randint(1, most + 1, (), generator=generator))
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+    if samples is None:
+        trajectories = [make_trajectory(tokens(1), tokens(1))]
+    else:
+        prompts = [tokens(count(40)) for _ in range(2)]
+        trajectories = [
+            make_trajectory(
+                prompts[sample % 2],
+                *(tokens(count(15)) for _ in range(2 * count(2) - 1)),
+                group_id=sample % 2,
+                sample_id=sample,
+            )
+            for sample in sorted(range(samples), key=lambda sample: sample % 2)
+        ]
+    packed = pack(trajectories)
+    weights_N = torch.where(packed.action_mask_N, torch.rand(packed.token_count, generator=generator), 0.0)
+    advantages_N = torch.randn(len(packed), generator=generator)[packed.sequence_ids_N]
+    return evolve(packed, loss_weights_N=weights_N, value_weights_N=weights_N, advantages_N=advantages_N)
+
+
+def by_token(scores: TokenScores, part: PackedBatch) -> LossOutput:
+    weights_N = part.filled("loss_weights_N")
+    return LossOutput(
+        loss=(weights_N * (scores.logprobs_N + 0.3 * scores.entropy_N)).sum(),
+        metrics={"entropy": (weights_N * scores.entropy_N).sum().detach()},
+    )
+
+
+def by_sequence(scores: TokenScores, part: PackedBatch) -> LossOutput:
+    """GSPO's ratio, the geometric mean over a sequence: every token's gradient depends on all others' log-probs."""
+    difference_N = torch.where(part.action_mask_N, scores.logprobs_N + 3.0, 0.0)
+    sums_S, actions_S = (
+        torch.zeros(len(part)).index_add(0, part.sequence_ids_N, column_N)
+        for column_N in (difference_N, part.action_mask_N.float())
+    )
+    ratio_N = (sums_S / actions_S.clamp(min=1)).exp()[part.sequence_ids_N]
+    loss = -(part.filled("loss_weights_N") * part.filled("advantages_N") * ratio_N).sum()
+    return LossOutput(loss=loss, metrics={"ratio": (part.filled("loss_weights_N") * ratio_N).sum().detach()})
+
+
+def of_values(values_N: Tensor, part: PackedBatch) -> LossOutput:
+    return LossOutput(loss=(part.filled("value_weights_N") * (values_N - 1).square()).sum())
+
+
+OBJECTIVES: dict[str, Callable[[TokenScores, PackedBatch], LossOutput]] = {
+    "by_token": by_token,
+    "by_sequence": by_sequence,
+}
+
+
+def passes(case: Case) -> dict[str, Any]:
+    """What this process computes of a case: columns of the action tokens, losses, and its gradients by objective."""
+    packed = batch(case.seed, case.samples)
+    lm = PackedLM(model(case), temperature=0.7)
+    logprobs_A, entropy_A = lm(packed)
+    scores = TokenScores(logprobs_N=scatter(logprobs_A, packed), entropy_N=scatter(entropy_A, packed))
+    result: dict[str, Any] = {"logprobs": logprobs_A.detach(), "entropy": entropy_A.detach()}
+    for name, objective in OBJECTIVES.items():
+        result[name] = _gradients(lm, objective(scores, packed).loss)
+    value = PackedValue(model(case), {"weight": torch.linspace(-1, 1, SIZES["hidden_size"])[None]})
+    values_A = value(packed)
+    result["values"] = values_A.detach()
+    result["of_values"] = _gradients(value, of_values(scatter(values_A, packed), packed).loss)
+    return result
+
+
+def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    gradients = {name: p.grad.float() for name, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    return gradients
+
+
+def work(rank: int, processes: int, folder: Path, names: list[str], timeout: float) -> None:
+    """One of the processes: its results go to the file `<rank>` of `folder`."""
+    from datetime import timedelta
+
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=processes,
+        timeout=timedelta(seconds=timeout),
+    )
+    join_sequence_group(processes, timeout=timeout)
+    results: dict[str, Any] = {name: passes(CASES[name]) for name in names}
+    try:
+        PackedLM(model(Case(settings={"num_key_value_heads": 1})))
+    except ConfigurationError as error:
+        results["refusal"] = str(error)
+    join_sequence_group(1, timeout=timeout)
+    results["apart"] = passes(CASES["two_heads"])
+    torch.save(results, folder / str(rank))
+    distributed.destroy_process_group()

@@ -1,0 +1,108 @@
+"""A batch that is divided over processes gives what one process computes, values and gradients."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgrad.adapters.torch.sequence_parallel import SequenceGroup
+from rollgrad.domain.errors import ConfigurationError
+from tests.fakes import sequence_parallel
+from tests.fakes.sequence_parallel import CASES
+
+TIMEOUT = 300.0
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Of columns, and of a gradient as a share of its norm: sums in another order, a few rounding steps of the format."""
+
+Results = Callable[[int], list[dict[str, Any]]]
+
+OBJECTIVES = (*sequence_parallel.OBJECTIVES, "of_values")
+
+
+NAMES = {processes: [name for name, case in CASES.items() if case.key_value_heads >= processes] for processes in (2, 3)}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each of so many processes has computed."""
+
+    @cache
+    def computed(processes: int) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("processes")
+        arguments = (processes, folder, NAMES[processes], TIMEOUT)
+        context = torch.multiprocessing.spawn(sequence_parallel.work, arguments, nprocs=processes, join=False)
+        assert context is not None
+        try:
+            ended = [context.join(timeout=TIMEOUT) for _ in range(processes)]  # each waits for one at least
+            assert ended[-1], f"the processes have not ended within {TIMEOUT} s"
+        finally:
+            for process in context.processes:
+                process.kill()
+        return [torch.load(folder / str(rank)) for rank in range(processes)]
+
+    return computed
+
+
+@pytest.mark.parametrize(("processes", "name"), [(processes, name) for processes in NAMES for name in NAMES[processes]])
+def test_results_and_summed_gradients_are_those_of_one_process(results: Results, processes: int, name: str) -> None:
+    tolerance = TOLERANCE[CASES[name].dtype]
+    expected = sequence_parallel.passes(CASES[name])
+    shares = [result[name] for result in results(processes)]
+    for share in shares:
+        for column in ("logprobs", "entropy", "values"):
+            torch.testing.assert_close(share[column], expected[column], rtol=tolerance, atol=tolerance)
+            assert torch.equal(share[column], shares[0][column]), "all compute the same loss"
+    for objective in OBJECTIVES:
+        assert_same_gradients(summed([share[objective] for share in shares]), expected[objective], tolerance)
+
+
+def summed(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([own[name] for own in gradients]).sum(0) for name in gradients[0]}
+
+
+def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    size = max(float(gradient.norm()) for gradient in expected.values())
+    assert size > 0
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-6 * size, name
+
+
+@pytest.mark.parametrize("processes", NAMES)
+def test_every_process_has_a_part_of_the_work(results: Results, processes: int) -> None:
+    """Guards the test above: no process alone has the whole gradient."""
+    name = "tied_and_query_norms"
+    expected = sequence_parallel.passes(CASES[name])["by_token"]
+    for result in results(processes):
+        own = result[name]["by_token"]
+        assert all((own[key] - gradient).norm() > 0.1 * gradient.norm() for key, gradient in expected.items())
+
+
+@pytest.mark.parametrize("processes", NAMES)
+def test_a_model_with_fewer_heads_than_processes_is_refused(results: Results, processes: int) -> None:
+    for result in results(processes):
+        assert result["refusal"] == (
+            f"ds.sequence_parallel_size is {processes}, but the model has 1 key/value heads, and every process needs "
+            "one: set --ds.sequence_parallel_size to 1 at most."
+        )
+
+
+@pytest.mark.parametrize("processes", NAMES)
+def test_a_process_that_leaves_its_group_computes_alone(results: Results, processes: int) -> None:
+    expected = sequence_parallel.passes(CASES["two_heads"])
+    for result in results(processes):
+        assert_same_gradients(result["apart"]["by_token"], expected["by_token"], 1e-6)
+
+
+@pytest.mark.parametrize(("count", "size", "dealt"), [(2, 2, [1, 1]), (3, 2, [2, 1]), (8, 3, [3, 3, 2])])
+def test_heads_are_dealt_evenly(count: int, size: int, dealt: list[int]) -> None:
+    assert SequenceGroup(size=size).heads(count) == dealt
+
+
+def test_a_layer_with_fewer_heads_than_processes_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="is 4, but the model has 3 key/value heads"):
+        SequenceGroup(size=4).heads(3)
