@@ -1,0 +1,49 @@
+#!/bin/bash
+#SBATCH --job-name=rollgrad
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=32
+#SBATCH --time=24:00:00
+#
+# Starts Ray on the nodes of a SLURM job, and a run on the first of them.
+#
+#   sbatch examples/cluster/slurm.sh [CONFIG [FLAG VALUE]...]
+#   examples/cluster/slurm.sh --dry-run [CONFIG [FLAG VALUE]...]
+#
+#   --dry-run   print the commands, and check the settings here
+#   CONFIG      settings with cluster.enable (default examples/sums_cluster.yaml)
+#
+# To continue a run that the time limit ended: the same with --ckpt.resume. More than one node is of use where
+# docs/cluster.md says so.
+set -eu
+
+dry=
+if [ "${1-}" = --dry-run ]; then
+    dry=yes
+    shift
+fi
+config=${1-examples/sums_cluster.yaml}
+shift $(($# > 0))
+
+head=$(hostname)
+port=6379
+others=$((${SLURM_JOB_NUM_NODES-1} - 1))
+join=(srun --nodes "$others" --ntasks "$others" --exclude "$head" ray start --address "$head:$port" --block)
+run=(rollgrad train rl --config "$config" --cluster.address auto --ckpt.state_steps 10 "$@")
+
+do_or_show() {
+    echo "+ $*"
+    [ -n "$dry" ] || "$@"
+}
+
+trap '[ -n "$dry" ] || ray stop; kill $(jobs -p) 2>/dev/null || true' EXIT
+do_or_show ray start --head --port "$port"
+if [ "$others" -gt 0 ]; then
+    echo "+ ${join[*]} &"
+    if [ -z "$dry" ]; then
+        "${join[@]}" & # the run waits (cluster.timeout) until its processes have room
+    fi
+fi
+do_or_show "${run[@]}"
+[ -z "$dry" ] || "${run[@]}" --dry_run

@@ -1,0 +1,144 @@
+"""The scripts of examples/cluster: with --dry-run they check the settings, else they call what they say."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rollgrad.application.rules_common import ranks
+from rollgrad.application.validation import validate
+from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.config_io import structure_config
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = ("slurm.sh", "ray_job.sh")
+DEADLINE = 60
+"""Seconds that a script may take on a busy machine."""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    """A checkout's examples, with a tiny model where the demo unpacks the real one."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    shutil.copytree(tiny_model_dir, tmp_path / ".models" / "SmolLM2-135M-Instruct")
+    return tmp_path
+
+
+def run(script: str, *arguments: str, workplace: Path, programs: Path, **environment: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr; the commands that it calls are looked for in `programs` first."""
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", f"examples/cluster/{script}", *arguments],
+        cwd=workplace,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def rollgrad_program(tmp_path: Path) -> Path:
+    """A directory with the command `rollgrad` of this interpreter, and no other."""
+    return programs(tmp_path, rollgrad=f'exec {shlex.quote(sys.executable)} -m rollgrad.entrypoints.cli "$@"')
+
+
+def programs(place: Path, **sources: str) -> Path:
+    directory = place / "programs"
+    directory.mkdir()
+    for name, source in sources.items():
+        (directory / name).write_text(f"#!/bin/sh\n{source}\n")
+        (directory / name).chmod(0o755)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_dry_run_prints_the_command_and_checks_the_settings(
+    script: str, workplace: Path, rollgrad_program: Path
+) -> None:
+    where = {"workplace": workplace, "programs": rollgrad_program}
+    status, output, errors = run(script, "--dry-run", "examples/sums_cluster.yaml", "--train.max_steps", "3", **where)
+    assert (status, errors) == (0, "")
+    said = [line for line in output.splitlines() if line.startswith("+ ")]
+    command = "rollgrad train rl --config examples/sums_cluster.yaml --cluster.address auto"
+    assert command in said[-1]
+    assert said[-1].endswith("--train.max_steps 3")
+    settings = yaml.safe_load("\n".join(output.splitlines()[len(said) :]).partition("Memory plan")[0])
+    assert settings["cluster"]["address"] == "auto"
+    assert settings["train"]["max_steps"] == 3
+    assert not (workplace / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_dry_run_refuses_what_the_run_would(script: str, workplace: Path, rollgrad_program: Path) -> None:
+    where = {"workplace": workplace, "programs": rollgrad_program}
+    status, _, errors = run(
+        script, "--dry-run", "examples/sums_cluster.yaml", "--ds.param_offload", "--ds.zero_stage=2", **where
+    )
+    assert status == 2
+    assert errors.startswith("error: ds.param_offload is on with ds.zero_stage 2")
+
+
+RECORD = 'echo "${0##*/} $*" >> calls'
+
+
+@pytest.mark.parametrize("status", [0, 130])
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_slurm_starts_ray_everywhere_runs_once_and_ends_it(nodes: int, status: int, workplace: Path) -> None:
+    # Like `ray start --block`, srun lasts until it is killed; the run begins when all have joined.
+    joined = "until grep -q srun calls; do sleep 0.1; done" if nodes > 1 else "true"
+    recording = programs(
+        workplace, ray=RECORD, rollgrad=f"{joined}\n{RECORD}\nexit {status}", srun=f"{RECORD}\nexec sleep {DEADLINE}"
+    )
+    where = {"workplace": workplace, "programs": recording, "SLURM_JOB_NUM_NODES": str(nodes)}
+    ended, output, _ = run("slurm.sh", "my.yaml", "--train.seed", "2", **where)
+    assert ended == status
+    host = subprocess.run(["hostname"], capture_output=True, text=True, check=True).stdout.strip()
+    joins = f"srun --nodes 2 --ntasks 2 --exclude {host} ray start --address {host}:6379 --block"
+    expected = [
+        "ray start --head --port 6379",
+        *([joins] if nodes > 1 else []),
+        "rollgrad train rl --config my.yaml --cluster.address auto --ckpt.state_steps 10 --train.seed 2",
+    ]
+    assert (workplace / "calls").read_text().splitlines() == [*expected, "ray stop"]
+    assert [line.removeprefix("+ ").removesuffix(" &") for line in output.splitlines()] == expected
+
+
+@pytest.mark.parametrize(("status", "address"), [(0, None), (7, "http://head:8265")])
+def test_ray_job_hands_over_the_command_and_its_status(status: int, address: str | None, workplace: Path) -> None:
+    recording = programs(workplace, ray=f"{RECORD}\nexit {status}")
+    environment = {} if address is None else {"RAY_ADDRESS": address}
+    ended, output, _ = run("ray_job.sh", "my.yaml", workplace=workplace, programs=recording, **environment)
+    assert ended == status
+    (call,) = (workplace / "calls").read_text().splitlines()
+    assert call == (
+        f"ray job submit --address {address or 'http://127.0.0.1:8265'} -- env -C {workplace} "
+        "rollgrad train rl --config my.yaml --cluster.address auto"
+    )
+    assert output == f"+ {call}\n"
+
+
+def test_kuberay_s_command_is_a_run_that_its_pod_has_room_for(capsys: pytest.CaptureFixture[str]) -> None:
+    job = yaml.safe_load((ROOT / "examples" / "cluster" / "kuberay.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    program, *arguments = shlex.split(job["spec"]["entrypoint"])
+    assert program == "rollgrad"
+    assert main([*arguments, "--print_config"]) == 0
+    config = structure_config(yaml.safe_load(capsys.readouterr().out))
+    validate(config)
+    pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    limits = container["resources"]["limits"]
+    processes = ranks(config) + config.vllm.num_engines
+    assert processes <= limits["nvidia.com/gpu"]
+    assert processes <= limits["cpu"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
