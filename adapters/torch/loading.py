@@ -45,7 +45,7 @@ def load_causal_lm(name_or_path: str, *, dtype: torch.dtype, device: torch.devic
         flag: command-line flag to name in errors.
 
     Raises:
-        CheckpointError: there is no such model, or it cannot be read.
+        CheckpointError: there is no such model, it cannot be read, or it is adapters to another one.
         ConfigurationError: packed training cannot compute what the model computes.
     """
     from transformers import AutoModelForCausalLM
@@ -53,6 +53,11 @@ def load_causal_lm(name_or_path: str, *, dtype: torch.dtype, device: torch.devic
     if device.type == "cpu":
         keep_freed_memory()
     model = _from_pretrained(AutoModelForCausalLM, name_or_path, flag, dtype=dtype).to(device).eval()
+    if hasattr(model, "peft_config"):
+        raise CheckpointError(
+            f"{flag} is {name_or_path!r}, which holds adapters beside a model of its own: name a model that has them "
+            "merged, as rollgrad saves it one directory above."
+        )
     with torch.no_grad():
         _install_and_compare(model)
     return model

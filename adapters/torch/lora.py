@@ -76,7 +76,7 @@ def add_lora(model: Any, lora: LoraConfig, *, seed: int) -> None:
     )
     settings.base_model_name_or_path = model.name_or_path
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # peft draws on the CPU, wherever the model is
         peft.inject_adapter_in_model(settings, model, ADAPTER)
     model.eval()
 

@@ -195,8 +195,8 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(make: Callable[...,
     [
         (
             {"alpha": 16},
-            "actor.lora.alpha is 16, but actor.lora.rank is 0, which trains all weights: set --actor.lora.rank above 0, "
-            "or leave --actor.lora.alpha out.",
+            "actor.lora.alpha is 16, but actor.lora.rank is 0, which trains all weights: set --actor.lora.rank above "
+            "0, or leave --actor.lora.alpha out.",
         ),
         ({"target_modules": ("q_proj",)}, "leave --actor.lora.target_modules out."),
         ({"rank": 4, "target_modules": ("all-linear", "q_proj")}, "all-linear already means every linear layer"),

@@ -1,5 +1,6 @@
 """A policy with adapters that is divided over processes by Ray and DeepSpeed is that of one process."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+import rollgrad
 from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.models import ShardedPolicy
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.ray.session import RaySession
+from rollgrad.application.config import RLConfig
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from tests.fakes import cluster, lora
+from tests.fakes.reward_source import FakeRewardSource
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -28,7 +32,7 @@ TIMEOUT = 120.0
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[WorkerGroup]:
-    session = RaySession(None, cpus=2)
+    session = RaySession(None, cpus=6)
     placement = Placement("actor", 2, gpus=0, shared=False, timeout=TIMEOUT)
     group = WorkerGroup("actor", [placement.slot(0), placement.slot(1)], threads=1, timeout=TIMEOUT)
     yield group
@@ -121,3 +125,40 @@ def test_in_bfloat16_too(group: WorkerGroup, stage: int, tiny_model_dir: Path) -
     for name, tensor in policy.weights():
         assert tensor.dtype == torch.bfloat16
         torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=BFLOAT16_TOLERANCE)
+
+
+def run_of(path: Path, output: Path, *, processes: int) -> list[dict[str, float]]:
+    """What each step of a whole run reports; letters are rewarded."""
+    output.mkdir()
+    rows = [{"input": f"What is {a} plus {b}?", "label": str(a + b)} for a in range(1, 4) for b in range(1, 4)]
+    (output / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = RLConfig()
+    config.actor.model_name_or_path, config.actor.dtype = str(path), "float32"  # type: ignore[assignment]
+    config.actor.adam.lr, config.actor.lora.rank = 1e-3, 4
+    config.algo.advantage.estimator, config.algo.kl.init_coef = "group_norm", 0.01
+    config.data.prompt_dataset, config.data.label_key = str(output / "prompts.jsonl"), "label"
+    config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens = 2, 4, 8
+    config.train.max_steps, config.train.seed = 2, 5
+    config.ckpt.output_dir, config.logger.console = str(output), False
+    if processes > 1:
+        config.cluster.enable, config.cluster.timeout = True, 300
+        config.actor.num_gpus_per_node, config.ds.zero_stage = processes, 3
+    letters = FakeRewardSource(lambda r: sum(c.isalpha() for c in r.response) / (1 + len(r.response)))
+    rollgrad.train(config, reward=letters)
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_whole_run_in_two_processes_is_the_run_in_one(
+    group: WorkerGroup, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """In one process the reference is the actor without adapters, in the cluster a model of its own."""
+    expected = run_of(tiny_model_dir, tmp_path / "lone", processes=1)
+    found = run_of(tiny_model_dir, tmp_path / "divided", processes=2)
+    for one, other in zip(expected, found, strict=True):
+        for key in ("reward/mean", "policy/loss", "policy/grad_norm", "policy/ref_kl"):
+            assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5)
+    assert found[1]["policy/ref_kl"] != 0
+    lone, divided = (weights(cluster.policy(str(tmp_path / name / "model"))) for name in ("lone", "divided"))
+    for name, tensor in lone.items():
+        torch.testing.assert_close(divided[name], tensor, rtol=0, atol=1e-3)
+    assert (tmp_path / "divided" / "model" / "adapter" / "adapter_model.safetensors").exists()

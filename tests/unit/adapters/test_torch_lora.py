@@ -257,6 +257,12 @@ def test_what_is_saved_is_the_model_and_the_adapters(
         torch.testing.assert_close(unmerged.get_parameter(name), weight, rtol=1e-5, atol=1e-6)
 
 
+def test_adapters_alone_are_no_model_to_start_from(make: Callable[..., TorchPolicy], tmp_path: Path) -> None:
+    make().save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds adapters .*merged, as rollgrad saves it one directory above"):
+        load(tmp_path / "adapter")
+
+
 def test_saving_goes_on_with_training(make: Callable[..., TorchPolicy], batch: PackedBatch, tmp_path: Path) -> None:
     """Neither saving nor reading weights merges anything into the model that is trained."""
     policy, undisturbed = make(), make()
