@@ -26,6 +26,10 @@ class DeepSpeedConfig:
     """Keep the optimizer's state in the CPU's memory, and step there."""
     param_offload: bool = False
     """Keep parameters in the CPU's memory; zero_stage 3 only."""
+    sequence_parallel_size: int = 1
+    """Processes that share each forward and backward pass, dividing its tokens and, in the attention, its heads
+    (Ulysses): for sequences that do not fit into one process. Divides the processes of every model; at most its
+    key/value heads."""
 
 
 @define(kw_only=True)

@@ -65,6 +65,7 @@ RANGES: dict[str, Range] = {
     **{f"{model}.{key}": COUNT for model in ("actor", "critic", "ref") for key in ("num_nodes", "num_gpus_per_node")},
     "cluster.timeout": POSITIVE,
     "ds.zero_stage": (lambda stage: 0 <= stage <= 3, "0, 1, 2 or 3"),
+    "ds.sequence_parallel_size": COUNT,
     "vllm.num_engines": COUNT,
     "vllm.tensor_parallel_size": COUNT,
     "vllm.gpu_memory_utilization": (lambda share: 0 < share <= 1, "greater than 0 and at most 1"),

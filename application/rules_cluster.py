@@ -6,7 +6,7 @@ from rollgrad.application.choices import Engine
 from rollgrad.application.cluster_config import ClusterConfig, DeepSpeedConfig, VLLMConfig
 from rollgrad.application.config import RLConfig
 from rollgrad.application.model_config import ActorConfig, CriticConfig, RefConfig
-from rollgrad.application.rules_common import first_change
+from rollgrad.application.rules_common import first_change, ranks
 from rollgrad.application.train_config import TrainConfig
 
 PARAMETERS = 3
@@ -29,6 +29,7 @@ def cluster_problems(config: RLConfig) -> Iterator[str]:
             f"ds.param_offload is on with ds.zero_stage {config.ds.zero_stage}, which does not divide parameters: set "
             "--ds.zero_stage 3, or leave --ds.param_offload out."
         )
+    yield from _division_problems(config)
     if config.train.colocate_all and config.train.async_enable:
         yield (
             "train.colocate_all lets engines sleep while models train, but with train.async_enable they never do: "
@@ -39,6 +40,17 @@ def cluster_problems(config: RLConfig) -> Iterator[str]:
             f"vllm.tensor_parallel_size is {config.vllm.tensor_parallel_size} with train.colocate_all, where an engine "
             "has one GPU: leave one of --vllm.tensor_parallel_size and --train.colocate_all out."
         )
+
+
+def _division_problems(config: RLConfig) -> Iterator[str]:
+    """Models whose processes do not make whole groups."""
+    size = config.ds.sequence_parallel_size
+    for model in ("actor", "critic", "ref"):
+        if ranks(config, model) % size:
+            yield (
+                f"ds.sequence_parallel_size is {size}, which does not divide the {ranks(config, model)} processes of "
+                f"the model {model!r}: change --ds.sequence_parallel_size, or --{model}.num_gpus_per_node."
+            )
 
 
 def _lone_problems(config: RLConfig) -> Iterator[str]:

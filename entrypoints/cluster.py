@@ -20,6 +20,7 @@ from rollgrad.adapters.ray.placement import SHARE, Placement, Slot
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.torch.loading import load_tokenizer
 from rollgrad.adapters.torch.models import TorchPolicy, TorchReference, TorchValue
+from rollgrad.adapters.torch.sequence_parallel import join_sequence_group
 from rollgrad.application.choices import Engine
 from rollgrad.application.config import RLConfig
 from rollgrad.application.fleet import EngineFleet
@@ -38,6 +39,7 @@ from rollgrad.entrypoints.factories import (
 def rank_policy(config: RLConfig, rollouts: int) -> RankPolicy:
     """One process's part of the actor."""
     load_extension(config)
+    _join_group(config)
     return RankPolicy(
         TorchPolicy(
             make_trained_actor(config),
@@ -53,6 +55,7 @@ def rank_policy(config: RLConfig, rollouts: int) -> RankPolicy:
 def rank_critic(config: RLConfig, rollouts: int) -> TorchValue:
     """One process's part of the critic."""
     load_extension(config)
+    _join_group(config)
     tokenizer = load_tokenizer(config.actor.model_name_or_path, flag="--actor.model-name-or-path")
     settings = make_optimizer(config.critic, config, rollouts)
     return make_critic(config, tokenizer, settings, optimize=_divided(config))
@@ -60,8 +63,14 @@ def rank_critic(config: RLConfig, rollouts: int) -> TorchValue:
 
 def rank_reference(config: RLConfig) -> TorchReference:
     """The reference, whole in each process."""
+    _join_group(config)
     model = make_actor_model(config, config.ref.model_name_or_path, "--ref.model-name-or-path")
     return TorchReference(model, temperature=config.rollout.temperature)
+
+
+def _join_group(config: RLConfig) -> None:
+    """The processes that share each pass of the model that is made next."""
+    join_sequence_group(config.ds.sequence_parallel_size, timeout=config.cluster.timeout)
 
 
 def _divided(config: RLConfig) -> Callable[..., DeepSpeedModule]:
@@ -80,6 +89,7 @@ class Cluster:
 
     def __init__(self, config: RLConfig) -> None:
         self._config = config
+        self._width = config.ds.sequence_parallel_size
         self._roles = {
             "actor": ranks(config, "actor"),
             "critic": ranks(config, "critic") if critic_kind(config) == "loaded" else 0,
@@ -92,15 +102,15 @@ class Cluster:
 
     def policy(self, rollouts: int) -> ShardedPolicy:
         """The actor."""
-        return ShardedPolicy(self._group("actor", rank_policy, self._config, rollouts))
+        return ShardedPolicy(self._group("actor", rank_policy, self._config, rollouts), width=self._width)
 
     def critic(self, rollouts: int) -> ShardedValue:
         """The critic."""
-        return ShardedValue(self._group("critic", rank_critic, self._config, rollouts))
+        return ShardedValue(self._group("critic", rank_critic, self._config, rollouts), width=self._width)
 
     def reference(self) -> ShardedReference:
         """The reference."""
-        return ShardedReference(self._group("reference", rank_reference, self._config))
+        return ShardedReference(self._group("reference", rank_reference, self._config), width=self._width)
 
     def engines(self, tokenizer: Any) -> EngineFleet:
         """The vLLM engines."""

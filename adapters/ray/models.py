@@ -1,7 +1,9 @@
 """Policy, critic and reference whose parts lie in the processes of a group, as the ports want them.
 
-A batch is divided over the processes by tokens (`domain.sharding`); weights leave rank by rank-zero's buckets of shared
-memory and cross no pipe. Does not own: how a process computes its part (`adapters.torch`, `adapters.deepspeed`).
+A batch is divided over the processes by tokens (`domain.sharding`), or over groups of neighbouring ranks: all of a
+group get one part, and divide its tokens among them (`adapters.torch.sequence_parallel`). Weights leave rank by
+rank-zero's buckets of shared memory and cross no pipe.
+Does not own: how a process computes its part (`adapters.torch`, `adapters.deepspeed`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +26,7 @@ from rollgrad.domain.ports.models import (
     ValueModel,
     ValueObjective,
 )
-from rollgrad.domain.sharding import shards
+from rollgrad.domain.sharding import Shards, shards
 
 SAME_EVERYWHERE = ("grad_norm", "lr")
 """Results of an update that every process has alike; the others are sums over what each has seen."""
@@ -60,21 +62,22 @@ class RankPolicy:
 
 
 class ShardedPolicy(PolicyModel):
-    """See `PolicyModel`; each process of `group` holds a `RankPolicy`."""
+    """See `PolicyModel`; each process of `group` holds a `RankPolicy`, `width` neighbours one part of a batch."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
         self._group = group
+        self._parts = _Parts(group, width)
         self.steps = 0
         """Optimizer steps begun."""
 
     def score(self, batch: PackedBatch) -> TokenScores:
         """See `PolicyModel.score`."""
-        return _score(self._group, batch)
+        return self._parts.score(batch)
 
     def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
         """See `PolicyModel.update`."""
         self.steps += 1
-        return _update(self._group, micro_batches, objective)
+        return self._parts.update(micro_batches, objective)
 
     def fill(self, memory: SharedMemory) -> Iterator[tuple[int, list[Piece]]]:
         """Writes the weights as `adapters.vllm.buckets.fill` does, in the first process."""
@@ -114,19 +117,19 @@ class ShardedPolicy(PolicyModel):
 
 
 class ShardedValue(ValueModel):
-    """See `ValueModel`; each process of `group` holds a `TorchValue`."""
+    """See `ValueModel`; each process of `group` holds a `TorchValue`, `width` neighbours one part of a batch."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
         self._group = group
+        self._parts = _Parts(group, width)
 
     def values(self, batch: PackedBatch) -> Tensor:
         """See `ValueModel.values`."""
-        divided = shards(batch, self._group.size)
-        return divided.merged(self._group.each("values", [[part] for part in divided.parts]))
+        return self._parts.values(batch)
 
     def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
         """See `ValueModel.update`."""
-        return _update(self._group, micro_batches, objective)
+        return self._parts.update(micro_batches, objective)
 
     def save(self, path: Path) -> None:
         """See `ValueModel.save`; the first process writes."""
@@ -142,37 +145,59 @@ class ShardedValue(ValueModel):
 
 
 class ShardedReference(ReferenceModel):
-    """See `ReferenceModel`; each process of `group` holds a whole `TorchReference`."""
+    """See `ReferenceModel`; each process of `group` holds a whole `TorchReference`, `width` neighbours one part of a
+    batch."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
+    def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
+        self._parts = _Parts(group, width)
 
     def score(self, batch: PackedBatch) -> TokenScores:
         """See `ReferenceModel.score`."""
-        return _score(self._group, batch)
+        return self._parts.score(batch)
 
 
-def _score(group: WorkerGroup, batch: PackedBatch) -> TokenScores:
-    divided = shards(batch, group.size)
-    scores = group.each("score", [[part] for part in divided.parts])
-    return TokenScores(
-        logprobs_N=divided.merged([s.logprobs_N for s in scores]),
-        entropy_N=divided.merged([s.entropy_N for s in scores]),
-    )
+class _Parts:
+    """Calls in which every `width` neighbouring processes have one part of a batch, and results of their own alike."""
 
+    def __init__(self, group: WorkerGroup, width: int) -> None:
+        self._group = group
+        self._width = width
 
-def _update(
-    group: WorkerGroup, micro_batches: Sequence[PackedBatch], objective: PolicyObjective | ValueObjective
-) -> dict[str, float]:
-    """One optimizer step: every process has a part of each micro-batch."""
-    divided = [shards(batch, group.size).parts for batch in micro_batches]
-    loss = ray_module().put(objective)
-    results = group.each("update", [[[parts[rank] for parts in divided], loss] for rank in range(group.size)])
-    totals: dict[str, float] = {}
-    for result in results:
-        for name, value in result.items():
-            totals[name] = value if name in SAME_EVERYWHERE else totals.get(name, 0.0) + value
-    return totals
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """Log-probs and entropy of the whole batch."""
+        divided = self._divided(batch)
+        scores = self._each("score", [[part] for part in divided.parts])
+        return TokenScores(
+            logprobs_N=divided.merged([s.logprobs_N for s in scores]),
+            entropy_N=divided.merged([s.entropy_N for s in scores]),
+        )
+
+    def values(self, batch: PackedBatch) -> Tensor:
+        """Values of the whole batch."""
+        divided = self._divided(batch)
+        return divided.merged(self._each("values", [[part] for part in divided.parts]))
+
+    def update(
+        self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective | ValueObjective
+    ) -> dict[str, float]:
+        """One optimizer step: every process has a part of each micro-batch."""
+        divided = [self._divided(batch).parts for batch in micro_batches]
+        loss = ray_module().put(objective)
+        count = self._group.size // self._width
+        results = self._each("update", [[[parts[index] for parts in divided], loss] for index in range(count)])
+        totals: dict[str, float] = {}
+        for result in results:
+            for name, value in result.items():
+                totals[name] = value if name in SAME_EVERYWHERE else totals.get(name, 0.0) + value
+        return totals
+
+    def _divided(self, batch: PackedBatch) -> Shards:
+        return shards(batch, self._group.size // self._width)
+
+    def _each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """Results by part, from one process of each."""
+        own = [arguments[rank // self._width] for rank in range(self._group.size)]
+        return self._group.each(method, own)[:: self._width]
 
 
 def _state(group: WorkerGroup) -> dict[str, Any]:

@@ -130,9 +130,9 @@ class _ExchangedAttention(AttentionPlan):
         q, k, v = (x[0].transpose(0, 1).reshape(tokens, groups, -1) for x in (query, key, value))
         rows_MGW = _ToHeads.apply(torch.cat([q, k, v], dim=-1), self._exchange)  # type: ignore[no-untyped-call]
         q, k, v = rows_MGW.split([q.shape[-1], dim, v.shape[-1]], dim=-1)
-        mine = q.reshape(len(q), -1, dim), k, v
-        out = self._plan.attend(layer, *(x.transpose(0, 1)[None] for x in mine), scaling, window)[0]
-        out = _ToTokens.apply(out.reshape(*k.shape[:2], -1), self._exchange, groups)  # type: ignore[no-untyped-call]
+        q, k, v = (x.transpose(0, 1)[None] for x in (q.reshape(len(q), -1, dim), k, v))
+        out = self._plan.attend(layer, q, k, v, scaling, window)[0]
+        out = _ToTokens.apply(out.reshape(len(out), k.shape[1], -1), self._exchange, groups)  # type: ignore[no-untyped-call]
         shared: Tensor = out.reshape(1, tokens, heads, -1)
         return shared
 
@@ -152,7 +152,7 @@ class _Exchange:
         heads = self._group.heads(x_CGW.shape[1])
         tokens, mine, width = len(x_CGW), heads[self._group.rank], x_CGW.shape[2]
         received = self._all_to_all(
-            torch.cat([part.flatten() for part in x_CGW.split(heads, dim=1)]),
+            torch.cat([part.flatten() for part in torch.split(x_CGW, heads, dim=1)]),
             [tokens * count * width for count in heads],
             [count * mine * width for count in self._counts],
         )
@@ -166,7 +166,7 @@ class _Exchange:
         received = self._all_to_all(
             x_MGW.index_select(0, self._token_M).flatten(), [count * mine * width for count in self._counts], sizes
         )
-        parts = zip(received.split(sizes), heads, strict=True)
+        parts = zip(torch.split(received, sizes), heads, strict=True)
         return torch.cat([part.view(tokens, count, width) for part, count in parts], dim=1)
 
     def _all_to_all(self, sent: Tensor, sizes: Sequence[int], received_sizes: Sequence[int]) -> Tensor:

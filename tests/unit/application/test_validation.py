@@ -131,6 +131,8 @@ def test_allows(settings: dict[str, Any]) -> None:
     validate(configured(settings))
 
 
+WIDE_CLUSTER: dict[str, Any] = {"cluster.enable": True, "actor.num_gpus_per_node": 4, "ds.sequence_parallel_size": 2}
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"actor.model_name_or_path": ""}, "--actor.model_name_or_path"),
     ({"data.prompt_dataset": ""}, "--data.prompt_dataset"),
@@ -242,6 +244,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reward.failure_value": 0.0}, "--reward.remote_url"),
     ({"reward.remote_batch_size": 8}, "--reward.remote_url"),
     ({"reward.remote_url": "http://a"}, "both set"),
+    (WIDE_CLUSTER | {"ds.sequence_parallel_size": 3}, "does not divide the 4 processes of the model 'actor'"),
+    (WIDE_CLUSTER | {"critic.num_gpus_per_node": 3}, "or --critic.num_gpus_per_node"),
+    (WIDE_CLUSTER | {"cluster.enable": False}, "--ds.sequence_parallel_size out"),
     ({"eval.steps": 3}, "leave --eval.steps out"),
     ({"eval.dataset": "e.jsonl", "eval.n_samples_per_prompt": 4}, "--eval.temperature above 0"),
 ]
