@@ -1,4 +1,4 @@
-"""Where an OpenRLHF command trains and samples: processes, ZeRO and vLLM.
+"""Where an OpenRLHF command trains and samples: processes, ZeRO and vLLM, and which weights it trains there.
 
 OpenRLHF always has a cluster. Here a run has one if the command names a setting of it (`CLUSTER_FLAGS`).
 """
@@ -9,7 +9,7 @@ CLUSTER_FLAGS = (
     *(f"{model}.{key}" for model in ("actor", "critic", "ref") for key in ("num_nodes", "num_gpus_per_node")),
     *("train.colocate_all", "train.colocate_actor_ref"),
     *("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.gpu_memory_utilization"),
-    *("ds.zero_stage", "ds.adam_offload"),
+    *("ds.zero_stage", "ds.adam_offload", "ds.ring_attn_size", "ds.lora.rank"),
 )
 """Those that turn on `cluster.enable` and `rollout.engine` vllm."""
 
@@ -19,11 +19,14 @@ NODE = {"num_nodes": 1, "num_gpus_per_node": 8}
 GPU_MEMORY = 0.95
 """OpenRLHF's share of a GPU for an engine."""
 
+LORA_ALPHA = 16
+"""OpenRLHF's default."""
+
 SHARED_MEMORY = "of the fifth of a GPU that an engine has here beside the models, in OpenRLHF of all of it"
 
 
 def translate_cluster(draft: Draft) -> None:
-    """Sets `cluster`, `ds`, `vllm`, `train.colocate_*` and the processes of each model.
+    """Sets `cluster`, `vllm`, `train.colocate_*`, the processes of each model, and the actor's adapters.
 
     Raises:
         ConfigurationError: a value is not of its flag's kind.
@@ -37,6 +40,7 @@ def translate_cluster(draft: Draft) -> None:
         _processes(draft)
         together = _sharing(draft)
         _engines(draft, together=together)
+    _adapters(draft)
     if draft.asks("vllm.enable_sleep") and not together:
         draft.lose("vllm.enable_sleep", "engines sleep where they share GPUs with models, in OpenRLHF too")
 
@@ -83,3 +87,17 @@ def _engines(draft: Draft, *, together: bool) -> None:
     draft.set("vllm.gpu_memory_utilization", draft.value("vllm.gpu_memory_utilization", GPU_MEMORY))
     if together:
         draft.change("vllm.gpu_memory_utilization", SHARED_MEMORY)
+
+
+def _adapters(draft: Draft) -> None:
+    """LoRA's, of the actor."""
+    rank = draft.value("ds.lora.rank", 0)
+    if not rank:
+        for key in ("alpha", "target_modules"):
+            draft.lose(f"ds.lora.{key}", "all weights are trained without --lora_rank")
+        return
+    draft.set("actor.lora.rank", rank)
+    draft.set("actor.lora.alpha", draft.value("ds.lora.alpha", LORA_ALPHA))
+    draft.set("actor.lora.target_modules", draft.value("ds.lora.target_modules", ["all-linear"]))
+    if draft.has_critic:
+        draft.change("ds.lora.rank", "of the actor alone; all weights of the critic are trained")

@@ -36,8 +36,7 @@ OFFLOAD = "models stay where they are loaded"
 TRANSFER = "weights go from the trainers to the engines through shared memory"
 GRAPHS = "on a GPU vLLM replays graphs, which leaves the results the same up to rounding"
 ZERO = "ZeRO divides over all processes of a model, with DeepSpeed's own settings"
-SEQUENCES = "a sequence is not divided over processes yet"
-LORA = "all weights are trained; LoRA and quantised training are not there yet"
+LORA_DROPOUT = "adapters have no dropout: the ratio of two log-probs means nothing if chance decides both"
 CHECKPOINTS = (
     "models are saved in the run's directory (ckpt.output_dir), and runs continue by ckpt.state_steps and ckpt.resume"
 )
@@ -168,8 +167,7 @@ FLAGS: dict[str, Flag] = {
             "zpg": (INTEGER, ZERO, ("1",)),
             "overlap_comm": (SWITCH, ZERO, ()),
             "tensor_parallel_size": (INTEGER, "training divides no layer over processes: use ZeRO stage 3", ("1",)),
-            "ring_attn_size": (INTEGER, SEQUENCES, ("1",)),
-            "ring_attn_head_stride": (INTEGER, SEQUENCES, ("1",)),
+            "ring_attn_head_stride": (INTEGER, "attention is divided by heads, without a ring", ("1",)),
             "enable_sleep": (SWITCH, "models stay on their GPUs while engines sample", ()),
             "use_universal_ckpt": (SWITCH, "a run's state is whole, and fits any number of processes", ()),
             "local_rank": (INTEGER, "Ray numbers the processes", ("-1",)),
@@ -180,13 +178,14 @@ FLAGS: dict[str, Flag] = {
             "attn_implementation": (TEXT, KERNELS, ()),
             "experts_implementation": (TEXT, KERNELS, ()),
             "value_head_prefix": (TEXT, "a critic's head is found by itself", ()),
-            "load_in_4bit": (SWITCH, LORA, ()),
-            "lora.rank": (INTEGER, LORA, ("0",)),
-            "lora.alpha": (INTEGER, LORA, ()),
-            "lora.dropout": (NUMBER, LORA, ("0", "0.0")),
-            "lora.target_modules": (Kind.WORDS, LORA, ()),
+            "load_in_4bit": (SWITCH, "weights are not quantised", ()),
+            "lora.dropout": (NUMBER, LORA_DROPOUT, ("0", "0.0")),
         }.items()
     },
+    "ds.ring_attn_size": Flag(INTEGER, "ds.sequence_parallel_size", idle=("1",)),
+    "ds.lora.rank": Flag(INTEGER, idle=("0",)),
+    "ds.lora.alpha": Flag(INTEGER),
+    "ds.lora.target_modules": Flag(Kind.WORDS),
     "ds.param_dtype": Flag(TEXT),
     "data.prompt_dataset": Flag(TEXT, "data.prompt_dataset"),
     "data.prompt_probs": Flag(Kind.PROBABILITIES, "data.prompt_probs"),

@@ -477,7 +477,9 @@ def test_evaluation() -> None:
         ("--ds_tensor_parallel_size", "2"),
         ("--reward_num_nodes", "2"),
         ("--packing_samples",),
-        ("--lora_rank", "8"),
+        ("--lora_alpha", "8"),
+        ("--lora_dropout", "0.1"),
+        ("--load_in_4bit",),
         ("--load_checkpoint",),
         ("--use_wandb", "key"),
         ("--enable_ema",),
@@ -593,6 +595,31 @@ def test_engines_of_an_asynchronous_run_share_no_gpu() -> None:
     train = config_of(*flags).train
     assert (train.colocate_all, train.colocate_actor_ref) == (False, True)
     assert any("with --async_train actor and reference share GPUs" in note for note in notes_of(*flags))
+
+
+def test_lora() -> None:
+    reinforce = ("--advantage_estimator", "reinforce")
+    config = config_of("--lora_rank", "8", *reinforce)
+    assert config.cluster.enable
+    assert (config.actor.lora.rank, config.actor.lora.alpha) == (8, 16)  # OpenRLHF's default
+    assert config.actor.lora.target_modules == RLConfig().actor.lora.target_modules
+    chosen = ("--lora_rank", "8", "--lora_alpha", "32", "--target_modules", "q_proj", "v_proj")
+    lora = config_of(*chosen).actor.lora
+    assert (lora.rank, lora.alpha, lora.target_modules) == (8, 32, ("q_proj", "v_proj"))
+    assert notes_of(*chosen, *reinforce) == []
+    assert notes_of(*chosen) == [
+        "not identical: --lora_rank 8: of the actor alone; all weights of the critic are trained"
+    ]
+
+
+def test_sequences_over_several_processes() -> None:
+    config = config_of("--ring_attn_size", "2")
+    assert (config.cluster.enable, config.ds.sequence_parallel_size) == (True, 2)
+    assert notes_of("--ring_attn_size", "2") == []
+    assert notes_of("--ring_attn_size", "2", "--ring_head_stride", "2") == [
+        "not honoured: --ring_head_stride 2: attention is divided by heads, without a ring"
+    ]
+    assert not config_of("--ring_attn_size", "1", "--lora_rank", "0").cluster.enable
 
 
 def test_a_submitted_job_joins_the_cluster_that_runs() -> None:
