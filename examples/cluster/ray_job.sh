@@ -6,7 +6,8 @@
 #   --dry-run   print the command, and check the settings here
 #   CONFIG      settings with cluster.enable (default examples/sums_cluster.yaml)
 #
-# RAY_ADDRESS   where the cluster takes jobs (default http://127.0.0.1:8265)
+# RAY_ADDRESS     where the cluster takes jobs (default http://127.0.0.1:8265)
+# RAY_AUTH_MODE   `token` if it wants one, which lies in ~/.ray/auth_token
 #
 # Nothing is copied to the cluster: this directory, the model and the data have the same path there as here.
 set -eu

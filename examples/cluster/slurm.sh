@@ -38,6 +38,8 @@ do_or_show() {
 }
 
 trap '[ -n "$dry" ] || ray stop; kill $(jobs -p) 2>/dev/null || true' EXIT
+export RAY_AUTH_MODE=token # without one, whoever reaches the nodes can run programs as you
+do_or_show ray get-auth-token --generate >/dev/null # into ~/.ray, where all nodes find it
 do_or_show ray start --head --port "$port"
 if [ "$others" -gt 0 ]; then
     echo "+ ${join[*]} &"

@@ -97,7 +97,10 @@ def test_slurm_starts_ray_everywhere_runs_once_and_ends_it(nodes: int, status: i
     # Like `ray start --block`, srun lasts until it is killed; the run begins when all have joined.
     joined = "until grep -q srun calls; do sleep 0.1; done" if nodes > 1 else "true"
     recording = programs(
-        workplace, ray=RECORD, rollgrad=f"{joined}\n{RECORD}\nexit {status}", srun=f"{RECORD}\nexec sleep {DEADLINE}"
+        workplace,
+        ray=f'{RECORD}\n[ "$1" != get-auth-token ] || echo secret',
+        rollgrad=f"{joined}\n{RECORD}\nexit {status}",
+        srun=f"{RECORD}\nexec sleep {DEADLINE}",
     )
     where = {"workplace": workplace, "programs": recording, "SLURM_JOB_NUM_NODES": str(nodes)}
     ended, output, _ = run("slurm.sh", "my.yaml", "--train.seed", "2", **where)
@@ -109,7 +112,8 @@ def test_slurm_starts_ray_everywhere_runs_once_and_ends_it(nodes: int, status: i
         *([joins] if nodes > 1 else []),
         "rollgrad train rl --config my.yaml --cluster.address auto --ckpt.state_steps 10 --train.seed 2",
     ]
-    assert (workplace / "calls").read_text().splitlines() == [*expected, "ray stop"]
+    token = "ray get-auth-token --generate"
+    assert (workplace / "calls").read_text().splitlines() == [token, *expected, "ray stop"]
     assert [line.removeprefix("+ ").removesuffix(" &") for line in output.splitlines()] == expected
 
 
