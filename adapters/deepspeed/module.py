@@ -30,6 +30,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 PARAMETERS = 3
 """The stage of ZeRO that divides parameters too."""
 
+BUCKET_NUMBERS = 500_000_000
+"""Gradients that are sent together, DeepSpeed's default."""
+
 NEVER = 2**31 - 1
 """Steps between DeepSpeed's own reports."""
 
@@ -113,7 +116,7 @@ class DeepSpeedModule(TrainedModule):
         if plain:
             self._adam.register_step_pre_hook(self._clip)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=module, optimizer=self._adam, config=_config(settings, division, dtype, clips=not plain)
+            model=module, optimizer=self._adam, config=_config(settings, division, parameters, clips=not plain)
         )
         self._steps = 0
         self._make_moments()
@@ -285,15 +288,20 @@ def _adam(groups: list[dict[str, Any]], settings: OptimizerSettings, division: D
 
 
 def _config(
-    settings: OptimizerSettings, division: DeepSpeedSettings, dtype: torch.dtype, *, clips: bool
+    settings: OptimizerSettings, division: DeepSpeedSettings, parameters: Sequence[nn.Parameter], *, clips: bool
 ) -> dict[str, Any]:
     offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    zero: dict[str, Any] = {"stage": division.zero_stage}
+    bucket = min(BUCKET_NUMBERS, sum(parameter.numel() for parameter in parameters))  # its memory is taken at once
+    zero: dict[str, Any] = {
+        "stage": division.zero_stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
     if division.adam_offload:
         zero["offload_optimizer"] = offload
     if division.param_offload:
         zero["offload_param"] = offload
-    half = {"bf16": {"enabled": True}} if dtype == torch.bfloat16 else {}
+    half = {"bf16": {"enabled": True}} if parameters[0].dtype == torch.bfloat16 else {}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "managed_gradient_accumulation": False,  # any number of backward passes, then a step

@@ -14,7 +14,7 @@ from rollgrad.adapters.ray.placement import Slot
 from rollgrad.adapters.ray.session import ray_module
 from rollgrad.domain.errors import RollgradError, WorkerError
 
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 30.0
 """After the first failure, for that of the process which is its cause: the others fail because it has left them."""
 
 

@@ -1,6 +1,7 @@
 """Joins a Ray cluster, or starts one on this machine for as long as the run."""
 
 import os
+import socket
 from typing import Any
 
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
@@ -44,8 +45,10 @@ class RaySession:
         if address is None:
             settings |= {"num_cpus": max(1, round(cpus + 0.5)), "include_dashboard": False}
         try:
+            if address is not None and ":" in address:
+                _knock(address)  # Ray itself would try for minutes
             ray.init(address=address or "local", **settings)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise ConfigurationError(
                 f"cluster.address is {address!r}, where no Ray cluster answers ({str(error).splitlines()[0]}): start "
                 "one with `ray start --head`, or leave --cluster.address out to run on this machine."
@@ -56,3 +59,8 @@ class RaySession:
         if self._owned:
             ray_module().shutdown()
             self._owned = False
+
+
+def _knock(address: str) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()

@@ -1,0 +1,69 @@
+"""A job on a cluster of two nodes, which here share one machine."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollgrad
+from rollgrad.application.config import RLConfig
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.rewards import RewardRequest
+from tests.fakes.cluster import processes
+from tests.fakes.reward_source import FakeRewardSource
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """Two nodes of one CPU each: two training processes have to be apart."""
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    nodes.add_node(num_cpus=1)
+    yield nodes
+    nodes.shutdown()
+
+
+class NodesSeen(FakeRewardSource):
+    """Looks, while the run is under way, which nodes its training processes belong to: each has a raylet of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(self._judge)
+        self.seen: set[int] = set()
+
+    def _judge(self, request: RewardRequest) -> float:
+        self.seen |= {process.ppid() for process in processes("ray::RankWorker")}
+        return float(len(request.response))
+
+
+def test_a_job_trains_on_two_nodes(cluster: Any, tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"input": f"Say {i}"}) for i in range(4)))
+    config = RLConfig()
+    config.actor.model_name_or_path, config.actor.num_nodes = str(tiny_model_dir), 2
+    config.algo.advantage.estimator = "group_norm"
+    config.data.prompt_dataset = str(tmp_path / "prompts.jsonl")
+    config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens = 2, 2, 8
+    config.train.max_steps, config.ckpt.output_dir, config.logger.console = 2, str(tmp_path / "run"), False
+    config.cluster.enable, config.cluster.address, config.cluster.timeout = True, cluster.address, 120
+    config.ds.zero_stage = 3
+    reward = NodesSeen()
+    assert rollgrad.train(config, reward=reward).steps == 2
+    assert len(reward.seen) == 2
+
+    config.actor.num_gpus_per_node, config.cluster.timeout = 2, 5
+    with pytest.raises(ConfigurationError, match="found no room for the 4 processes of actor"):
+        rollgrad.train(config, reward=reward)
+
+
+def test_a_cluster_that_does_not_answer_is_told(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = RLConfig()
+    config.actor.model_name_or_path, config.algo.advantage.estimator = str(tiny_model_dir), "reinforce"
+    config.data.prompt_dataset = "reasoning_gym:basic_arithmetic"
+    config.ckpt.output_dir = str(tmp_path)
+    config.cluster.enable, config.cluster.address = True, "127.0.0.1:1"
+    with pytest.raises(ConfigurationError, match="where no Ray cluster answers"):
+        rollgrad.train(config)
