@@ -61,6 +61,7 @@ def start_process_group(*, rank: int, size: int, host: str, port: int, local_ran
         "MASTER_PORT": str(port),
     }
     deepspeed = _deepspeed()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an inference kernel, else compiled for a minute
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     deepspeed.init_distributed(
         backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout), rank=rank, world_size=size
