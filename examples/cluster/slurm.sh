@@ -37,7 +37,7 @@ do_or_show() {
     [ -n "$dry" ] || "$@"
 }
 
-trap '[ -n "$dry" ] || ray stop; kill $(jobs -p) 2>/dev/null || true' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT # SLURM ends the head's Ray: `ray stop` would end other jobs' too
 export RAY_AUTH_MODE=token # without one, whoever reaches the nodes can run programs as you
 do_or_show ray get-auth-token --generate >/dev/null # into ~/.ray, where all nodes find it
 do_or_show ray start --head --port "$port"

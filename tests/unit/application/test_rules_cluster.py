@@ -30,6 +30,7 @@ def problems(settings: dict[str, Any]) -> list[str]:
         CLUSTER | {"actor.num_nodes": 2, "critic.num_nodes": 1, "ref.num_gpus_per_node": 4},
         CLUSTER | {"ds.zero_stage": 3, "ds.param_offload": True, "ds.adam_offload": True},
         CLUSTER | {"ds.zero_stage": 0},
+        CLUSTER | {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 4, "ref.num_gpus_per_node": 2},
         CLUSTER | VLLM | {"vllm.num_engines": 4, "vllm.tensor_parallel_size": 2},
         CLUSTER | VLLM | TOGETHER | {"vllm.num_engines": 4},
         CLUSTER | {"train.colocate_actor_ref": True, "train.async_enable": True},
@@ -58,6 +59,7 @@ def test_engines_of_vllm_need_vllm(name: str, value: Any) -> None:
         ("ds.zero_stage", 3),
         ("ds.adam_offload", True),
         ("ds.param_offload", True),
+        ("ds.sequence_parallel_size", 2),
         *((f"{model}.{key}", 2) for model in ("actor", "critic", "ref") for key in ("num_nodes", "num_gpus_per_node")),
         ("train.colocate_all", True),
         ("train.colocate_actor_ref", True),
@@ -76,6 +78,15 @@ def test_only_stage_three_can_offload_parameters(stage: int) -> None:
     assert problems(CLUSTER | {"ds.param_offload": True, "ds.zero_stage": stage}) == [
         f"ds.param_offload is on with ds.zero_stage {stage}, which does not divide parameters: set --ds.zero_stage 3, "
         "or leave --ds.param_offload out."
+    ]
+
+
+@pytest.mark.parametrize("model", ["actor", "critic", "ref"])
+def test_processes_make_whole_groups(model: str) -> None:
+    sizes = {f"{each}.num_gpus_per_node": 3 if each == model else 4 for each in ("actor", "critic", "ref")}
+    assert problems(CLUSTER | sizes | {"ds.sequence_parallel_size": 2}) == [
+        f"ds.sequence_parallel_size is 2, which does not divide the 3 processes of the model {model!r}: change "
+        f"--ds.sequence_parallel_size, or --{model}.num_gpus_per_node."
     ]
 
 
