@@ -45,7 +45,7 @@ class AsyncPipeline(Pipeline):
         try:
             if cancelled:
                 raise asyncio.CancelledError
-            await self._hand_over()
+            metrics |= await self._hand_over()
         finally:
             idle = self._stream.idle_s - idle
             self._stream.updated()
@@ -60,10 +60,10 @@ class AsyncPipeline(Pipeline):
                 metrics["time/generation_idle_share"] = min(1.0, idle / (ended - started))
             self._report(groups, metrics)
 
-    async def _hand_over(self) -> None:
+    async def _hand_over(self) -> dict[str, float]:
         try:
             await self._engine.pause(self._pause)
-            await self._channel.push(self._policy, self._done)
+            return await self._push()
         finally:
             await self._engine.resume()
 

@@ -187,6 +187,13 @@ class Pipeline(ABC):
         ended = clock.monotonic()
         return metrics | {"time/experience_s": prepared - started, "time/update_s": ended - prepared}
 
+    async def _push(self) -> dict[str, float]:
+        """Hands the weights over; what it took is to be reported."""
+        moved = await self._channel.push(self._policy, self._done)
+        if not moved["bytes"]:
+            return {}
+        return {"sync/bytes": moved["bytes"], "sync/gb_per_s": moved["bytes"] / 1e9 / max(moved["seconds"], 1e-9)}
+
     def _report(self, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
         self._sink.log(self._done, metrics)
         self._sample_log(self._done, groups)

@@ -37,7 +37,7 @@ class SyncPipeline(Pipeline):
         updated = clock.monotonic()
         if self._sleeper is not None:
             await self._sleeper.wake()
-        await self._channel.push(self._policy, self._done)
+        metrics |= await self._push()
         ended = clock.monotonic()
         metrics |= {
             "time/generate_s": generated - started,

@@ -16,7 +16,7 @@ from rollgrad.adapters.deepspeed.module import DeepSpeedModule, DeepSpeedSetting
 from rollgrad.adapters.ray.engine import start_engines
 from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.models import RankPolicy, ShardedPolicy, ShardedReference, ShardedValue
-from rollgrad.adapters.ray.placement import SHARE, Placement, Slot
+from rollgrad.adapters.ray.placement import Placement, Slot
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.torch.loading import load_tokenizer
 from rollgrad.adapters.torch.models import TorchPolicy, TorchReference, TorchValue
@@ -115,14 +115,10 @@ class Cluster:
     def engines(self, tokenizer: Any) -> EngineFleet:
         """The vLLM engines."""
         config = self._config
-        settings = vllm_settings(config, tokenizer, share=SHARE if config.train.colocate_all else 1.0)
+        settings = vllm_settings(config, tokenizer)
         options = [slot.options() for slot in self._slots("engines", self._roles["engines"])]
         engines = start_engines(len(options), settings, options=options, seconds=config.cluster.timeout)
         return EngineFleet(asyncio.run(engines))
-
-    def pids(self) -> dict[str, list[int]]:
-        """Processes of each model, by rank."""
-        return {group.name: group.pids() for group in self._groups}
 
     def close(self) -> None:
         """Ends models and, if it was started here, Ray; may be called again."""
@@ -163,6 +159,7 @@ class Cluster:
                 " and ".join(sorted(name for name in sharing if self._roles[name])) if role in sharing else role,
                 bundles,
                 gpus=gpus,
+                here={"actor": 1, "engines": bundles, "shared": max(1, self._roles["engines"])}.get(key, 0),
                 shared=role in sharing,
                 timeout=self._config.cluster.timeout,
             )

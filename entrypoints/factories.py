@@ -211,16 +211,16 @@ def make_vllm_engine(config: RLConfig, tokenizer: Any) -> VLLMEngine:
     return VLLMEngine(**vllm_settings(config, tokenizer))
 
 
-def vllm_settings(config: RLConfig, tokenizer: Any, *, share: float = 1.0) -> dict[str, Any]:
-    """Arguments of a `VLLMEngine` in the actor's number format; `share` of a GPU's memory is there for it."""
+def vllm_settings(config: RLConfig, tokenizer: Any) -> dict[str, Any]:
+    """Arguments of a `VLLMEngine`, which finds the actor's number format where it runs."""
     name = config.actor.model_name_or_path
     return {
         "model": name,
         "eos_token_ids": eos_token_ids(load_generation_settings(name), tokenizer),
-        "dtype": str(resolve_dtype(config.actor.dtype, default_device())).removeprefix("torch."),
+        "dtype": str(config.actor.dtype),
         "max_batch_size": config.rollout.max_batch_size,
         "tensor_parallel_size": config.vllm.tensor_parallel_size,
-        "memory_fraction": config.vllm.gpu_memory_utilization * share,
+        "memory_fraction": config.vllm.gpu_memory_utilization,
     }
 
 

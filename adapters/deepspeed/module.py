@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rollgrad.adapters.torch.forward import Scorer
-from rollgrad.adapters.torch.optimizer import OptimizerSettings, TrainedModule, decay_groups, learning_rate, non_finite
+from rollgrad.adapters.torch.optimizer import (
+    OptimizerSettings,
+    TrainedModule,
+    decay_groups,
+    learning_rate,
+    non_finite,
+    warn_of_untrained,
+)
 from rollgrad.domain.errors import MissingExtraError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -104,8 +111,9 @@ class DeepSpeedModule(TrainedModule):
         self._sizes = {p: p.nbytes for p in module.parameters()}
         self._device, dtype = parameters[0].device, parameters[0].dtype
         self._largest: list[Tensor] = []
-        for parameter in parameters:
-            parameter.register_hook(partial(_note_largest, self._largest))  # type: ignore[no-untyped-call]
+        self._untrained = {name for name, _ in self._named}
+        for name, parameter in self._named:
+            parameter.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
         if self._stage == PARAMETERS:
             for scorer in (part for part in module.modules() if isinstance(part, Scorer)):
                 for weight in (scorer.head.weight, scorer.head.bias):
@@ -142,6 +150,8 @@ class DeepSpeedModule(TrainedModule):
         if not self.agree(math.isfinite(largest)):
             self.clear()
             raise non_finite(self._steps, largest)
+        if self._steps == 0 and self.first:
+            warn_of_untrained(sorted(self._untrained))
         lr = learning_rate(self._settings, self._steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -197,6 +207,11 @@ class DeepSpeedModule(TrainedModule):
                 self._set_whole(parameter, state["moments"][name][key], key)
             with self._written([parameter]):
                 parameter.copy_(state["masters"][name])
+
+    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+        """The largest size of its entries is not finite if one of them is not."""
+        self._untrained.discard(name)
+        self._largest.append(torch.linalg.vector_norm(gradient.detach().flatten(), math.inf).float())
 
     def _clip(self, *_: Any) -> None:
         """Before torch's own optimizer steps."""
@@ -272,11 +287,6 @@ class DeepSpeedModule(TrainedModule):
             safe_set_local_fp32_param(parameter, mine)
         else:
             safe_set_local_optimizer_state(parameter, mine, key)
-
-
-def _note_largest(largest: list[Tensor], gradient: Tensor) -> None:
-    """Keeps the largest size of a gradient's entries, which is not finite if one of them is not."""
-    largest.append(torch.linalg.vector_norm(gradient.detach().flatten(), math.inf).float())
 
 
 def _adam(groups: list[dict[str, Any]], settings: OptimizerSettings, division: DeepSpeedSettings) -> Any:

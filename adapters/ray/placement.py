@@ -11,6 +11,10 @@ SHARE = 0.2
 """Of a bundle's CPU and GPU that a process takes which shares it with other roles."""
 
 
+NODE_SHARE = 0.001
+"""Of the resource by which Ray names a machine."""
+
+
 @frozen(kw_only=True)
 class Slot:
     """What one process asks Ray for: options of its actor."""
@@ -31,6 +35,7 @@ class Placement:
         name: of the role, for errors.
         bundles: how many.
         gpus: of each; 0 on machines without.
+        here: how many of them, the first, have to be on this process's machine: weights go through its memory.
         shared: whether several roles take a share of each bundle.
         timeout: seconds that Ray may take to find room.
 
@@ -38,22 +43,26 @@ class Placement:
         ConfigurationError: the cluster has no room for it in time.
     """
 
-    def __init__(self, name: str, bundles: int, *, gpus: float, shared: bool, timeout: float) -> None:
+    def __init__(
+        self, name: str, bundles: int, *, gpus: float, here: int = 0, shared: bool = False, timeout: float
+    ) -> None:
         ray = ray_module()
+        from ray.util import get_node_ip_address
         from ray.util.placement_group import placement_group
 
         bundle = {"CPU": 1.0, **({"GPU": gpus} if gpus else {})}
+        local = bundle | {f"node:{get_node_ip_address()}": NODE_SHARE}
         self._share = SHARE if shared else 1.0
         self._gpus = gpus
-        self._group = placement_group([bundle] * bundles, strategy="PACK")
+        self._group = placement_group([local] * here + [bundle] * (bundles - here), strategy="PACK")
         ready, _ = ray.wait([self._group.ready()], timeout=timeout)
         if not ready:
             self.remove()
             there = {key: value for key, value in ray.cluster_resources().items() if key in ("CPU", "GPU")}
             raise ConfigurationError(
                 f"Ray found no room for the {bundles} processes of {name} within {timeout:g} s: each needs {bundle}, "
-                f"and the cluster has {there} in all. Add nodes, ask for fewer processes, or share them with "
-                "--train.colocate_all."
+                f"{here} of them on this machine, and the cluster has {there} in all. Add nodes, ask for fewer "
+                "processes, or share them with --train.colocate_all."
             )
 
     def slot(self, index: int) -> Slot:

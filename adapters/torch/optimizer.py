@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import structlog
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 
 from rollgrad.domain.errors import NonFiniteUpdateError
 from rollgrad.domain.schedule import lr_factor
+
+log = structlog.get_logger(__name__)
 
 
 @frozen(kw_only=True)
@@ -103,6 +106,12 @@ def learning_rate(settings: OptimizerSettings, step: int) -> float:
     )
 
 
+def warn_of_untrained(names: Sequence[str]) -> None:
+    """Says which trainable parameters the first step had no gradient for: they would silently stay what they are."""
+    if names:
+        log.warning("parameters without a gradient in the first step", count=len(names), first=list(names[:5]))
+
+
 def non_finite(steps: int, norm: float) -> NonFiniteUpdateError:
     """The error of a step whose gradient is not finite."""
     return NonFiniteUpdateError(
@@ -155,6 +164,9 @@ class MasterOptimizer:
         if not math.isfinite(norm):
             self.clear()
             raise non_finite(self._steps, norm)
+        if self._steps == 0:
+            pairs = zip(self._names, self._masters, strict=True)
+            warn_of_untrained([name for name, master in pairs if master.grad is None])
         limit = self._settings.max_norm
         if limit and norm > limit:
             torch._foreach_mul_(gradients, limit / norm)

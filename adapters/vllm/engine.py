@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from rollgrad.adapters.torch.loading import default_device, resolve_dtype
 from rollgrad.adapters.vllm.buckets import Piece
 from rollgrad.adapters.vllm.parameters import parameters
 from rollgrad.adapters.vllm.starting import shut_down, start
@@ -40,7 +41,7 @@ class VLLMEngine(RolloutEngine, WeightTaker):
     Args:
         model: hub name or directory of the checkpoint that generation starts from.
         eos_token_ids: tokens that end every reply.
-        dtype: number format of the weights in vLLM: "auto" is the checkpoint's.
+        dtype: number format of the weights in vLLM: float32, bfloat16, or auto, what the hardware multiplies.
         max_tokens: tokens of a prompt and its reply at most; None is what the model has positions for.
         max_batch_size: sequences decoded together.
         tensor_parallel_size: devices that share one copy of the model.
@@ -65,7 +66,7 @@ class VLLMEngine(RolloutEngine, WeightTaker):
         self._eos = frozenset(eos_token_ids)
         self.llm = start(
             model=model,
-            dtype=dtype,
+            dtype=str(resolve_dtype(dtype, default_device())).removeprefix("torch."),
             max_model_len=max_tokens,
             max_num_seqs=max_batch_size,
             tensor_parallel_size=tensor_parallel_size,
