@@ -8,14 +8,18 @@ import torch
 from attrs import Factory, evolve, frozen
 from torch import Tensor, distributed, nn
 
+from rollgrad.adapters.ray.models import RankPolicy
 from rollgrad.adapters.torch.attention import install_attention
 from rollgrad.adapters.torch.forward import PackedLM, PackedValue, scatter
+from rollgrad.adapters.torch.models import TorchReference, TorchValue
 from rollgrad.adapters.torch.sequence_parallel import join_sequence_group
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
+from tests.fakes import cluster
 from tests.fakes.agent_executor import make_trajectory
 
+TIMEOUT = 300.0
 VOCABULARY = 97
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -182,3 +186,19 @@ def work(rank: int, processes: int, folder: Path, names: list[str], timeout: flo
     results["apart"] = passes(CASES["two_heads"])
     torch.save(results, folder / str(rank))
     distributed.destroy_process_group()
+
+
+def rank_policy(path: str, stage: int) -> RankPolicy:
+    """In a group of two, like those that follow."""
+    join_sequence_group(2, timeout=TIMEOUT)
+    return cluster.rank_policy(path, stage)
+
+
+def rank_value(path: str, stage: int) -> TorchValue:
+    join_sequence_group(2, timeout=TIMEOUT)
+    return cluster.rank_value(path, stage)
+
+
+def rank_reference(path: str) -> TorchReference:
+    join_sequence_group(2, timeout=TIMEOUT)
+    return cluster.rank_reference(path)

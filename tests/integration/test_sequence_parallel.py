@@ -1,0 +1,121 @@
+"""Processes that divide the tokens of a batch among them train as one process does, whatever ZeRO divides besides."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollgrad.adapters.ray.group import WorkerGroup
+from rollgrad.adapters.ray.models import ShardedPolicy, ShardedReference, ShardedValue
+from rollgrad.adapters.ray.placement import Placement
+from rollgrad.adapters.ray.session import RaySession
+from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
+from tests.fakes import cluster, sequence_parallel
+from tests.tiny_models import saved, tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 2
+TOLERANCE = 1e-3
+"""Of a sum of gradients, and of how far a weight has come, as a share of its norm: gradients are summed in another
+order, and AdamW, which divides them by their size, makes much of that where they are almost 0."""
+
+TIMEOUT = 300.0
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[RaySession]:
+    session = RaySession(None, cpus=4)
+    yield session
+    session.close()
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["one_pair", "two_pairs"])
+def group(session: RaySession, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+    placement = Placement("actor", request.param, gpus=0, shared=False, timeout=TIMEOUT)
+    slots = [placement.slot(index) for index in range(request.param)]
+    group = WorkerGroup("actor", slots, threads=1, timeout=TIMEOUT)
+    yield group
+    group.close()
+    placement.remove()
+
+
+@pytest.fixture(scope="module", params=["Llama", "Mistral"])
+def model_dir(request: pytest.FixtureRequest, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Three key/value heads, which two processes share unevenly; Mistral sees a window of five tokens."""
+    window = {"sliding_window": 5} if request.param == "Mistral" else {}
+    model = tiny_model(
+        f"{request.param}ForCausalLM",
+        tiny_tokenizer,
+        hidden_size=48,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        **window,
+    )
+    return str(saved(model, tiny_tokenizer, tmp_path_factory.mktemp("models") / request.param))
+
+
+BATCH = sequence_parallel.batch(0, 6)
+PARTS = [BATCH.select([0, 1, 3]), BATCH.select([2]), BATCH.select([4, 5])]
+
+
+def weights(policy: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+def stepped(model: Any, objective: Any) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for _ in range(STEPS):
+        metrics = model.update(PARTS, objective)
+    return metrics
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_policy_trains_as_one_process(group: WorkerGroup, stage: int, model_dir: str) -> None:
+    group.build(sequence_parallel.rank_policy, model_dir, stage)
+    policy, lone = ShardedPolicy(group, width=2), cluster.policy(model_dir)
+    before = weights(lone)
+    with pytest.raises(NonFiniteUpdateError):  # every process's error, which leaves no trace
+        policy.update(PARTS, cluster.steep)
+    for objective in (sequence_parallel.by_token, sequence_parallel.by_sequence):
+        assert stepped(policy, objective) == pytest.approx(stepped(lone, objective), rel=TOLERANCE, abs=1e-5)
+    found, expected = weights(policy), weights(lone)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= TOLERANCE * (tensor - before[name]).norm(), name
+    moments = policy.state_dict()["moments"]
+    for name, wanted in lone.state_dict()["moments"].items():
+        gap = (moments[name]["exp_avg"] - wanted["exp_avg"]).norm()
+        assert gap <= TOLERANCE * wanted["exp_avg"].norm(), name
+    scores, expected_scores = policy.score(BATCH), lone.score(BATCH)
+    torch.testing.assert_close(scores.logprobs_N, expected_scores.logprobs_N, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(scores.entropy_N, expected_scores.entropy_N, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_critic_trains_as_one_process(group: WorkerGroup, stage: int, model_dir: str) -> None:
+    group.build(sequence_parallel.rank_value, model_dir, stage)
+    critic, lone = ShardedValue(group, width=2), cluster.value(model_dir)
+    found, wanted = (stepped(model, sequence_parallel.of_values) for model in (critic, lone))
+    assert found == pytest.approx(wanted, rel=1e-3)
+    torch.testing.assert_close(critic.values(BATCH), lone.values(BATCH), rtol=1e-3, atol=1e-4)
+    assert critic.values(BATCH).abs().max() > 0.01
+
+
+def test_a_reference_scores_what_one_process_scores(group: WorkerGroup, model_dir: str) -> None:
+    group.build(sequence_parallel.rank_reference, model_dir)
+    reference, lone = ShardedReference(group, width=2), cluster.rank_reference(model_dir)
+    for batch in (BATCH, BATCH.select([2])):  # of one sample, a second pair has nothing to do
+        found, wanted = reference.score(batch), lone.score(batch)
+        torch.testing.assert_close(found.logprobs_N, wanted.logprobs_N, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.entropy_N, wanted.entropy_N, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_with_fewer_heads_than_processes_is_refused(
+    group: WorkerGroup, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    narrow = saved(tiny_model("LlamaForCausalLM", tiny_tokenizer, num_key_value_heads=1), tiny_tokenizer, tmp_path)
+    with pytest.raises(ConfigurationError, match="sequence_parallel_size is 2, but the model has 1 key/value heads"):
+        group.build(sequence_parallel.rank_reference, str(narrow))
