@@ -40,6 +40,9 @@ PARAMETERS = 3
 BUCKET_NUMBERS = 500_000_000
 """Gradients that are sent together, DeepSpeed's default."""
 
+ALIGNMENT = 1024
+"""A multiple of what DeepSpeed wants of its buckets."""
+
 NEVER = 2**31 - 1
 """Steps between DeepSpeed's own reports."""
 
@@ -302,7 +305,8 @@ def _config(
     settings: OptimizerSettings, division: DeepSpeedSettings, parameters: Sequence[nn.Parameter], *, clips: bool
 ) -> dict[str, Any]:
     offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    bucket = min(BUCKET_NUMBERS, sum(parameter.numel() for parameter in parameters))  # its memory is taken at once
+    numbers = sum(parameter.numel() for parameter in parameters)
+    bucket = min(BUCKET_NUMBERS, -(-numbers // ALIGNMENT) * ALIGNMENT)  # its memory is taken at once
     zero: dict[str, Any] = {
         "stage": division.zero_stage,
         "reduce_bucket_size": bucket,

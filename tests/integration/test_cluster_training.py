@@ -1,10 +1,15 @@
 """Whole runs in several processes: Ray places, vLLM samples, DeepSpeed trains; and what comes of it when one dies."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -16,11 +21,13 @@ from rollgrad.application.train_config import PartialRollout
 from rollgrad.domain.errors import WorkerError
 from rollgrad.domain.ports.metric_sink import MetricSink
 from rollgrad.domain.rewards import RewardRequest
+from rollgrad.entrypoints.config_io import dump_config
 from tests.fakes import cluster
 from tests.fakes.reward_source import FakeRewardSource
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 
 
@@ -90,64 +97,63 @@ def test_a_run_in_several_processes_is_the_run_in_one(make: Callable[..., RLConf
         torch.testing.assert_close(model(divided)[name], tensor, rtol=0, atol=1e-3)
 
 
-def colocated(config: RLConfig) -> None:
+def ppo_colocated(config: RLConfig) -> None:
+    """Actor, critic, reference and engine share what there is, and take turns."""
+    config.algo.advantage.estimator = "gae"
+    config.algo.kl.init_coef = 0.01
+    config.critic.num_gpus_per_node = config.ref.num_gpus_per_node = 1
     config.train.colocate_all = True
     config.ds.zero_stage = 3
 
 
-def asynchronous(config: RLConfig) -> None:
-    config.train.async_enable = True
-
-
 def partial_rollout(config: RLConfig) -> None:
+    """Two engines sample while the model is trained, and go on with its new weights."""
     config.train.async_enable, config.train.max_staleness = True, 2
     config.train.partial_rollout = PartialRollout.KEEP
     config.algo.correction.level = CorrectionLevel.TOKEN
+    config.train.max_steps = 4
 
 
-def ppo(config: RLConfig) -> None:
-    """Critic and reference beside the actor."""
-    config.algo.advantage.estimator = "gae"
-    config.algo.kl.init_coef = 0.01
-    config.critic.num_gpus_per_node = config.ref.num_gpus_per_node = 1
-    config.train.colocate_actor_ref = True
-
-
-@pytest.mark.parametrize("arrange", [colocated, asynchronous, partial_rollout, ppo])
+@pytest.mark.parametrize("arrange", [ppo_colocated, partial_rollout])
 def test_every_pipeline_trains_with_vllm(make: Callable[..., RLConfig], arrange: Callable[[RLConfig], None]) -> None:
     config = make(arrange.__name__, vllm=True)
     arrange(config)
     lines = train(config)
-    assert len(lines) == STEPS
+    assert len(lines) == config.train.max_steps
     fresh = [line for line in lines if line.get("staleness/max", 0.0) == 0]
     assert all(line["policy/mismatch_kl"] < 1e-5 for line in fresh), "engine and trainer agree on what they sample"
+    assert all(line["sync/bytes"] > 0 for line in lines)
     assert (Path(config.ckpt.output_dir) / "model" / "model.safetensors").exists()
-    if arrange is ppo:
+    if arrange is ppo_colocated:
         assert all(line["critic/loss"] > 0 for line in lines)
     assert not cluster.processes("ray::RankWorker")
     assert not cluster.processes("ray::EngineHost")
 
 
 class Killer(MetricSink):
-    """Kills training processes when a step is reported: whatever is called next finds them dead."""
+    """Kills one of the processes with a title when a step is reported: whatever is called next finds it dead."""
 
-    def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step = rank, step
+    def __init__(self, number: int, step: int, title: str = "ray::RankWorker") -> None:
+        self.number, self.step, self.title = number, step, title
+        self.lines: list[Mapping[str, float]] = []
+        self.steps: list[int] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step == self.step and "reward/mean" in metrics:
-            cluster.kill([cluster.processes("ray::RankWorker")[self.rank]])
+        if "reward/mean" in metrics:
+            self.lines.append(metrics)
+            self.steps.append(step)
+            if step == self.step:
+                cluster.kill([cluster.processes(self.title)[self.number]])
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_lost_rank_ends_the_run_which_continues(make: Callable[..., RLConfig], rank: int) -> None:
+def test_a_lost_rank_ends_the_run_which_continues(make: Callable[..., RLConfig]) -> None:
     """In bounded time, with an error that names it, and with a state from which the run goes on as if nothing was."""
     whole, broken = make("whole"), make("broken")
     whole.ckpt.state_steps = broken.ckpt.state_steps = broken.ckpt.save_steps = 1
     train(whole)
     with pytest.raises(WorkerError, match=r"training processes of actor, rank \d died while"):
-        train(broken, sink=Killer(rank, step=2))
+        train(broken, sink=Killer(1, step=2))
     assert not cluster.processes("ray::RankWorker")
     cluster.policy(str(Path(broken.ckpt.output_dir) / "step_1"))  # loads
     broken.ckpt.resume = True
@@ -158,13 +164,42 @@ def test_a_lost_rank_ends_the_run_which_continues(make: Callable[..., RLConfig],
 
 @pytest.mark.chaos
 def test_a_lost_engine_is_replaced_and_its_replies_are_played_again(make: Callable[..., RLConfig]) -> None:
+    """The only one: the run goes on when its replacement has the weights of the step before."""
     config = make("engines", vllm=True)
-    config.vllm.num_engines = 2
+    killer = Killer(0, step=1, title="ray::EngineHost")
+    rollgrad.train(config, reward=FakeRewardSource(letters), sink=killer)
+    assert killer.steps == list(range(1, STEPS + 1))
+    assert all(line["policy/mismatch_kl"] < 1e-5 for line in killer.lines)
 
-    class EngineKiller(Killer):
-        def log(self, step: int, metrics: Mapping[str, float]) -> None:
-            if step == self.step and "reward/mean" in metrics:
-                cluster.kill([cluster.processes("ray::EngineHost")[self.rank]])
 
-    rollgrad.train(config, reward=FakeRewardSource(letters), sink=EngineKiller(0, step=1))
-    assert (Path(config.ckpt.output_dir) / "model" / "model.safetensors").exists()
+@pytest.mark.chaos
+def test_nothing_outlives_a_killed_controller(make: Callable[..., RLConfig], tmp_path: Path) -> None:
+    config = make("controller")
+    config.ckpt.state_steps, config.train.max_steps = 1, 50
+    settings = tmp_path / "run.yaml"
+    settings.write_text(dump_config(config))
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels): return [len(q) for q in queries]")
+    command = [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl", "--config", str(settings)]
+    command += ["--reward.function-path", str(tmp_path / "reward.py")]
+    state = Path(config.ckpt.output_dir) / "training_state.pt"
+    with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ) | {"RAY_ADDRESS": ""}) as run:
+        controller = psutil.Process(run.pid)
+        wait_for(lambda: state.exists() or run.poll() is not None, "the first training state")
+        family = controller.children(recursive=True)
+        assert any("ray::RankWorker" in " ".join(p.cmdline()) for p in family if p.is_running())
+        run.kill()
+    wait_for(lambda: not any(_lives(process) for process in family), "the end of all processes")
+    done = subprocess.run([*command, "--ckpt.resume", "--train.max-steps", "8"], cwd=ROOT, timeout=300)
+    assert done.returncode == 0
+    assert [line["step"] for line in steps(config)] == list(range(1, 9))
+
+
+def wait_for(event: Callable[[], bool], what: str, seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not event():
+        assert time.monotonic() < deadline, f"{what} did not come within {seconds:g} s"
+        time.sleep(0.2)
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
