@@ -159,7 +159,7 @@ class Cluster:
                 " and ".join(sorted(name for name in sharing if self._roles[name])) if role in sharing else role,
                 bundles,
                 gpus=gpus,
-                here={"actor": 1, "engines": bundles, "shared": max(1, self._roles["engines"])}.get(key, 0),
+                here=int(key == "shared" or role == "actor"),  # weights leave by the first process's shared memory
                 shared=role in sharing,
                 timeout=self._config.cluster.timeout,
             )

@@ -1,7 +1,8 @@
 """vLLM engines in Ray actors: each in a process of its own, wherever the cluster has room, replaced when it dies.
 
-The actor does no more than hold a `VLLMEngine` and pass calls on. Weights reach it through shared memory, so it has to
-run on the trainer's machine to take part in a transfer.
+The actor does no more than hold a `VLLMEngine` and pass calls on. Weights reach it through shared memory: the trainer's
+own on the trainer's machine; elsewhere each bucket crosses the network once, through Ray's object store, into memory of
+the actor's.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from typing import Any
 from attrs import frozen
 
 from rollgrad.adapters.ray.session import ray_module
-from rollgrad.adapters.vllm.buckets import Piece
+from rollgrad.adapters.vllm.buckets import Piece, SharedMemory
 from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightTaker
 from rollgrad.application.fleet_member import FleetMember
 from rollgrad.domain.errors import EngineError, RollgradError
@@ -29,18 +30,33 @@ class EngineHost:
     """What runs in the actor; its methods are those of `VLLMEngine`."""
 
     _engine: Any = None
+    _memory: SharedMemory
 
-    async def start(self, settings: Mapping[str, Any]) -> int:
-        """Starts vLLM, which blocks the actor; tokens of a prompt and its reply at most."""
+    async def start(self, settings: Mapping[str, Any]) -> tuple[int, str]:
+        """Starts vLLM, which blocks the actor; (tokens of a prompt and its reply at most, Ray's id of the machine)."""
         from rollgrad.adapters.vllm.engine import VLLMEngine
 
         engine = VLLMEngine(**settings)
         self._engine = engine
-        return engine.max_tokens
+        return engine.max_tokens, _machine()
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """The result of one of the engine's coroutine methods."""
         return await getattr(self._engine, method)(*arguments)
+
+    async def begin_copied(self, bucket_bytes: int) -> EngineModel:
+        """`begin_weights` with memory of this machine."""
+        self._memory = SharedMemory(bucket_bytes=bucket_bytes)
+        try:
+            model: EngineModel = await self._engine.begin_weights(self._memory.path, bucket_bytes)
+        finally:
+            self._memory.unlink()
+        return model
+
+    async def take_copied(self, index: int, pieces: list[Piece], last: bool, run: Any) -> None:
+        """`take_bucket` of a bucket that begins with the bytes of `run`, an array."""
+        self._memory.bucket(index)[: len(run)].numpy()[:] = run
+        await self._engine.take_bucket(index, pieces, last)
 
     async def close(self) -> None:
         """Ends vLLM's processes."""
@@ -83,6 +99,8 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         self.max_tokens: int | None = None
         """Tokens of a prompt and its reply at most, once it is ready."""
         self._actor = self._new_actor(0)
+        self._near = True
+        self._source: SharedMemory | None = None
 
     @property
     def actor_id(self) -> str:
@@ -95,7 +113,9 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         Raises:
             EngineError: it did not start.
         """
-        self.max_tokens = await self._await("starting", self._actor.handle.start.remote(self._settings))
+        started = await self._await("starting", self._actor.handle.start.remote(self._settings))
+        self.max_tokens, machine = started
+        self._near = machine == _machine()
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -129,12 +149,23 @@ class RayVLLMEngine(FleetMember, WeightTaker):
 
     async def begin_weights(self, path: str, bucket_bytes: int) -> EngineModel:
         """See `WeightTaker.begin_weights`."""
-        model: EngineModel = await self._call("beginning to take weights", "begin_weights", path, bucket_bytes)
+        doing = "beginning to take weights"
+        if self._near:
+            model: EngineModel = await self._call(doing, "begin_weights", path, bucket_bytes)
+        else:
+            self._source = SharedMemory(path, bucket_bytes=bucket_bytes)
+            model = await self._await(doing, self._actor.handle.begin_copied.remote(bucket_bytes))
         return model
 
     async def take_bucket(self, index: int, pieces: list[Piece], last: bool) -> None:
         """See `WeightTaker.take_bucket`."""
-        await self._call("taking weights", "take_bucket", index, pieces, last)
+        if self._near:
+            await self._call("taking weights", "take_bucket", index, pieces, last)
+            return
+        assert self._source is not None
+        used = max((piece["offset"] + piece["size"] for piece in pieces), default=0)
+        run = ray_module().put(self._source.bucket(index)[:used].numpy())
+        await self._await("taking weights", self._actor.handle.take_copied.remote(index, pieces, last, run))
 
     async def finish_weights(self, version: int) -> None:
         """See `WeightTaker.finish_weights`."""
@@ -224,6 +255,10 @@ async def start_engines(
             ) from error
         raise
     return engines
+
+
+def _machine() -> str:
+    return str(ray_module().get_runtime_context().get_node_id())
 
 
 def _who(actor: _Actor) -> str:

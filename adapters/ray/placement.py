@@ -35,7 +35,7 @@ class Placement:
         name: of the role, for errors.
         bundles: how many.
         gpus: of each; 0 on machines without.
-        here: how many of them, the first, have to be on this process's machine: weights go through its memory.
+        here: how many of them, the first, have to be on this process's machine.
         shared: whether several roles take a share of each bundle.
         timeout: seconds that Ray may take to find room.
 

@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import psutil
@@ -98,3 +99,10 @@ def _title(process: psutil.Process) -> str:
 def kill(victims: Sequence[psutil.Process]) -> None:
     for victim in victims:
         os.kill(victim.pid, signal.SIGKILL)
+
+
+def wait_for(event: Callable[[], object], what: str, seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not event():
+        assert time.monotonic() < deadline, f"{what} did not come within {seconds:g} s"
+        time.sleep(0.2)

@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 
 import rollgrad
+from rollgrad.adapters.ray.engine import start_engines
+from rollgrad.adapters.ray.session import RaySession
+from rollgrad.adapters.vllm.weights import FleetWeights
 from rollgrad.application.config import RLConfig
+from rollgrad.application.fleet import EngineFleet
+from rollgrad.domain.batch import pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.rewards import RewardRequest
+from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.trajectory import TrajectoryBuilder
+from tests.event_loop import run
+from tests.fakes import cluster as cluster_models
 from tests.fakes.cluster import processes
 from tests.fakes.reward_source import FakeRewardSource
 
@@ -57,6 +66,38 @@ def test_a_job_trains_on_two_nodes(cluster: Any, tiny_model_dir: Path, tmp_path:
     config.actor.num_gpus_per_node, config.cluster.timeout = 2, 5
     with pytest.raises(ConfigurationError, match="found no room for the 4 processes of actor"):
         rollgrad.train(config, reward=reward)
+
+
+def test_weights_reach_an_engine_on_another_machine(cluster: Any, wide_headed_model_dir: Path) -> None:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    path = str(wide_headed_model_dir)
+    session = RaySession(cluster.address, cpus=0)
+    here = ray.get_runtime_context().get_node_id()
+    (other,) = (node["NodeID"] for node in ray.nodes() if node["NodeID"] != here)
+    options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(other, soft=False)}
+    policy = cluster_models.policy(path)
+    policy.update([cluster_models.batch()], cluster_models.likelihood)
+    request = GenerationRequest(prompt_token_ids=(5, 6, 7), params=SamplingParams(max_new_tokens=16))
+
+    async def scenario() -> Generation:
+        settings = {"model": path, "eos_token_ids": (), "dtype": "float32", "max_batch_size": 8}
+        fleet = EngineFleet(await start_engines(1, settings, options=[options], seconds=200))
+        try:
+            moved = await FleetWeights(fleet).push(policy, 1)
+            assert moved["bytes"] == sum(tensor.nbytes for _, tensor in policy.weights())
+            return await fleet.generate(request)
+        finally:
+            await fleet.aclose()
+
+    generation = run(scenario())
+    session.close()
+    trajectory = TrajectoryBuilder([5, 6, 7], group_id=0, sample_id=0)
+    trajectory.add_action(generation)
+    scored = policy.score(pack([trajectory.build(stop_reason=StopReason.LENGTH)]))
+    assert scored.logprobs_N[3:].tolist() == pytest.approx(list(generation.logprobs), abs=1e-4)
+    assert set(generation.versions) == {1}
 
 
 def test_a_cluster_that_does_not_answer_is_told(tiny_model_dir: Path, tmp_path: Path) -> None:
