@@ -61,12 +61,32 @@ class RankPolicy:
             pass
 
 
-class ShardedPolicy(PolicyModel):
-    """See `PolicyModel`; each process of `group` holds a `RankPolicy`, `width` neighbours one part of a batch."""
+class _Trained:
+    """What a policy and a critic have alike: `width` neighbouring processes have one part of a batch."""
 
     def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
         self._group = group
         self._parts = _Parts(group, width)
+
+    def save(self, path: Path) -> None:
+        """See the port; the first process writes."""
+        self._group.all("save", path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the port; the first process has it whole."""
+        state: dict[str, Any] = self._group.all("state_dict")[0]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See the port."""
+        self._group.all("load_state_dict", state)
+
+
+class ShardedPolicy(_Trained, PolicyModel):
+    """See `PolicyModel`; each process of `group` holds a `RankPolicy`, `width` neighbours one part of a batch."""
+
+    def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
+        super().__init__(group, width=width)
         self.steps = 0
         """Optimizer steps begun."""
 
@@ -103,25 +123,9 @@ class ShardedPolicy(PolicyModel):
         finally:
             memory.unlink()
 
-    def save(self, path: Path) -> None:
-        """See `PolicyModel.save`; the first process writes."""
-        self._group.all("save", path)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `PolicyModel.state_dict`."""
-        return _state(self._group)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `PolicyModel.load_state_dict`."""
-        self._group.all("load_state_dict", state)
-
-
-class ShardedValue(ValueModel):
+class ShardedValue(_Trained, ValueModel):
     """See `ValueModel`; each process of `group` holds a `TorchValue`, `width` neighbours one part of a batch."""
-
-    def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
-        self._group = group
-        self._parts = _Parts(group, width)
 
     def values(self, batch: PackedBatch) -> Tensor:
         """See `ValueModel.values`."""
@@ -130,18 +134,6 @@ class ShardedValue(ValueModel):
     def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
         """See `ValueModel.update`."""
         return self._parts.update(micro_batches, objective)
-
-    def save(self, path: Path) -> None:
-        """See `ValueModel.save`; the first process writes."""
-        self._group.all("save", path)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `ValueModel.state_dict`."""
-        return _state(self._group)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `ValueModel.load_state_dict`."""
-        self._group.all("load_state_dict", state)
 
 
 class ShardedReference(ReferenceModel):
@@ -198,8 +190,3 @@ class _Parts:
         """Results by part, from one process of each."""
         own = [arguments[rank // self._width] for rank in range(self._group.size)]
         return self._group.each(method, own)[:: self._width]
-
-
-def _state(group: WorkerGroup) -> dict[str, Any]:
-    state: dict[str, Any] = group.all("state_dict")[0]
-    return state

@@ -3,7 +3,8 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import psutil
@@ -12,7 +13,9 @@ from attrs import evolve
 from torch import Tensor
 
 from rollgrad.adapters.deepspeed.module import DeepSpeedModule, DeepSpeedSettings
+from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.models import RankPolicy
+from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.torch.models import Optimize, TorchPolicy, TorchReference, TorchValue
 from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
@@ -23,6 +26,18 @@ from tests.fakes.agent_executor import make_trajectory
 FLAG = "--actor.model-name-or-path"
 SETTINGS = OptimizerSettings(lr=1e-2, total_steps=10, scheduler="linear", weight_decay=0.1, max_norm=0.5)
 """Everything that an optimizer step knows is in play: the gradients of `batch` exceed the norm."""
+
+
+@contextmanager
+def worker_group(size: int, *, timeout: float = 300) -> Iterator[WorkerGroup]:
+    """Processes of one thread each, on whatever Ray is there."""
+    placement = Placement("actor", size, gpus=0, timeout=timeout)
+    group = WorkerGroup("actor", [placement.slot(rank) for rank in range(size)], threads=1, timeout=timeout)
+    try:
+        yield group
+    finally:
+        group.close()
+        placement.remove()
 
 
 def policy(path: str, optimize: Optimize = MasterOptimizer) -> TorchPolicy:

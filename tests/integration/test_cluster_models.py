@@ -22,8 +22,6 @@ STEPS = 3
 TOLERANCE = 1e-4
 """Of a weight after steps of 1e-2: sums are taken in another order, and AdamW divides small gradients by their size."""
 
-TIMEOUT = 120.0
-
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[RaySession]:
@@ -34,12 +32,8 @@ def session() -> Iterator[RaySession]:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one_process", "two_processes"])
 def group(session: RaySession, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    placement = Placement("actor", request.param, gpus=0, shared=False, timeout=TIMEOUT)
-    slots = [placement.slot(index) for index in range(request.param)]
-    group = WorkerGroup("actor", slots, threads=1, timeout=TIMEOUT)
-    yield group
-    group.close()
-    placement.remove()
+    with cluster.worker_group(request.param) as group:
+        yield group
 
 
 def trained(policy: Any, steps: int = STEPS) -> dict[str, float]:
@@ -156,22 +150,20 @@ def test_a_reference_scores_what_one_process_scores(group: WorkerGroup, tiny_mod
 
 def test_room_that_is_not_there_is_told(session: RaySession) -> None:
     with pytest.raises(ConfigurationError, match="found no room for the 99 processes of actor"):
-        Placement("actor", 99, gpus=0, shared=False, timeout=3)
+        Placement("actor", 99, gpus=0, timeout=3)
 
 
 @pytest.mark.chaos
 def test_a_process_that_dies_is_named(session: RaySession, tiny_model_dir: Path) -> None:
-    placement = Placement("actor", 2, gpus=0, shared=False, timeout=TIMEOUT)
-    group = WorkerGroup("actor", [placement.slot(0), placement.slot(1)], threads=1, timeout=TIMEOUT)
-    group.build(cluster.rank_policy, str(tiny_model_dir), 3)
-    policy = ShardedPolicy(group)
-    trained(policy, 1)
-    victim = group.pids()[1]
-    cluster.kill([p for p in cluster.processes("ray::RankWorker") if p.pid == victim])
-    for _ in range(2):  # whoever asks later is told the same
-        with pytest.raises(WorkerError, match="rank 1 died while 'update' was under way"):
-            trained(policy, 1)
-    placement.remove()
+    with cluster.worker_group(2) as group:
+        group.build(cluster.rank_policy, str(tiny_model_dir), 3)
+        policy = ShardedPolicy(group)
+        trained(policy, 1)
+        victim = group.pids()[1]
+        cluster.kill([p for p in cluster.processes("ray::RankWorker") if p.pid == victim])
+        for _ in range(2):  # whoever asks later is told the same
+            with pytest.raises(WorkerError, match="rank 1 died while 'update' was under way"):
+                trained(policy, 1)
 
 
 def test_a_divided_loss_is_that_of_the_whole_batch(group: WorkerGroup, tiny_model_dir: Path) -> None:

@@ -125,7 +125,8 @@ def test_every_pipeline_trains_with_vllm(make: Callable[..., RLConfig], arrange:
     assert (Path(config.ckpt.output_dir) / "model" / "model.safetensors").exists()
     if arrange is ppo_colocated:
         assert all(line["critic/loss"] > 0 for line in lines)
-    cluster.wait_for(lambda: not cluster.processes("ray::"), "the end of the run's processes")
+    for title in ("ray::RankWorker", "ray::EngineHost"):
+        cluster.wait_for(lambda title=title: not cluster.processes(title), "the end of the run's processes")
 
 
 class Killer(MetricSink):

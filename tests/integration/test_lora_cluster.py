@@ -11,7 +11,6 @@ import torch
 import rollgrad
 from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.models import ShardedPolicy
-from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.application.config import RLConfig
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
@@ -27,17 +26,12 @@ TOLERANCE = 1e-4
 BFLOAT16_TOLERANCE = 0.02
 """Of a weight of size 0.3: adapters of size 0.1 are rounded to 8 bits, and their product counts twice."""
 
-TIMEOUT = 120.0
-
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[WorkerGroup]:
     session = RaySession(None, cpus=6)
-    placement = Placement("actor", 2, gpus=0, shared=False, timeout=TIMEOUT)
-    group = WorkerGroup("actor", [placement.slot(0), placement.slot(1)], threads=1, timeout=TIMEOUT)
-    yield group
-    group.close()
-    placement.remove()
+    with cluster.worker_group(2) as group:
+        yield group
     session.close()
 
 

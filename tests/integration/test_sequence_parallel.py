@@ -9,7 +9,6 @@ import torch
 
 from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.models import ShardedPolicy, ShardedReference, ShardedValue
-from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
 from tests.fakes import cluster, sequence_parallel
@@ -22,8 +21,6 @@ TOLERANCE = 1e-3
 """Of a sum of gradients, and of how far a weight has come, as a share of its norm: gradients are summed in another
 order, and AdamW, which divides them by their size, makes much of that where they are almost 0."""
 
-TIMEOUT = 300.0
-
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[RaySession]:
@@ -34,12 +31,8 @@ def session() -> Iterator[RaySession]:
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["one_pair", "two_pairs"])
 def group(session: RaySession, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    placement = Placement("actor", request.param, gpus=0, shared=False, timeout=TIMEOUT)
-    slots = [placement.slot(index) for index in range(request.param)]
-    group = WorkerGroup("actor", slots, threads=1, timeout=TIMEOUT)
-    yield group
-    group.close()
-    placement.remove()
+    with cluster.worker_group(request.param) as group:
+        yield group
 
 
 @pytest.fixture(scope="module", params=["Llama", "Mistral"])
