@@ -14,7 +14,7 @@ import torch
 
 import rollgrad
 from rollgrad.adapters.ray.session import RaySession
-from rollgrad.application.choices import CorrectionLevel, Engine
+from rollgrad.application.choices import CorrectionLevel, DType, Engine
 from rollgrad.application.config import RLConfig
 from rollgrad.application.train_config import PartialRollout
 from rollgrad.domain.errors import WorkerError
@@ -49,7 +49,7 @@ def make(wide_headed_model_dir: Path, tmp_path: Path) -> Callable[..., RLConfig]
 
     def config(name: str, *, vllm: bool = False, **cluster_settings: Any) -> RLConfig:
         made = RLConfig()
-        made.actor.model_name_or_path, made.actor.dtype = str(wide_headed_model_dir), "float32"  # type: ignore[assignment]
+        made.actor.model_name_or_path, made.actor.dtype = str(wide_headed_model_dir), DType.FLOAT32
         made.actor.adam.lr = 1e-3
         made.algo.advantage.estimator = "group_norm"
         made.data.prompt_dataset, made.data.label_key = str(tmp_path / "prompts.jsonl"), "label"

@@ -88,8 +88,7 @@ def test_tiny_model_in_bfloat16(tiny_model_dir: Path, temperature: float) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.7), (torch.bfloat16, 1.0)], ids=str)
 def test_smollm2(smollm2: Path, dtype: torch.dtype, temperature: float) -> None:
     tokenizer = load_tokenizer(str(smollm2), flag=FLAG)
     texts = ["What is 3 plus 4?", "Name three rivers of Europe, with the seas that they flow into."]
