@@ -50,8 +50,8 @@ def value(path: str, optimize: Optimize = MasterOptimizer) -> TorchValue:
     return TorchValue(model, load_tokenizer(path, flag=FLAG), SETTINGS, optimize=optimize)
 
 
-def rank_policy(path: str, stage: int) -> RankPolicy:
-    return RankPolicy(policy(path, divided(stage)))
+def rank_policy(path: str, stage: int, offload: bool = False) -> RankPolicy:
+    return RankPolicy(policy(path, divided(stage, offload)))
 
 
 def rank_value(path: str, stage: int) -> TorchValue:
@@ -62,8 +62,10 @@ def rank_reference(path: str) -> TorchReference:
     return TorchReference(load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG))
 
 
-def divided(stage: int) -> Optimize:
-    return partial(DeepSpeedModule, division=DeepSpeedSettings(zero_stage=stage))
+def divided(stage: int, offload: bool = False) -> Optimize:
+    """`offload` keeps everything that the stage can spare in the CPU's memory."""
+    division = DeepSpeedSettings(zero_stage=stage, adam_offload=offload, param_offload=offload and stage == 3)
+    return partial(DeepSpeedModule, division=division)
 
 
 def batch(samples: int = 5) -> PackedBatch:

@@ -57,11 +57,11 @@ def expected(tiny_model_dir: Path) -> dict[str, Any]:
     return {"weights": weights(policy), "metrics": metrics, "state": policy.state_dict(), "scores": scores}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)])
 def test_every_division_trains_as_one_process(
-    group: WorkerGroup, stage: int, expected: dict[str, Any], tiny_model_dir: Path, tmp_path: Path
+    group: WorkerGroup, stage: int, offload: bool, expected: dict[str, Any], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    group.build(cluster.rank_policy, str(tiny_model_dir), stage)
+    group.build(cluster.rank_policy, str(tiny_model_dir), stage, offload)
     policy = ShardedPolicy(group)
     batch = cluster.batch()
     before = weights(policy)
