@@ -1,8 +1,9 @@
-"""The real model learns in every arrangement of processes: `python benchmarks/cluster_learns.py [NAME ...] [--steps 8]`.
+"""The real model learns in every arrangement of processes.
 
-Each run trains SmolLM2 on `examples/sums_cluster.yaml` (Ray, two training processes under DeepSpeed's ZeRO-3, vLLM)
-with the changes named below, and the table has its held-out accuracy before and after, and the mean reward of each
-rollout. Not a race: times are of this machine with whatever else runs on it.
+`python benchmarks/cluster_learns.py [NAME ...] [--steps 8]`: each run trains SmolLM2 on `examples/sums_cluster.yaml`
+(Ray, two training processes under DeepSpeed's ZeRO-3, vLLM) with the changes named below. The table has its held-out
+accuracy before and after, and the mean reward of each rollout. Not a race: times are of this machine with whatever else
+runs on it.
 """
 
 import argparse
