@@ -41,7 +41,9 @@ def load_assistant(arguments: AssistantArguments) -> LoadedAssistant:
         )
     model = load_causal_lm(arguments.model, dtype=resolve_dtype(arguments.dtype, device), device=device, flag=FLAG)
     codec = TemplateCodec(tokenizer)
-    engine = EmbeddedEngine(model.eval(), eos_token_ids=eos_token_ids(model, tokenizer), decode=codec.decode)
+    engine = EmbeddedEngine(
+        model.eval(), eos_token_ids=eos_token_ids(model.generation_config, tokenizer), decode=codec.decode
+    )
     assistant = Assistant(
         engine,
         codec,

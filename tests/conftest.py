@@ -91,7 +91,7 @@ def _tiny_llama(tokenizer: Any, path: Path, *, head_dim: int) -> Path:
     return saved(model, tokenizer, path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm_in_float32(wide_headed_model_dir: Path) -> Iterator[Any]:
     """A `VLLMEngine` of `wide_headed_model_dir`, for tests that run in the loop of `tests.event_loop`."""
     from rollgrad.adapters.vllm.engine import VLLMEngine
