@@ -40,6 +40,7 @@ class RaySession:
         self._owned = not ray.is_initialized()
         if not self._owned:
             return
+        os.environ.setdefault("RAY_worker_niceness", "0")  # training is what the machine is for
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # processes without a GPU see the others' none
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if address is None:
