@@ -188,7 +188,7 @@ def test_nothing_outlives_a_killed_controller(make: Callable[..., RLConfig], tmp
         assert any("ray::RankWorker" in " ".join(p.cmdline()) for p in family if p.is_running())
         run.kill()
     cluster.wait_for(lambda: not any(_lives(process) for process in family), "the end of all processes")
-    done = subprocess.run([*command, "--ckpt.resume", "--train.max-steps", "8"], cwd=ROOT, timeout=300)
+    done = subprocess.run([*command, "--ckpt.resume", "--train.max-steps", "8"], cwd=ROOT, timeout=600)
     assert done.returncode == 0
     assert [line["step"] for line in steps(config)] == list(range(1, 9))
 
