@@ -22,8 +22,6 @@ GPU_MEMORY = 0.95
 LORA_ALPHA = 16
 """OpenRLHF's default."""
 
-SHARED_MEMORY = "of the fifth of a GPU that an engine has here beside the models, in OpenRLHF of all of it"
-
 
 def translate_cluster(draft: Draft) -> None:
     """Sets `cluster`, `vllm`, `train.colocate_*`, the processes of each model, and the actor's adapters.
@@ -85,8 +83,6 @@ def _engines(draft: Draft, *, together: bool) -> None:
     draft.set("vllm.num_engines", engines)
     draft.set("vllm.tensor_parallel_size", size)
     draft.set("vllm.gpu_memory_utilization", draft.value("vllm.gpu_memory_utilization", GPU_MEMORY))
-    if together:
-        draft.change("vllm.gpu_memory_utilization", SHARED_MEMORY)
 
 
 def _adapters(draft: Draft) -> None:

@@ -586,8 +586,8 @@ def test_models_and_engines_on_the_same_gpus() -> None:
     assert sleeping.startswith("not identical: --colocate_all_models: engines sleep")
     assert dealt.startswith("not identical: --vllm_tensor_parallel_size 2: 8 engines of one GPU each")
     assert notes_of(*flags, "--vllm_enable_sleep") == [dealt]
-    (*_, memory) = notes_of(*flags, "--vllm_gpu_memory_utilization", "0.5")
-    assert memory.startswith("not identical: --vllm_gpu_memory_utilization 0.5: of the fifth of a GPU")
+    assert notes_of(*flags, "--vllm_gpu_memory_utilization", "0.5") == [sleeping, dealt]  # of the whole GPU, as there
+    assert config_of(*flags, "--vllm_gpu_memory_utilization", "0.5").vllm.gpu_memory_utilization == 0.5
 
 
 def test_engines_of_an_asynchronous_run_share_no_gpu() -> None:
