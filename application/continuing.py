@@ -50,6 +50,18 @@ class ContinuingEngine(RolloutEngine):
         """See `RolloutEngine.wake`."""
         await self._engine.wake()
 
+    def close(self) -> None:
+        """Ends the engine's processes, if it has any that end so."""
+        end = getattr(self._engine, "close", None)
+        if end is not None:
+            end()
+
+    async def aclose(self) -> None:
+        """The same for an engine that is ended in its event loop."""
+        end = getattr(self._engine, "aclose", None)
+        if end is not None:
+            await end()
+
 
 def _rest(request: GenerationRequest, tokens: list[int]) -> GenerationRequest:
     """What is still to be sampled of `request` after `tokens`."""

@@ -11,8 +11,10 @@ from attrs import evolve
 from rollgrad.adapters.torch.loading import load_causal_lm
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.application.continuing import ContinuingEngine
+from rollgrad.application.fleet import EngineFleet
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.sampling import GenerationRequest, SamplingParams, StopReason
+from tests.fakes.fleet_member import FakeFleetMember
 from tests.fakes.rollout_engine import FakeRolloutEngine
 
 REQUEST = GenerationRequest(prompt_token_ids=(65, 66, 67), params=SamplingParams(max_new_tokens=60, seed=3))
@@ -103,3 +105,21 @@ def test_a_stop_string_may_begin_before_the_abort(tiny_model_dir: Path) -> None:
         assert (list(rest.token_ids), rest.stop_reason) == ([whole[10]], StopReason.STOP)
 
     asyncio.run(scenario())
+
+
+def test_ending_it_ends_the_engine() -> None:
+    member = FakeFleetMember()
+    asyncio.run(ContinuingEngine(EngineFleet([member])).aclose())
+    assert member.closed
+
+    class Process(FakeRolloutEngine):
+        ended = False
+
+        def close(self) -> None:
+            self.ended = True
+
+    process = Process()
+    ContinuingEngine(process).close()
+    assert process.ended
+    ContinuingEngine(FakeRolloutEngine()).close()
+    asyncio.run(ContinuingEngine(FakeRolloutEngine()).aclose())
