@@ -2,6 +2,9 @@
 
 from attrs import define
 
+PARAMETERS = 3
+"""The stage of ZeRO that divides parameters too."""
+
 
 @define(kw_only=True)
 class ClusterConfig:

@@ -3,14 +3,19 @@
 from collections.abc import Iterator
 
 from rollgrad.application.choices import Engine
-from rollgrad.application.cluster_config import ClusterConfig, DeepSpeedConfig, VLLMConfig
+from rollgrad.application.cluster_config import PARAMETERS, ClusterConfig, DeepSpeedConfig, VLLMConfig
 from rollgrad.application.config import RLConfig
-from rollgrad.application.model_config import ActorConfig, CriticConfig, RefConfig
 from rollgrad.application.rules_common import first_change, ranks
-from rollgrad.application.train_config import TrainConfig
 
-PARAMETERS = 3
-"""The stage of ZeRO that divides parameters."""
+PROCESSES = ("num_nodes", "num_gpus_per_node")
+MANY = {
+    "actor": PROCESSES,
+    "critic": PROCESSES,
+    "ref": PROCESSES,
+    "train": ("colocate_all", "colocate_actor_ref"),
+    "vllm": ("num_engines",),
+}
+"""Settings of other sections that mean something only where there are several processes."""
 
 
 def cluster_problems(config: RLConfig) -> Iterator[str]:
@@ -55,20 +60,12 @@ def _division_problems(config: RLConfig) -> Iterator[str]:
 
 def _lone_problems(config: RLConfig) -> Iterator[str]:
     """Settings of several processes where there is one."""
-    keys = ("num_nodes", "num_gpus_per_node")
-    changed = [
-        *(f"cluster.{key}" for key in (first_change(config.cluster, ClusterConfig()),) if key is not None),
-        *(f"ds.{key}" for key in (first_change(config.ds, DeepSpeedConfig()),) if key is not None),
-        *(f"actor.{key}" for key in keys if getattr(config.actor, key) != getattr(ActorConfig(), key)),
-        *(f"critic.{key}" for key in keys if getattr(config.critic, key) != getattr(CriticConfig(), key)),
-        *(f"ref.{key}" for key in keys if getattr(config.ref, key) != getattr(RefConfig(), key)),
-        *(
-            f"train.{key}"
-            for key in ("colocate_all", "colocate_actor_ref")
-            if getattr(config.train, key) != getattr(TrainConfig(), key)
-        ),
-        *(("vllm.num_engines",) if config.vllm.num_engines > 1 else ()),
-    ]
+    sections = (("cluster", config.cluster, ClusterConfig()), ("ds", config.ds, DeepSpeedConfig()))
+    changed = [f"{name}.{key}" for name, *pair in sections if (key := first_change(*pair)) is not None]
+    for name, keys in MANY.items():
+        section = getattr(config, name)
+        default = type(section)()
+        changed += [f"{name}.{key}" for key in keys if getattr(section, key) != getattr(default, key)]
     for key in changed:
         yield (
             f"{key} is set, but models and engines have no processes of their own: turn on --cluster.enable, or leave "

@@ -29,13 +29,11 @@ from rollgrad.adapters.torch.optimizer import (
     non_finite,
     warn_of_untrained,
 )
+from rollgrad.application.cluster_config import PARAMETERS
 from rollgrad.domain.errors import MissingExtraError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter."""
-
-PARAMETERS = 3
-"""The stage of ZeRO that divides parameters too."""
 
 BUCKET_NUMBERS = 500_000_000
 """Gradients that are sent together, DeepSpeed's default."""
