@@ -374,7 +374,7 @@ class EngineFleet(RolloutEngine):
         try:
             async with asyncio.timeout(self._restart_seconds):
                 await member.restart()
-        except Exception as error:
+        except Exception as error:  # however it fails, this member has no engine
             slow = f"it took more than {self._restart_seconds:g} s"
             reason = f"engine {engine} did not start again: {slow if isinstance(error, TimeoutError) else error}"
             self.health.died(engine, Death.START, reason)

@@ -93,6 +93,11 @@ def _copied(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict[str, T
     return {name: tensor.to("cpu", copy=True) for name, tensor in weights if keep}
 
 
+def _token_scores(scored: tuple[Tensor, Tensor], batch: PackedBatch) -> TokenScores:
+    logprobs_A, entropy_A = scored
+    return TokenScores(logprobs_N=scatter(logprobs_A, batch), entropy_N=scatter(entropy_A, batch))
+
+
 class TorchPolicy(PolicyModel):
     """A causal language model under an optimizer. `model` must have packed attention installed (`loading.py`).
 
@@ -128,8 +133,7 @@ class TorchPolicy(PolicyModel):
         """Optimizer steps begun."""
 
     def _scores(self, batch: PackedBatch) -> TokenScores:
-        logprobs_A, entropy_A = self._trained(batch)
-        return TokenScores(logprobs_N=scatter(logprobs_A, batch), entropy_N=scatter(entropy_A, batch))
+        return _token_scores(self._trained(batch), batch)
 
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:
@@ -201,8 +205,7 @@ class TorchReference(ReferenceModel):
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:
         """See `ReferenceModel.score`."""
-        logprobs_A, entropy_A = self._forward(batch)
-        return TokenScores(logprobs_N=scatter(logprobs_A, batch), entropy_N=scatter(entropy_A, batch))
+        return _token_scores(self._forward(batch), batch)
 
 
 class AdapterlessReference(ReferenceModel):
