@@ -8,7 +8,7 @@ from rollgrad.application.rollout import RolloutGroup
 
 def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> dict[str, float]:
     """What a rollout looked like: rewards, lengths (of all branches; also by outcome), group spread, groups all of
-    whose samples passed or failed, failures by kind, and the reward's own metrics.
+    whose samples passed or failed, and the reward's own metrics.
 
     `rollout/entropy` is the mean of -log-prob over all sampled tokens, in nats.
     """
@@ -35,9 +35,6 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
         chosen = [length for sample, length in pairs if (sample[0].score >= pass_threshold) is passed]
         if chosen:
             metrics[f"rollout/response_length_{name}"] = sum(chosen) / len(chosen)
-    for failure in (f for group in groups for f in group.failures):
-        name = f"rollout/failed_{failure.kind.value}"
-        metrics[name] = metrics.get(name, 0.0) + 1.0
     for key in {key for sample in samples for key in sample[0].metrics}:
         values = [sample[0].metrics[key] for sample in samples if key in sample[0].metrics]
         metrics[f"reward/{key}"] = sum(values) / len(values)

@@ -134,11 +134,14 @@ def exhausted(started: int, wanted: int, kept: int, rejected: "Counter[str]") ->
 
 
 def sampling_metrics(played: Sequence[RolloutGroup], rejected: "Counter[str]") -> dict[str, float]:
-    """What was noticed about all groups that were played, rejected ones included."""
+    """What was noticed about all groups that were played, rejected ones included: failed episodes by kind, too."""
     if not played:
         return {}
     scores = [score for group in played for score in group.scores]
     metrics = {"rollout/prompts_played": float(len(played))}
     if scores:
         metrics["reward/score_mean_before_filter"] = sum(scores) / len(scores)
-    return metrics | {f"rollout/rejected_{reason}": float(count) for reason, count in rejected.items()}
+    failures = Counter(failure.kind.value for group in played for failure in group.failures)
+    counts = {f"rejected_{reason}": count for reason, count in rejected.items()}
+    counts |= {f"failed_{kind}": count for kind, count in failures.items()}
+    return metrics | {f"rollout/{name}": float(count) for name, count in counts.items()}

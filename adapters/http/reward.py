@@ -1,8 +1,8 @@
 """Rewards from HTTP servers: `POST {query, prompts, labels} -> {rewards, scores, extra_logs}`.
 
 Requests that wait together travel together; each batch goes to the server with the fewest batches in flight whose
-circuit is closed. Judging twice is harmless, so a batch is sent again, elsewhere if there is another server, when a
-connection breaks or a server answers 429 or 5xx. All of it happens within one deadline.
+circuit is closed. Judging twice is harmless, so a batch is sent again, first to the servers that it has not been to,
+when a connection breaks or a server answers 429 or 5xx. All of it happens within one deadline.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from rollgrad.adapters.rewards.answers import RewardParser, replies
 from rollgrad.domain.circuit import Circuit
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 LINGER = 0.005
 """Seconds that the first request of a batch waits for others."""
 ATTEMPTS = 4
-"""Times that a batch is sent at most."""
+"""Times that a batch is sent at most to one server; every further server adds one."""
 BACKOFF = 0.2
 """Seconds before the second attempt, and their random part; each further one doubles them."""
+FAILED = "reward_failed"
+"""Metric: the share of replies that no server judged, where there is a `failure_value`."""
 TOKEN_VARIABLE = "ROLLGRAD_REWARD_TOKEN"
 """Environment variable whose value, if set, is sent as a bearer token."""
 
@@ -52,7 +54,8 @@ class HttpReward(RewardSource):
         timeout: seconds for one batch, all attempts together.
         batch_size: replies sent together at most.
         weights: of named rewards.
-        failure_value: reward of a reply that no server judged in time, logged as `reward_failed`; None raises.
+        failure_value: reward of a reply that no server judged in time (their share is logged as `reward_failed`); None
+            raises.
         circuit: when a server is left alone.
 
     Raises:
@@ -123,13 +126,15 @@ class HttpReward(RewardSource):
         waiting = [answer for _, answer in batch]
         try:
             rewards = await self._judge([request for request, _ in batch])
+            if self._failure_value is not None:
+                rewards = [evolve(reward, metrics={**reward.metrics, FAILED: 0.0}) for reward in rewards]
         except RewardError as error:
             if self._failure_value is None:
                 for answer in waiting:
                     if not answer.done():
                         answer.set_exception(error)
                 return
-            rewards = [Reward(value=self._failure_value, metrics={"reward_failed": 1.0}) for _ in batch]
+            rewards = [Reward(value=self._failure_value, metrics={FAILED: 1.0}) for _ in batch]
         for answer, reward in zip(waiting, rewards, strict=True):
             if not answer.done():
                 answer.set_result(reward)
@@ -138,14 +143,17 @@ class HttpReward(RewardSource):
         import stamina
 
         last = "none has answered yet"
+        attempts = ATTEMPTS + len(self._servers) - 1
+        tried: list[_Server] = []
         try:
             async with asyncio.timeout(self._timeout):
                 async for attempt in stamina.retry_context(
-                    on=_TransientError, attempts=ATTEMPTS, timeout=None, wait_initial=BACKOFF, wait_jitter=BACKOFF
+                    on=_TransientError, attempts=attempts, timeout=None, wait_initial=BACKOFF, wait_jitter=BACKOFF
                 ):
                     with attempt:
+                        tried.append(await self._next_server(tried))
                         try:
-                            return await self._post(await self._next_server(), requests)
+                            return await self._post(tried[-1], requests)
                         except _TransientError as failure:
                             last = str(failure)
                             raise
@@ -156,15 +164,16 @@ class HttpReward(RewardSource):
             ) from None
         except _TransientError:
             pass
-        raise RewardError(f"The reward servers failed {ATTEMPTS} times (last: {last}): check the servers.")
+        raise RewardError(f"The reward servers failed {attempts} times (last: {last}): check the servers.")
 
-    async def _next_server(self) -> _Server:
-        """The least busy server whose circuit lets a call through; waits for one."""
+    async def _next_server(self, tried: Sequence[_Server]) -> _Server:
+        """The least busy server whose circuit lets a call through, rather one that is not among `tried`; waits for
+        one."""
         while True:
             now = time.monotonic()
             ready = [server for server in self._servers if server.circuit.allows(now)]
             if ready:
-                chosen = min(ready, key=lambda server: server.in_flight)
+                chosen = min(ready, key=lambda server: (server in tried, server.in_flight))
                 chosen.circuit = chosen.circuit.started(now)
                 return chosen
             await asyncio.sleep(BACKOFF / 2)

@@ -12,7 +12,7 @@ Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 class RewardServer:
     """Answers POSTs with `answer(body) -> (status, JSON or text)`; keeps what it was asked."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, *, port: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         outer = self
@@ -34,7 +34,7 @@ class RewardServer:
             def log_message(self, *arguments: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
         self._server.handle_error = lambda *arguments: None  # a client that hangs up is part of the tests
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rollgrad.adapters.http import reward as reward_module
 from rollgrad.adapters.http.reward import TOKEN_VARIABLE, HttpReward
 from rollgrad.domain.circuit import Circuit
 from rollgrad.domain.errors import ConfigurationError, RewardError
@@ -88,6 +89,15 @@ def test_a_broken_server_is_left_alone_while_another_works(serve: Callable[[Answ
     assert len(bad.bodies) <= 8, "the first round may reach it, no later one"
 
 
+def test_a_batch_goes_round_before_it_tries_a_server_again(
+    serve: Callable[[Answer], RewardServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_module, "BACKOFF", 0.01)
+    servers = [serve(broken), serve(broken), serve(broken), serve(broken), serve(lengths)]
+    assert score(HttpReward([s.url for s in servers], timeout=30.0), "abc")[0].value == 3.0
+    assert [len(s.bodies) for s in servers] == [1] * 5
+
+
 def test_a_server_that_recovers_is_used_again(serve: Callable[[Answer], RewardServer]) -> None:
     calls = iter([503, 503])
     server = serve(lambda body: (next(calls, 200), lengths(body)[1]))
@@ -117,6 +127,8 @@ def test_final_failure_is_an_error_or_a_value(serve: Callable[[Answer], RewardSe
         score(HttpReward([server.url], timeout=1.5), "x")
     (reward,) = score(HttpReward([server.url], timeout=1.5, failure_value=-1.0), "x")
     assert reward == Reward(value=-1.0, metrics={"reward_failed": 1.0})
+    (reward,) = score(HttpReward([serve(lengths).url], timeout=5.0, failure_value=-1.0), "x")
+    assert (reward.value, reward.metrics) == (1.0, {"words": 1.0, "reward_failed": 0.0})
 
 
 def test_nobody_listens() -> None:
