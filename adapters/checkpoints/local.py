@@ -1,7 +1,8 @@
 """Checkpoints in a directory of the local disk.
 
 Invariant: a name either stands for a whole checkpoint or for nothing: everything is written beside its place and
-renamed into it. Does not own: what a model or a state consists of.
+renamed into it. Whenever this process is killed, the older checkpoint of a name is there for the next one.
+Does not own: what a model or a state consists of.
 """
 
 import json
@@ -21,7 +22,7 @@ TRAINING_STATE = "training_state.pt"
 
 class LocalCheckpointStore(CheckpointStore):
     """Models as `output_dir/name/`, run state as `output_dir/name.state.json`, training state as
-    `output_dir/training_state.pt`. Makes the directory.
+    `output_dir/training_state.pt`. Makes the directory, and puts models back that a killed process was replacing.
 
     Raises:
         CheckpointError: the directory cannot be made or written.
@@ -33,6 +34,10 @@ class LocalCheckpointStore(CheckpointStore):
             output_dir.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=output_dir):
                 pass
+            for old in output_dir.glob(".*.old"):  # its process was killed between the two renames of `save_model`
+                target = output_dir / old.name.removeprefix(".").removesuffix(".old")
+                if not target.exists():
+                    old.rename(target)
         except OSError as error:
             raise CheckpointError(
                 f"--ckpt.output-dir is {str(output_dir)!r}, where nothing can be written ({error.strerror}): "

@@ -59,6 +59,28 @@ def test_a_write_that_breaks_off_leaves_the_older_model(error: BaseException, tm
     assert [path.read_text() for path in (tmp_path / "final").iterdir()] == ["c", "c"]
 
 
+def test_a_model_that_was_being_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the process died between the renames that do it."""
+    store = LocalCheckpointStore(tmp_path)
+    save(store, Policy("a", tmp_path / "final"))
+    rename = Path.rename
+
+    def killed_at_the_second(self: Path, target: Path) -> Path:
+        if self.name == ".final.new":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        save(store, Policy("b", tmp_path / "final"))
+    monkeypatch.undo()
+    assert visible(tmp_path) == []
+    store = LocalCheckpointStore(tmp_path)
+    assert [path.read_text() for path in (tmp_path / "final").iterdir()] == ["a", "a"]
+    save(store, Policy("c", tmp_path / "final"))
+    assert [path.read_text() for path in (tmp_path / "final").iterdir()] == ["c", "c"]
+
+
 def test_errors_of_the_policys_own_pass_through(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^mine$"):
         save(LocalCheckpointStore(tmp_path), Policy("a", tmp_path / "final", CheckpointError("mine")))
