@@ -2,9 +2,10 @@
 VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
-# Two processes with one thread each: most tests use one core, and each process takes 1 to 2 GB.
+# Two processes with one thread each: most tests use one core, and each process takes 1 to 2 GB. Files go to them in the
+# order of their names, not of how many tests they have: those of tests/unit, all short, come last and even out the end.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 MARKS := $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),,-m "not gpu")
 
 .PHONY: help demo demo-agent demo-cluster test check lint ci bench clean

@@ -12,8 +12,6 @@ import pytest
 import torch
 from attrs import evolve, fields_dict, frozen
 from torch import Tensor
-from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.rloo_trainer import RLOOTrainer
 
 from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.estimators import EstimatorInput, EstimatorParams, estimate, group
@@ -156,7 +154,15 @@ class Outcome:
     inputs: dict[str, Tensor]
 
 
-def run_trl(kind: type[Any], case: Case, **settings: Any) -> Outcome:
+def trainer_class(kind: str) -> Any:
+    """TRL's class of that name. It imports vLLM, which takes longer than all tests of this file: only who runs them
+    should wait for it."""
+    import trl
+
+    return getattr(trl, kind)
+
+
+def run_trl(kind: str, case: Case, **settings: Any) -> Outcome:
     """From the rewards to the loss in a trainer of `kind`; `settings` replace its attributes, or fields of its
     arguments."""
     args: dict[str, Any] = {
@@ -180,7 +186,7 @@ def run_trl(kind: type[Any], case: Case, **settings: Any) -> Outcome:
         return [row[: len(own)].tolist() for row, own in zip(values_BT, ids, strict=True)]
 
     generated: tuple[Any, ...] = ([[5] * int(n) for n in case.prompts_S], ids, ["reply"] * len(ids))
-    if kind is GRPOTrainer:
+    if kind == "GRPOTrainer":
         sampled = rows(case.padded(case.rollout_N)) if settings.get("use_vllm") else None
         generated = (*generated[:2], rows(mask_BT.long()), generated[2], sampled, {}, None, None)
 
@@ -236,7 +242,7 @@ def run_trl(kind: type[Any], case: Case, **settings: Any) -> Outcome:
         "_pending_extra_logs": {},
         "_pending_metrics": {},
     }
-    trainer: Any = object.__new__(kind)
+    trainer: Any = object.__new__(trainer_class(kind))
     for name, value in (attributes | settings).items():
         setattr(trainer, name, value)
     inputs = trainer._generate_and_score_completions([{"prompt": "sum"}] * len(ids))
@@ -358,49 +364,49 @@ def case(request: pytest.FixtureRequest) -> Case:
     ],
 )
 def test_clipped_loss_and_k3(case: Case, loss_type: str, aggregation: str, beta: float) -> None:
-    trl = run_trl(GRPOTrainer, case, loss_type=loss_type, beta=beta)
+    trl = run_trl("GRPOTrainer", case, loss_type=loss_type, beta=beta)
     agree(trl, run_ours(case, aggregation, objective_of(kl_coef=beta)))
 
 
 def test_delta_is_dual_clip(case: Case) -> None:
     """min(rho, delta) changes a negative advantage alone as long as delta is above 1 + clip_high."""
     wide = evolve(case, logprobs_N=case.old_N + 1.5 * (case.logprobs_N - case.old_N) / 0.3)
-    trl = run_trl(GRPOTrainer, wide, delta=1.8)
+    trl = run_trl("GRPOTrainer", wide, delta=1.8)
     agree(trl, run_ours(wide, "sequence_mean", objective_of(dual_clip=1.8)))
-    assert not torch.allclose(trl.gradient_N, run_trl(GRPOTrainer, wide).gradient_N), "delta must have mattered"
+    assert not torch.allclose(trl.gradient_N, run_trl("GRPOTrainer", wide).gradient_N), "delta must have mattered"
 
 
 @pytest.mark.parametrize(("loss_type", "aggregation"), [("grpo", "sequence_mean"), ("dapo", "token_mean")])
 def test_sequence_level_is_gspo(case: Case, loss_type: str, aggregation: str) -> None:
-    trl = run_trl(GRPOTrainer, case, loss_type=loss_type, importance_sampling_level="sequence", beta=BETA)
+    trl = run_trl("GRPOTrainer", case, loss_type=loss_type, importance_sampling_level="sequence", beta=BETA)
     agree(trl, run_ours(case, aggregation, objective_of("gspo", kl_coef=BETA)))
 
 
 def test_luspo_is_gspo_with_a_constant_length_of_one(case: Case) -> None:
-    trl = run_trl(GRPOTrainer, case, loss_type="luspo", importance_sampling_level="sequence")
+    trl = run_trl("GRPOTrainer", case, loss_type="luspo", importance_sampling_level="sequence")
     agree(trl, run_ours(case, "constant_length", objective_of("gspo"), max_length=1))
 
 
 def test_cispo(case: Case) -> None:
     """TRL's epsilon_high is the ceiling itself, ours what it exceeds 1 by; neither bounds below."""
-    trl = run_trl(GRPOTrainer, case, loss_type="cispo", epsilon_high=1.2)
+    trl = run_trl("GRPOTrainer", case, loss_type="cispo", epsilon_high=1.2)
     agree(trl, run_ours(case, "token_mean", objective_of("cispo", (1.0, 0.2))))
 
 
 def test_sapo(case: Case) -> None:
-    trl = run_trl(GRPOTrainer, case, loss_type="sapo", sapo_temperature_pos=0.8, sapo_temperature_neg=1.3, beta=BETA)
+    trl = run_trl("GRPOTrainer", case, loss_type="sapo", sapo_temperature_pos=0.8, sapo_temperature_neg=1.3, beta=BETA)
     agree(trl, run_ours(case, "sequence_mean", objective_of("sapo", sapo_tau=(0.8, 1.3), kl_coef=BETA)))
 
 
 def test_bias_corrected_kl_is_k3_unbiased(case: Case) -> None:
-    trl = run_trl(GRPOTrainer, case, beta=BETA, use_bias_correction_kl=True)
+    trl = run_trl("GRPOTrainer", case, beta=BETA, use_bias_correction_kl=True)
     agree(trl, run_ours(case, "sequence_mean", objective_of(kl_coef=BETA, kl_estimator="k3_unbiased")))
 
 
 def test_entropy_bonus_agrees_for_token_mean(case: Case) -> None:
     """TRL's bonus is always a mean over tokens, ours has the loss's own weights: the same here, not elsewhere."""
     token, sequence = (
-        run_trl(GRPOTrainer, case, loss_type=loss_type, entropy_coef=0.1, _entropy_bonus_enabled=True)
+        run_trl("GRPOTrainer", case, loss_type=loss_type, entropy_coef=0.1, _entropy_bonus_enabled=True)
         for loss_type in ("bnpo", "grpo")
     )
     agree(token, run_ours(case, "token_mean", objective_of(entropy_coef=0.1)))
@@ -413,7 +419,7 @@ def test_entropy_bonus_agrees_for_token_mean(case: Case) -> None:
 def test_off_policy_sequence_mask_is_opsm(case: Case, threshold: float) -> None:
     """Without vLLM, TRL's sampler is its old policy: our bypass."""
     sampled = evolve(case, rollout_N=case.old_N)
-    trl = run_trl(GRPOTrainer, sampled, off_policy_mask_threshold=threshold, beta=BETA)
+    trl = run_trl("GRPOTrainer", sampled, off_policy_mask_threshold=threshold, beta=BETA)
     opsm = Correction(level="sequence", mode="mask", gate="opsm", threshold=threshold, bypass=True)
     agree(trl, run_ours(sampled, "sequence_mean", objective_of(correction=opsm, kl_coef=BETA)))
 
@@ -421,7 +427,7 @@ def test_off_policy_sequence_mask_is_opsm(case: Case, threshold: float) -> None:
 @pytest.mark.parametrize("threshold", [-0.05, 0.0, 0.05])
 def test_off_policy_mask_keeps_the_same_sequences(case: Case, threshold: float) -> None:
     advantages_S = of_sequences(case, our_advantages(case))
-    kept_S = GRPOTrainer.get_off_policy_mask(
+    kept_S = trainer_class("GRPOTrainer").get_off_policy_mask(
         advantages=advantages_S[:, None],
         per_token_logps=case.padded(case.old_N),
         sampling_per_token_logps=case.padded(case.rollout_N),
@@ -448,7 +454,7 @@ def test_vllm_importance_sampling(
     case: Case, mode: str, level: str, ours: str, low: float | None, loss_type: str, aggregation: str
 ) -> None:
     trl = run_trl(
-        GRPOTrainer,
+        "GRPOTrainer",
         case,
         loss_type=loss_type,
         use_vllm=True,
@@ -468,7 +474,7 @@ def test_vllm_importance_sampling(
 def test_vllm_sequence_mask_keeps_the_same_but_weighs_by_the_sequence(case: Case) -> None:
     """TRL multiplies what it keeps by the ratio of the whole sequence, we by each token's own."""
     trl = run_trl(
-        GRPOTrainer,
+        "GRPOTrainer",
         case,
         use_vllm=True,
         vllm_importance_sampling_mode="sequence_mask",
@@ -492,7 +498,7 @@ def test_rloo(beta: float) -> None:
     """Advantages and loss: TRL's KL is part of the reward before the baseline, as in `rloo_sequence`."""
     case = Case.make(tools=False)
     penalty_N = -beta * torch.where(case.mask_N, case.old_N - case.ref_N, 0.0)
-    trl = run_trl(RLOOTrainer, case, beta=beta)
+    trl = run_trl("RLOOTrainer", case, beta=beta)
     advantages_N = our_advantages(case, "rloo_sequence", penalty_N)
     torch.testing.assert_close(
         of_sequences(case, advantages_N), trl.inputs["advantages"], rtol=TOLERANCE, atol=TOLERANCE
@@ -512,7 +518,7 @@ def test_rloo(beta: float) -> None:
 )
 def test_grpo_advantages(case: Case, settings: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same but for what is added to a standard deviation, which is 1e-4 over it in relative terms."""
-    theirs_S = run_trl(GRPOTrainer, case, **settings).inputs["advantages"]
+    theirs_S = run_trl("GRPOTrainer", case, **settings).inputs["advantages"]
     ours_S = of_sequences(case, our_advantages(case, name))
     assert ((ours_S - theirs_S).abs() <= 1e-3 * ours_S.abs() + TOLERANCE).all()
     monkeypatch.setattr(group, "STD_FLOOR", TRL_STD_FLOOR)
@@ -522,7 +528,7 @@ def test_grpo_advantages(case: Case, settings: dict[str, Any], name: str, monkey
 def test_grpo_advantages_scaled_over_the_batch(case: Case) -> None:
     """TRL divides by the unbiased deviation of the raw rewards of all sequences. No estimator of ours does: whitening
     over the batch divides by that of the centred advantages over action tokens, a common factor of this."""
-    theirs_S = run_trl(GRPOTrainer, case, scale_rewards="batch").inputs["advantages"]
+    theirs_S = run_trl("GRPOTrainer", case, scale_rewards="batch").inputs["advantages"]
     centred_N = our_advantages(case)
     scaled_S = of_sequences(case, centred_N) / (case.rewards_S.std() + TRL_STD_FLOOR)
     torch.testing.assert_close(scaled_S, theirs_S, rtol=TOLERANCE, atol=TOLERANCE)
@@ -536,7 +542,7 @@ def test_grpo_advantages_scaled_over_the_batch(case: Case) -> None:
 
 def test_a_group_of_equal_rewards_teaches_nothing_in_either(case: Case) -> None:
     equal = evolve(case, rewards_S=torch.full_like(case.rewards_S, 0.1))
-    theirs_S = run_trl(GRPOTrainer, equal, scale_rewards="group").inputs["advantages"]
+    theirs_S = run_trl("GRPOTrainer", equal, scale_rewards="group").inputs["advantages"]
     assert not of_sequences(equal, our_advantages(equal, "group_norm")).any()
     assert not theirs_S.any()
 
@@ -556,7 +562,7 @@ def test_gradient_accumulation(case: Case, loss_type: str, aggregation: str, spl
     loss, gradient_N = run_ours(both, aggregation, objective_of())
     parts = [
         run_trl(
-            GRPOTrainer,
+            "GRPOTrainer",
             piece(case, low, low + SAMPLES),
             loss_type=loss_type,
             current_gradient_accumulation_steps=2,
@@ -579,7 +585,7 @@ def test_a_sequence_without_actions_counts_in_trl_only(case: Case) -> None:
     centred_S = case.rewards_S - case.rewards_S.view(GROUPS, SAMPLES).mean(1).repeat_interleave(SAMPLES)
     advantages_N = torch.where(masked.mask_N, centred_S[case.sequence_N], 0.0)
     for loss_type, aggregation in (("grpo", "sequence_mean"), ("dr_grpo", "constant_length")):
-        trl = run_trl(GRPOTrainer, masked, loss_type=loss_type)
+        trl = run_trl("GRPOTrainer", masked, loss_type=loss_type)
         loss, gradient_N = run_ours(masked, aggregation, objective_of(), advantages_N=advantages_N)
         share = (count - 1) / count
         agree(trl, (loss * share, gradient_N * share))
