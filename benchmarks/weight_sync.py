@@ -24,7 +24,7 @@ from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.adapters.vllm.engine import VLLMEngine
-from rollgrad.adapters.vllm.weights import SharedMemoryWeights
+from rollgrad.adapters.vllm.weights import EngineWeights
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.sampling import GenerationRequest, SamplingParams
 
@@ -69,7 +69,7 @@ async def tokens_per_second(engine: RolloutEngine, rows: int, work: Work) -> flo
     return statistics.median(rates[1:])
 
 
-async def seconds_of_a_push(channel: SharedMemoryWeights, policy: TorchPolicy, work: Work) -> tuple[float, float]:
+async def seconds_of_a_push(channel: EngineWeights, policy: TorchPolicy, work: Work) -> tuple[float, float]:
     """(median seconds, bytes); each push is followed by the comparison of log-probs, which is not counted."""
     moved = [await channel.push(policy, version) for version in range(work.pushes + 1)]
     return statistics.median(push["seconds"] for push in moved[1:]), moved[0]["bytes"]
@@ -110,7 +110,7 @@ def main(work: Work) -> None:
 
     async def of_vllm() -> tuple[list[float], float, float]:
         rates = [await tokens_per_second(engine, rows, work) for rows in work.rows]
-        return rates, *await seconds_of_a_push(SharedMemoryWeights(engine), policy, work)
+        return rates, *await seconds_of_a_push(EngineWeights(engine), policy, work)
 
     there, seconds, size = asyncio.run(of_vllm())
     engine.close()

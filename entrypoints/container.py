@@ -20,7 +20,7 @@ from rollgrad.adapters.torch.loading import load_tokenizer
 from rollgrad.adapters.torch.models import AdapterlessReference, TorchPolicy, TorchReference
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
-from rollgrad.adapters.vllm.weights import FleetWeights, SharedMemoryWeights
+from rollgrad.adapters.vllm.weights import EngineWeights, FleetWeights
 from rollgrad.application.async_pipeline import AsyncPipeline
 from rollgrad.application.config import RLConfig
 from rollgrad.application.continuing import ContinuingEngine
@@ -199,7 +199,7 @@ class Container(containers.DeclarativeContainer):
         providers.Callable(channel_kind, config),
         shared=providers.Singleton(SharedWeights, engine),
         own=providers.Singleton(CopiedWeights, embedded_engine),
-        vllm=providers.Singleton(SharedMemoryWeights, vllm_engine, temperature=config.provided.rollout.temperature),
+        vllm=providers.Singleton(EngineWeights, vllm_engine, temperature=config.provided.rollout.temperature),
         fleet=providers.Singleton(FleetWeights, fleet, temperature=config.provided.rollout.temperature),
     )
     environment: providers.Object[Any] = providers.Object(None)

@@ -12,7 +12,7 @@ from typing import Any
 from attrs import frozen
 
 from rollgrad.adapters.ray.session import ray_module
-from rollgrad.adapters.vllm.buckets import Piece, SharedMemory
+from rollgrad.adapters.vllm.buckets import SharedMemory
 from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightTaker
 from rollgrad.application.fleet_member import FleetMember
 from rollgrad.domain.errors import EngineError, RollgradError
@@ -48,15 +48,17 @@ class EngineHost:
         """`begin_weights` with memory of this machine."""
         self._memory = SharedMemory(bucket_bytes=bucket_bytes)
         try:
-            model: EngineModel = await self._engine.begin_weights(self._memory.path, bucket_bytes)
+            model: EngineModel = await self._engine.begin_weights(
+                {"path": self._memory.path, "bucket_bytes": bucket_bytes}
+            )
         finally:
             self._memory.unlink()
         return model
 
-    async def take_copied(self, index: int, pieces: list[Piece], last: bool, run: Any) -> None:
-        """`take_bucket` of a bucket that begins with the bytes of `run`, an array."""
-        self._memory.bucket(index)[: len(run)].numpy()[:] = run
-        await self._engine.take_bucket(index, pieces, last)
+    async def take_copied(self, update: Mapping[str, Any], run: Any) -> None:
+        """`take_weights` of a bucket that begins with the bytes of `run`, an array."""
+        self._memory.bucket(update["bucket"])[: len(run)].numpy()[:] = run
+        await self._engine.take_weights(update)
 
     async def close(self) -> None:
         """Ends vLLM's processes."""
@@ -147,25 +149,25 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         """See `FleetMember.ping`."""
         await self._call("answering a ping", "ping")
 
-    async def begin_weights(self, path: str, bucket_bytes: int) -> EngineModel:
+    async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
         """See `WeightTaker.begin_weights`."""
         doing = "beginning to take weights"
-        if self._near:
-            model: EngineModel = await self._call(doing, "begin_weights", path, bucket_bytes)
+        if self._near or info is None or "bucket_bytes" not in info:
+            self._source = None
+            model: EngineModel = await self._call(doing, "begin_weights", info)
         else:
-            self._source = SharedMemory(path, bucket_bytes=bucket_bytes)
-            model = await self._await(doing, self._actor.handle.begin_copied.remote(bucket_bytes))
+            self._source = SharedMemory(**info)
+            model = await self._await(doing, self._actor.handle.begin_copied.remote(info["bucket_bytes"]))
         return model
 
-    async def take_bucket(self, index: int, pieces: list[Piece], last: bool) -> None:
-        """See `WeightTaker.take_bucket`."""
-        if self._near:
-            await self._call("taking weights", "take_bucket", index, pieces, last)
+    async def take_weights(self, update: Mapping[str, Any]) -> None:
+        """See `WeightTaker.take_weights`."""
+        if self._source is None:
+            await self._call("taking weights", "take_weights", update)
             return
-        assert self._source is not None
-        used = max((piece["offset"] + piece["size"] for piece in pieces), default=0)
-        run = ray_module().put(self._source.bucket(index)[:used].numpy())
-        await self._await("taking weights", self._actor.handle.take_copied.remote(index, pieces, last, run))
+        used = max((piece["offset"] + piece["size"] for piece in update["pieces"]), default=0)
+        run = ray_module().put(self._source.bucket(update["bucket"])[:used].numpy())
+        await self._await("taking weights", self._actor.handle.take_copied.remote(update, run))
 
     async def finish_weights(self, version: int) -> None:
         """See `WeightTaker.finish_weights`."""

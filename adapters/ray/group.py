@@ -80,7 +80,7 @@ class WorkerGroup:
             remote.options(**slot.options(), max_restarts=0).remote(rank, self.size, threads)
             for rank, slot in enumerate(slots)
         ]
-        host, port = self._gather([self._workers[0].address.remote()], "starting")[0]
+        host, port = self.address()
         self._gather([worker.join.remote(host, port, timeout) for worker in self._workers], "finding each other")
 
     def build(self, make: Callable[..., Any], *arguments: Any) -> None:
@@ -90,6 +90,11 @@ class WorkerGroup:
     def pids(self) -> list[int]:
         """Of the processes, by rank."""
         return [int(pid) for pid in self._gather([worker.pid.remote() for worker in self._workers], "answering")]
+
+    def address(self) -> tuple[str, int]:
+        """(host, free port) of the first process."""
+        host, port = self._gather([self._workers[0].address.remote()], "answering")[0]
+        return str(host), int(port)
 
     def each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Calls a method of the model with arguments of its own in each process; results by rank.

@@ -1,8 +1,8 @@
 """Policy, critic and reference whose parts lie in the processes of a group, as the ports want them.
 
 A batch is divided over the processes by tokens (`domain.sharding`), or over groups of neighbouring ranks: all of a
-group get one part, and divide its tokens among them (`adapters.torch.sequence_parallel`). Weights leave rank by
-rank-zero's buckets of shared memory and cross no pipe.
+group get one part, and divide its tokens among them (`adapters.torch.sequence_parallel`). Weights are sent by the
+processes themselves and cross no pipe.
 Does not own: how a process computes its part (`adapters.torch`, `adapters.deepspeed`).
 """
 
@@ -16,7 +16,8 @@ from torch import Tensor
 from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.session import ray_module
 from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.adapters.vllm.buckets import Assembler, Piece, SharedMemory, fill
+from rollgrad.adapters.vllm.buckets import Assembler, SharedMemory, fill_at
+from rollgrad.adapters.vllm.transport import Send
 from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.ports.models import (
     PolicyModel,
@@ -33,30 +34,33 @@ SAME_EVERYWHERE = ("grad_norm", "lr")
 
 
 class RankPolicy:
-    """One process's part of a policy, which can also be asked for its weights, bucket by bucket."""
+    """One process's part of a policy, which can also be asked to send its weights, update by update."""
 
     def __init__(self, policy: TorchPolicy) -> None:
         self.policy = policy
-        self._buckets: Iterator[tuple[int, list[Piece]]] = iter(())
+        self._weights: Iterator[tuple[str, Tensor]] = iter(())
+        self._updates: Iterator[Any] = iter(())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policy, name)
 
-    def open_buckets(self, path: str, bucket_bytes: int) -> None:
-        """Weights go to the shared memory at `path` from now on."""
-        self._buckets = fill(self.policy.weights(), SharedMemory(path, bucket_bytes=bucket_bytes))
+    def open_weights(self, send: Send, *arguments: Any) -> None:
+        """Weights go the way of `send` from now on."""
+        self._weights = self.policy.weights()
+        self._updates = send(self._weights, *arguments)
 
-    def next_bucket(self) -> tuple[int, list[Piece]] | None:
-        """Writes the next bucket; None after the last."""
-        return next(self._buckets, None)
+    def next_update(self) -> Any:
+        """What is said of the next update; None after the last."""
+        return next(self._updates, None)
 
-    def skip_buckets(self) -> None:
+    def skip_weights(self) -> None:
         """Goes through those that are left."""
-        for _ in self._buckets:
+        self._updates = iter(())
+        for _ in self._weights:
             pass
 
     def gather_weights(self) -> None:
-        """This process's part in what another one writes."""
+        """This process's part in what another one sends."""
         for _ in self.policy.weights():
             pass
 
@@ -99,26 +103,33 @@ class ShardedPolicy(_Trained, PolicyModel):
         self.steps += 1
         return self._parts.update(micro_batches, objective)
 
-    def fill(self, memory: SharedMemory) -> Iterator[tuple[int, list[Piece]]]:
-        """Writes the weights as `adapters.vllm.buckets.fill` does, in the first process."""
+    def sent(self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,)) -> Iterator[list[Any]]:
+        """See `DividedPolicy.sent`."""
         group = self._group
-        others = group.begin("gather_weights", range(1, group.size))
-        group.begin("open_buckets", [0], memory.path, memory.bucket_bytes)()
-        full = None
+        others = group.begin("gather_weights", [rank for rank in range(group.size) if rank not in ranks])
+        group.begin("open_weights", ranks, send, *arguments)()
+        ended = False
         try:
-            while (full := group.begin("next_bucket", [0])()[0]) is not None:
-                yield full
+            while not ended:
+                messages = group.begin("next_update", ranks)()
+                ended = messages[0] is None
+                if not ended:
+                    yield messages
         finally:
-            if full is not None:  # whoever reads has given up, but the other processes wait for the rest
-                group.begin("skip_buckets", [0])()
+            if not ended:  # whoever reads has given up, but the other processes wait for the rest
+                group.begin("skip_weights", ranks)()
             others()
+
+    def address(self) -> tuple[str, int]:
+        """See `DividedPolicy.address`."""
+        return self._group.address()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `PolicyModel.weights`; copies on the CPU."""
         memory = SharedMemory()
         try:
             assembler = Assembler(torch.device("cpu"))
-            for index, pieces in self.fill(memory):
+            for [(index, pieces)] in self.sent(fill_at, memory.path, memory.bucket_bytes):
                 yield from assembler.take(memory.bucket(index), pieces)
         finally:
             memory.unlink()

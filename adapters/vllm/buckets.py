@@ -105,6 +105,11 @@ def fill(weights: Iterator[tuple[str, Tensor]], memory: SharedMemory) -> Iterato
         yield index, pieces
 
 
+def fill_at(weights: Iterator[tuple[str, Tensor]], path: str, bucket_bytes: int) -> Iterator[tuple[int, list[Piece]]]:
+    """`fill` of memory that another process made."""
+    yield from fill(weights, SharedMemory(path, bucket_bytes=bucket_bytes))
+
+
 class Assembler:
     """Puts tensors together from their pieces, in memory of their own on `device`."""
 

@@ -8,12 +8,11 @@ vLLM is deaf to the death of its processes in all calls but `generate`, so every
 import asyncio
 import itertools
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from rollgrad.adapters.torch.loading import default_device, resolve_dtype
-from rollgrad.adapters.vllm.buckets import Piece
 from rollgrad.adapters.vllm.parameters import parameters
 from rollgrad.adapters.vllm.starting import shut_down, start
 from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightsDifferError, WeightTaker
@@ -185,7 +184,7 @@ class VLLMEngine(RolloutEngine, WeightTaker):
         """
         await self._call(self.llm.is_sleeping())
 
-    async def begin_weights(self, path: str, bucket_bytes: int) -> EngineModel:
+    async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
         """See `WeightTaker`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -197,8 +196,9 @@ class VLLMEngine(RolloutEngine, WeightTaker):
             self._end_transfer()
             raise
         try:
-            info = WeightTransferInitRequest({"path": path, "bucket_bytes": bucket_bytes})
-            await self._call(self.llm.init_weight_transfer_engine(info))
+            if info is not None:
+                await self._call(self.llm.shutdown_weight_transfer_engine())  # leaves the group of an earlier transfer
+                await self._call(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(dict(info))))
             await self._call(self.llm.start_weight_update())
         except BaseException:
             self._broken = "A transfer of weights to vLLM did not begin: push again."
@@ -207,12 +207,11 @@ class VLLMEngine(RolloutEngine, WeightTaker):
         config = self.llm.model_config
         return EngineModel(config.dtype, config.get_vocab_size())
 
-    async def take_bucket(self, index: int, pieces: list[Piece], last: bool) -> None:
+    async def take_weights(self, update: Mapping[str, Any]) -> None:
         """See `WeightTaker`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        update = WeightTransferUpdateRequest({"bucket": index, "pieces": pieces, "last": last})
-        await self._call(self.llm.update_weights(update))
+        await self._call(self.llm.update_weights(WeightTransferUpdateRequest(dict(update))))
 
     async def finish_weights(self, version: int) -> None:
         """See `WeightTaker`."""

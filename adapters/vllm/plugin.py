@@ -1,7 +1,7 @@
 """What vLLM loads in each of its processes: the entry point `rollgrad` of `vllm.general_plugins`."""
 
-BACKEND = "rollgrad_shm"
-"""Name of the weight transfer backend that `SharedMemoryWeights` speaks to."""
+BACKEND = "rollgrad"
+"""Name of our own weight transfer backend in vLLM."""
 
 _registered = False
 

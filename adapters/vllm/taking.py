@@ -1,15 +1,15 @@
 """How an engine takes weights: what the trainer's end says to it, in values that cross processes.
 
-One transfer is `begin_weights`, `take_bucket` for every bucket, `finish_weights` and `prove_weights`, or, at any time
+One transfer is `begin_weights`, `take_weights` for every update, `finish_weights` and `prove_weights`, or, at any time
 after the first, `abandon_weights`.
 """
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from attrs import frozen
 
-from rollgrad.adapters.vllm.buckets import Piece
 from rollgrad.domain.errors import EngineError
 
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
@@ -60,16 +60,17 @@ class Probe:
 class WeightTaker(Protocol):
     """The engine's end. All methods raise `EngineError` if it fails or has died."""
 
-    async def begin_weights(self, path: str, bucket_bytes: int) -> EngineModel:
-        """Maps the buckets (`SharedMemory`) and makes ready; nothing is sampled until the transfer ends.
+    async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
+        """Makes ready with what the backend has to know (vLLM's init info), if anything is new; nothing is sampled
+        until the transfer ends.
 
         Raises:
             EngineError: requests are in flight and generation is not paused, or the engine sleeps: nothing has changed.
         """
         ...
 
-    async def take_bucket(self, index: int, pieces: list[Piece], last: bool) -> None:
-        """Reads a bucket, which may be written again afterwards; the last comes without pieces."""
+    async def take_weights(self, update: Mapping[str, Any]) -> None:
+        """Takes what an update brings (vLLM's update info); it may be overwritten afterwards."""
         ...
 
     async def finish_weights(self, version: int) -> None:

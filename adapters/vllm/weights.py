@@ -1,22 +1,21 @@
-"""The trainer's weights into vLLM's processes on the same machine, through shared memory and vLLM's own weight transfer
-calls.
+"""The trainer's weights into vLLM's processes, by vLLM's own weight transfer calls and one of several backends.
 
-Every transfer moves the whole model, bucket by bucket (`buckets.py`): the trainer writes one, once, while the workers
-of all engines read the other. Afterwards engines and trainer score the same tokens; what they may differ by is
-rounding.
+Every transfer moves the whole model, bucket by bucket, and every bucket once to all engines (`transport.py`).
+Afterwards engines and trainer score the same tokens; what they may differ by is rounding.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Protocol, TypeVar, cast, runtime_checkable
+from typing import TypeVar, cast
 
 import torch
 from attrs import define, field, frozen
 
-from rollgrad.adapters.vllm.buckets import Piece, SharedMemory, fill
+from rollgrad.adapters.vllm.shared_memory import shared_memory
 from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightsDifferError, WeightTaker, coarser
+from rollgrad.adapters.vllm.transport import Backend, Life, Passage, Update
 from rollgrad.application.fleet import EngineFleet
 from rollgrad.application.fleet_member import Taker
 from rollgrad.domain.batch import PackedBatch, pack
@@ -41,25 +40,18 @@ takes seconds."""
 BROKE_OFF = "A transfer of weights to vLLM broke off and left it with half a model: push again."
 
 
-@runtime_checkable
-class FillsBuckets(Protocol):
-    """A policy whose weights lie in several processes of this machine, which write them into buckets themselves."""
-
-    def fill(self, memory: SharedMemory) -> Iterator[tuple[int, list[Piece]]]:
-        """As `buckets.fill`; other processes find the memory by its path while the iterator runs."""
-        ...
-
-
-class SharedMemoryWeights(WeightChannel):
-    """See `WeightChannel`. Trainer and engine share one machine.
+class EngineWeights(WeightChannel):
+    """See `WeightChannel`. For the one engine of a run in one process.
 
     Args:
         engine: where the weights go.
+        backend: how they get there.
         temperature: of the policy's `score`: engine and trainer are compared at it.
     """
 
-    def __init__(self, engine: WeightTaker, *, temperature: float = 1.0) -> None:
+    def __init__(self, engine: WeightTaker, *, backend: Backend = shared_memory, temperature: float = 1.0) -> None:
         self._engine = engine
+        self._backend = backend
         self._temperature = temperature
 
     async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
@@ -70,9 +62,9 @@ class SharedMemoryWeights(WeightChannel):
             EngineError: requests are in flight and generation is not paused; vLLM did not take the weights, or computes
                 something else with them. In the last two cases the engine refuses
                 requests until a push succeeds.
-            ConfigurationError: /dev/shm is too small.
+            ConfigurationError: the backend has no room.
         """
-        transfer = Transfer([self._engine])
+        transfer = Transfer([self._engine], [(0, 0)], self._backend)
         await transfer.send(policy, version)
         if transfer.takers:
             await transfer.prove(await transfer.probe(policy, self._temperature))
@@ -98,32 +90,34 @@ class FleetWeights(WeightChannel):
     refreshes never overlap.
 
     Args:
-        fleet: where the weights go; its members are `WeightTaker`s on this machine.
+        fleet: where the weights go; its members are `WeightTaker`s.
+        backend: how they get there.
         temperature: of the policy's `score`: engines and trainer are compared at it.
     """
 
-    def __init__(self, fleet: EngineFleet, *, temperature: float = 1.0) -> None:
+    def __init__(self, fleet: EngineFleet, *, backend: Backend = shared_memory, temperature: float = 1.0) -> None:
         self._fleet = fleet
+        self._backend = backend
         self._temperature = temperature
         self._lock = asyncio.Lock()
         self._last: _Pushed | None = None
         fleet.refresh = self.refresh
 
     async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
-        """See `WeightChannel.push`, and `SharedMemoryWeights.push` for what is returned. If all engines die in it, it
+        """See `WeightChannel.push`, and `EngineWeights.push` for what is returned. If all engines die in it, it
         begins again with their replacements.
 
         Raises:
             EngineError: requests are in flight and generation is not paused; no engine is left; or all compute
                 something else with the weights than the trainer.
-            ConfigurationError: /dev/shm is too small.
+            ConfigurationError: the backend has no room.
         """
         async with self._lock:
             self._last = None
             while True:
                 self._fleet.new_weights(version)
                 takers = await self._fleet.takers()
-                transfer = _transfer_to(takers)
+                transfer = self._transfer_to(takers)
                 steps = _steps(policy)
                 await transfer.send(policy, version)
                 if transfer.takers:
@@ -146,7 +140,7 @@ class FleetWeights(WeightChannel):
             last = self._last
             if last is None or _steps(last.policy) != last.steps:
                 return
-            transfer = _transfer_to([taker])
+            transfer = self._transfer_to([taker])
             await transfer.send(last.policy, last.version)
             if _steps(last.policy) != last.steps:
                 await transfer.abandon("The policy changed while a restarted engine took its weights: push again.")
@@ -157,12 +151,19 @@ class FleetWeights(WeightChannel):
             if transfer.takers:
                 self._fleet.took([taker], last.version)
 
+    def _transfer_to(self, takers: Sequence[Taker]) -> "Transfer":
+        """The fleet's members are `WeightTaker`s, as the class demands."""
+        engines = [cast(WeightTaker, taker.member) for taker in takers]
+        return Transfer(engines, [(taker.number, taker.life) for taker in takers], self._backend)
+
 
 @define
 class Transfer:
     """One transfer to `engines`, of which those that fail drop out."""
 
     engines: Sequence[WeightTaker]
+    lives: Sequence[Life]
+    backend: Backend
     takers: dict[int, WeightTaker] = field(init=False)
     """Index: an engine that has not failed."""
     failed: dict[int, EngineError] = field(factory=dict, init=False)
@@ -181,21 +182,18 @@ class Transfer:
         """Brings the policy's weights to the engines.
 
         Raises:
-            ConfigurationError: /dev/shm is too small. Whatever the policy raises goes through, too.
+            ConfigurationError: the backend has no room. Whatever the policy raises goes through, too.
         """
-        memory = SharedMemory()
         started = time.perf_counter()
+        passage = self.backend(policy, self.lives, version)
         try:
-            await self._begin(memory)
-            if not isinstance(policy, FillsBuckets):
-                memory.unlink()  # every process has mapped it, and it goes away with them, however they end
-            await self._buckets(policy, memory)
+            await self._updates(passage)
             await self._each("finish", lambda taker: taker.finish_weights(version))
         except BaseException:
             await self.abandon(BROKE_OFF)
             raise
         finally:
-            memory.unlink()
+            passage.close(len(self.takers) == len(self.engines))
         self.seconds = time.perf_counter() - started
 
     async def probe(self, policy: PolicyModel, temperature: float) -> Probe:
@@ -216,45 +214,67 @@ class Transfer:
         """Ends the transfer half-way."""
         await self._each("end a transfer", lambda taker: taker.abandon_weights(reason))
 
-    async def _begin(self, memory: SharedMemory) -> None:
-        models: list[EngineModel] = await self._each(
-            "begin", lambda taker: taker.begin_weights(memory.path, memory.bucket_bytes)
-        )
-        self._vocabulary = min((model.vocabulary for model in models), default=0)
-
-    async def _buckets(self, policy: PolicyModel, memory: SharedMemory) -> None:
-        buckets = policy.fill(memory) if isinstance(policy, FillsBuckets) else fill(policy.weights(), memory)
-        reading: asyncio.Task[list[None]] | None = None
+    async def _updates(self, passage: Passage) -> None:
+        """Everything but the end of the way: the engines begin and take all updates."""
+        asked: asyncio.Task[None] = asyncio.create_task(self._begin(passage))
+        begun = False
         try:
             while self.takers:
-                full: tuple[int, list[Piece]] | None = await asyncio.to_thread(next, buckets, None)
-                if reading is not None:
-                    await reading
-                index, pieces = full or (0, [])
-                self._count(pieces)
-                reading = asyncio.create_task(self._take(index, pieces, full is None))
-                if full is None:
-                    await reading
+                if not passage.ahead and begun:
+                    await asked
+                update: Update | None = await asyncio.to_thread(next, passage.updates, None)
+                await asked
+                if not begun:
+                    passage.begun()
+                    begun = True
+                if passage.whole and self.failed:  # those that are left try again without the others
+                    await self.abandon(BROKE_OFF)
+                    self.takers.clear()
+                if update is None or not self.takers:
                     break
+                self._count(update)
+                asked = asyncio.create_task(self._take(update))
+        except EngineError as error:  # of the way, not of one engine
+            asked.cancel()
+            for index in [*self.takers]:
+                self.failed[index] = error
+            await self.abandon(BROKE_OFF)
+            self.takers.clear()
+        except BaseException:
+            if not begun:
+                await asked  # who is only now beginning could not be told to end
+            raise
         finally:
-            if reading is not None:
-                reading.cancel()
+            asked.cancel()
 
-    async def _take(self, index: int, pieces: list[Piece], last: bool) -> list[None]:
-        return await self._each("take a bucket", lambda taker: taker.take_bucket(index, pieces, last))
+    async def _begin(self, passage: Passage) -> None:
+        infos = passage.infos
 
-    def _count(self, pieces: list[Piece]) -> None:
-        for piece in pieces:
-            self.bytes += piece["size"]
-            self.dtype = coarser(self.dtype, getattr(torch, piece["dtype"]))
+        async def begin(index: int, taker: WeightTaker) -> EngineModel:
+            return await taker.begin_weights(infos[index])
+
+        models = await self._each_of("begin", begin)
+        self._vocabulary = min((model.vocabulary for model in models), default=0)
+
+    async def _take(self, update: Update) -> None:
+        await self._each("take a bucket", lambda taker: taker.take_weights(update.info))
+
+    def _count(self, update: Update) -> None:
+        self.bytes += update.bytes
+        for name in update.dtypes:
+            self.dtype = coarser(self.dtype, getattr(torch, name))
 
     async def _each(self, doing: str, call: Callable[[WeightTaker], Awaitable[T]]) -> list[T]:
         """What the engines say that are still with it; who fails or is too slow drops out."""
+        return await self._each_of(doing, lambda index, taker: call(taker))
+
+    async def _each_of(self, doing: str, call: Callable[[int, WeightTaker], Awaitable[T]]) -> list[T]:
+        """The same with their indices."""
 
         async def one(index: int, taker: WeightTaker) -> list[T]:
             try:
                 async with asyncio.timeout(CALL_SECONDS):
-                    return [await call(taker)]
+                    return [await call(index, taker)]
             except TimeoutError:
                 error = EngineError(f"vLLM took more than {CALL_SECONDS:g} s to {doing} in a transfer of weights.")
             except EngineError as failure:
@@ -268,11 +288,6 @@ class Transfer:
 
         answers = await asyncio.gather(*(one(index, taker) for index, taker in self.takers.items()))
         return [answer for answered in answers for answer in answered]
-
-
-def _transfer_to(takers: Sequence[Taker]) -> Transfer:
-    """The fleet's members are `WeightTaker`s, as `FleetWeights` demands."""
-    return Transfer([cast(WeightTaker, taker.member) for taker in takers])
 
 
 def _steps(policy: PolicyModel) -> int:

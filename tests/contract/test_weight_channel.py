@@ -3,7 +3,7 @@
 import asyncio
 import importlib.util
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
-from rollgrad.adapters.vllm.buckets import Piece, SharedMemory, fill
+from rollgrad.adapters.vllm.transport import Send
 from rollgrad.adapters.vllm.weights import FleetWeights
 from rollgrad.application.fleet import EngineFleet
 from rollgrad.domain.batch import PackedBatch
@@ -52,10 +52,10 @@ def parts(request: pytest.FixtureRequest, tiny_model_dir: Path) -> tuple[WeightC
     if request.param == "copied":
         model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
     if request.param == "vllm":
-        from rollgrad.adapters.vllm.weights import SharedMemoryWeights
+        from rollgrad.adapters.vllm.weights import EngineWeights
 
         vllm = request.getfixturevalue("vllm_engine")
-        return SharedMemoryWeights(vllm), vllm, policy
+        return EngineWeights(vllm), vllm, policy
     embedded = EmbeddedEngine(model, eos_token_ids=())
     channel = CopiedWeights(embedded) if request.param == "copied" else SharedWeights(embedded)
     return channel, embedded, policy
@@ -285,16 +285,21 @@ def test_a_transfer_that_the_trainer_breaks_off_leaves_engines_that_the_next_pus
 
 
 class ShardedPolicy(CountedPolicy):
-    """Fills the buckets through another mapping of the memory, as other processes do."""
+    """Sends its weights itself, as one whose weights lie in other processes."""
 
-    def fill(self, memory: SharedMemory) -> Iterator[tuple[int, list[Piece]]]:
-        yield from fill(super().weights(), SharedMemory(memory.path, bucket_bytes=memory.bucket_bytes))
+    def sent(self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,)) -> Iterator[list[Any]]:
+        assert ranks == (0,)
+        for message in send(super().weights(), *arguments):
+            yield [message]
+
+    def address(self) -> tuple[str, int]:
+        raise AssertionError("nobody has to find it")
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         raise AssertionError("the whole model is in no process")
 
 
-def test_a_policy_that_fills_the_buckets_itself_is_let_to() -> None:
+def test_a_policy_that_sends_its_weights_itself_is_let_to() -> None:
     async def scenario() -> None:
         channel, fleet, members = channel_of(2)
         policy = ShardedPolicy()

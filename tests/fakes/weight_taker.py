@@ -1,8 +1,11 @@
 """A fake engine that takes weights out of shared memory, and can be killed at any step of a transfer."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
-from rollgrad.adapters.vllm.buckets import Assembler, Piece, SharedMemory
+from rollgrad.adapters.vllm.buckets import Assembler, SharedMemory
 from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightsDifferError, WeightTaker
 from tests.fakes.fleet_member import FakeFleetMember
 from tests.fakes.models import VOCABULARY
@@ -33,19 +36,20 @@ class FakeWeightTaker(FakeFleetMember, WeightTaker):
         FakeWeightTaker.transferring -= self._taking
         self._taking = False
 
-    async def begin_weights(self, path: str, bucket_bytes: int) -> EngineModel:
+    async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
         await self._step("begin")
         self.set_version(self.version)  # refuses while requests run
-        self._memory = SharedMemory(path, bucket_bytes=bucket_bytes)
+        if info is not None:
+            self._memory = SharedMemory(**info)
         self._assembler = Assembler(torch.device("cpu"))
         self._coming: dict[str, torch.Tensor] = {}
         self._taking = True
         FakeWeightTaker.transferring += 1
         return EngineModel(torch.float32, VOCABULARY)
 
-    async def take_bucket(self, index: int, pieces: list[Piece], last: bool) -> None:
+    async def take_weights(self, update: Mapping[str, Any]) -> None:
         await self._step("take")
-        self._coming |= dict(self._assembler.take(self._memory.bucket(index), pieces))
+        self._coming |= dict(self._assembler.take(self._memory.bucket(update["bucket"]), update["pieces"]))
 
     async def finish_weights(self, version: int) -> None:
         await self._step("finish")

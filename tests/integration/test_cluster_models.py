@@ -12,7 +12,7 @@ from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.models import ShardedPolicy, ShardedReference, ShardedValue
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.ray.session import RaySession
-from rollgrad.adapters.vllm.buckets import SharedMemory
+from rollgrad.adapters.vllm.buckets import SharedMemory, fill_at
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, NonFiniteUpdateError, WorkerError
 from tests.fakes import cluster
 
@@ -114,7 +114,7 @@ def test_weights_that_nobody_reads_to_the_end_hold_nobody_up(group: WorkerGroup,
     group.build(cluster.rank_policy, str(tiny_model_dir), 3)
     policy = ShardedPolicy(group)
     memory = SharedMemory(bucket_bytes=4096)
-    buckets = policy.fill(memory)
+    buckets = policy.sent(fill_at, memory.path, memory.bucket_bytes)
     next(buckets)
     buckets.close()
     memory.unlink()

@@ -58,10 +58,10 @@ def parts(request: pytest.FixtureRequest, wide_headed_model_dir: Path) -> Iterat
     tokenizer = load_tokenizer(str(wide_headed_model_dir), flag=FLAG)
     policy = TorchPolicy(model, tokenizer, OptimizerSettings(lr=0.02))
     if request.param == "vllm":
-        from rollgrad.adapters.vllm.weights import SharedMemoryWeights
+        from rollgrad.adapters.vllm.weights import EngineWeights
 
         engine = request.getfixturevalue("vllm_engine")
-        channel = SharedMemoryWeights(engine)
+        channel = EngineWeights(engine)
         yield policy, engine, channel
         run(channel.push(TorchPolicy(loaded(wide_headed_model_dir), tokenizer, OptimizerSettings(lr=0.0)), 0))
     elif request.param == "copied":

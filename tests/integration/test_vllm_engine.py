@@ -16,7 +16,7 @@ from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.vllm.engine import VLLMEngine
-from rollgrad.adapters.vllm.weights import SharedMemoryWeights
+from rollgrad.adapters.vllm.weights import EngineWeights
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtraError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
@@ -49,10 +49,10 @@ def policy(wide_headed_model_dir: Path) -> TorchPolicy:
 
 
 @pytest.fixture
-def channel(vllm_engine: VLLMEngine, policy: TorchPolicy) -> Iterator[SharedMemoryWeights]:
+def channel(vllm_engine: VLLMEngine, policy: TorchPolicy) -> Iterator[EngineWeights]:
     """Afterwards the engine has the weights of the checkpoint again."""
     original = {name: tensor.clone() for name, tensor in policy.weights()}
-    channel = SharedMemoryWeights(vllm_engine)
+    channel = EngineWeights(vllm_engine)
     yield channel
     with torch.no_grad():
         for name, tensor in policy.weights():
@@ -208,7 +208,7 @@ def test_an_abort_returns_the_tokens_so_far_and_refuses_those_who_wait(
 
 
 def test_after_a_push_the_engine_computes_what_the_trainer_computes(
-    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
     before = run(vllm_engine.generate(ask()))
     learn(policy)
@@ -221,7 +221,7 @@ def test_after_a_push_the_engine_computes_what_the_trainer_computes(
 
 
 def test_the_checkpoint_pushed_again_gives_its_very_logprobs(
-    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
     first = run(vllm_engine.generate(ask()))
     original = {name: tensor.clone() for name, tensor in policy.weights()}
@@ -238,7 +238,7 @@ def test_the_checkpoint_pushed_again_gives_its_very_logprobs(
 
 
 def test_a_frozen_request_goes_on_under_the_new_weights(
-    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
     """Its earlier tokens are computed anew, so that its later ones are of the new policy and no mixture."""
 
@@ -291,7 +291,7 @@ class Lossy(TorchPolicy):
     ],
 )
 def test_weights_that_do_not_arrive_are_noticed_and_the_next_push_heals(
-    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights, fault: str, message: str
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights, fault: str, message: str
 ) -> None:
     policy.__class__ = Lossy
     assert isinstance(policy, Lossy)
@@ -309,7 +309,7 @@ def test_weights_that_do_not_arrive_are_noticed_and_the_next_push_heals(
 
 
 def test_a_wrong_model_is_noticed_when_frozen_requests_go_on(
-    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
     async def scenario() -> None:
         task = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=100)))
@@ -327,7 +327,7 @@ def test_a_wrong_model_is_noticed_when_frozen_requests_go_on(
 
 
 def test_a_sleeping_engine_takes_no_weights(
-    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
     run(vllm_engine.sleep())
     with pytest.raises(EngineError, match="wake it first"):
@@ -337,11 +337,12 @@ def test_a_sleeping_engine_takes_no_weights(
 
 
 def test_requests_made_during_a_push_wait_for_it(
-    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: SharedMemoryWeights
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
     async def scenario() -> list[Generation]:
         pushing = asyncio.create_task(channel.push(policy, 1))
-        await asyncio.sleep(0)
+        while not vllm_engine._changing.locked():  # the push has not come to the engine
+            await asyncio.sleep(0)
         generations = await asyncio.gather(*(vllm_engine.generate(ask(seed)) for seed in range(4)))
         await pushing
         return generations
