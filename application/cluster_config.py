@@ -5,6 +5,12 @@ from attrs import define
 PARAMETERS = 3
 """The stage of ZeRO that divides parameters too."""
 
+BUCKET_NUMBERS = 500_000_000
+"""Gradients that are sent together, DeepSpeed's default."""
+
+CPU_CACHE_BYTES = 2 * 2**30
+"""vLLM's keys and values on a CPU, where it would otherwise take most of the memory."""
+
 
 @define(kw_only=True)
 class ClusterConfig:

@@ -1,17 +1,19 @@
 """Where a run's memory goes, estimated from the shape of its models: arithmetic only, importable without torch.
 
-Each row is an upper estimate of what is held at its own peak. Where rollout and update alternate, the key/value cache
-and the activations are not held together, and `peak_bytes` counts the larger of the two; an asynchronous run holds
-both, and the engine's copy of the weights.
+Each number is an upper estimate of what one process of a role holds at its own peak. Roles that share a device are
+added up; what they hold at different times is not: models pass over their tokens one after the other, and where rollout
+and update take turns neither goes on during the other. Does not own: who runs where (`entrypoints.cluster`).
 """
 
-from collections.abc import Sequence
-from enum import StrEnum
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
-from attrs import frozen
+from attrs import evolve, frozen
 
-from rollgrad.application.choices import KLAgainst
+from rollgrad.application.choices import Engine, KLAgainst
+from rollgrad.application.cluster_config import BUCKET_NUMBERS, CPU_CACHE_BYTES, PARAMETERS
 from rollgrad.application.config import RLConfig
+from rollgrad.application.rules_common import ranks
 from rollgrad.domain.catalogue import estimator_traits
 
 FLOAT32_BYTES = 4
@@ -24,34 +26,77 @@ numbers (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tr
 CHECKPOINTED_ACTIVATIONS_PER_HIDDEN = 1
 """Under gradient checkpointing a layer keeps its input only."""
 
+GATHERED_NUMBERS = 1_000_000_000
+"""Parameters that ZeRO's last stage keeps whole at once for a pass, DeepSpeed's default."""
 
-class Phase(StrEnum):
-    """When a row's memory is held."""
-
-    ALWAYS = "always"
-    ROLLOUT = "rollout"
-    UPDATE = "update"
+MIB = 2**20
 
 
 @frozen(kw_only=True)
 class ModelShape:
-    """What the memory of a decoder depends on. `parameters` counts tied tensors once."""
+    """What the memory of a decoder depends on. `parameters` counts tied tensors once, and no adapters; `adapters`
+    counts the numbers in these, which are then all that is trained."""
 
     parameters: int
     layers: int
     hidden: int
     kv_heads: int
     head_dim: int
+    adapters: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Numbers that have gradients."""
+        return self.adapters or self.parameters
 
 
 @frozen(kw_only=True)
-class MemoryRow:
-    """One use of memory: `bytes` held in `phase`, and the product they come from."""
+class Machine:
+    """Bytes of memory: of one GPU, 0 where there is none, and of the machine. Every machine is taken to be alike."""
+
+    gpu: int
+    memory: int
+
+
+@frozen(kw_only=True)
+class RoleMemory:
+    """Bytes that one process of a role holds: on its GPU, or in the machine's memory where there are no GPUs.
+
+    `passes` are the activations of a pass, and what ZeRO gathers for it: gradients on their way, and at the last stage
+    weights; of an engine keys and values. `offloaded` lies in the machine's memory, the rest on a GPU. Roles of one
+    `device` share it. An engine that `takes_turns` holds nothing while models train, which hold no activations
+    meanwhile.
+    """
+
+    role: str
+    processes: int
+    on_a_machine: int
+    device: str
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    passes: int = 0
+    offloaded: int = 0
+    takes_turns: bool = False
+
+    @property
+    def kept(self) -> int:
+        """What does not come and go with passes."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Without what is offloaded."""
+        return self.kept + self.passes
+
+
+@frozen(kw_only=True)
+class Place:
+    """A memory that processes share: bytes that are held at once, and bytes that there are."""
 
     name: str
-    bytes: int
-    phase: Phase
-    formula: str
+    held: int
+    available: int
 
 
 def memory_plan(
@@ -59,80 +104,176 @@ def memory_plan(
     actor: ModelShape,
     *,
     compute_bytes: int,
+    machine: Machine,
     critic: ModelShape | None = None,
     reference: ModelShape | None = None,
-) -> list[MemoryRow]:
-    """Memory rows of a run, in bytes.
+) -> list[RoleMemory]:
+    """The roles of a run.
 
-    `compute_bytes` is the size of one number in the compute format: 2 for bfloat16, 4 for float32, in which case the
-    weights are their own masters. `critic` and `reference` default to the actor's shape; they appear only where the
-    settings use them.
+    `compute_bytes` is the size of one number in the compute format: 2 for bfloat16, 4 for float32. `critic` and
+    `reference` default to the actor's shape without adapters; they appear only where the settings use them.
     """
-    rows = _trained("policy", actor, compute_bytes)
-    rows.append(_activations("policy", actor, config, compute_bytes))
-    rows.append(_kv_cache(actor, config, compute_bytes))
-    if config.train.async_enable:
-        rows.append(_weights("engine", actor, compute_bytes))
+    rows = [_trained(config, "actor", actor, compute_bytes, machine)]
+    plain = evolve(actor, adapters=0)
     if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
-        rows += _trained("critic", critic or actor, compute_bytes)
-        rows.append(_activations("critic", critic or actor, config, compute_bytes))
-    if config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE:
-        rows.append(_weights("reference", reference or actor, compute_bytes))
+        rows.append(_trained(config, "critic", critic or plain, compute_bytes, machine))
+    compares = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE
+    # In one process the reference is the actor without its adapters.
+    if compares and (config.cluster.enable or reference is not None or not actor.adapters):
+        rows.append(_reference(config, reference or plain, compute_bytes))
+    rows.append(_engine(config, plain, compute_bytes, machine))
     return rows
 
 
-def peak_bytes(rows: Sequence[MemoryRow]) -> int:
-    """Bytes held at once: what is always held, plus the larger of the rollout and the update.
-
-    Policy and critic are updated one after the other, so of the update's rows only the largest counts.
-    """
-    always = sum(row.bytes for row in rows if row.phase is Phase.ALWAYS)
-    return always + max((row.bytes for row in rows if row.phase is not Phase.ALWAYS), default=0)
-
-
-def _weights(name: str, shape: ModelShape, compute_bytes: int) -> MemoryRow:
-    return _per_parameter(f"{name} weights", shape.parameters, compute_bytes)
-
-
-def _trained(name: str, shape: ModelShape, compute_bytes: int) -> list[MemoryRow]:
-    rows = [_weights(name, shape, compute_bytes)]
-    if compute_bytes < FLOAT32_BYTES:
-        rows.append(_per_parameter(f"{name} float32 master weights", shape.parameters, FLOAT32_BYTES))
-    rows.append(_per_parameter(f"{name} Adam moments", shape.parameters, ADAM_MOMENTS * FLOAT32_BYTES))
-    rows.append(_per_parameter(f"{name} gradients", shape.parameters, FLOAT32_BYTES))
-    return rows
+def places(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[Place]:
+    """Every memory that the run uses: GPUs by who shares them, and that of the machine with most processes."""
+    if not machine.gpu:
+        held = _at_once((row, row.on_a_machine) for row in rows)
+        yield Place(name="a machine's memory", held=held, available=machine.memory)
+        return
+    for device in dict.fromkeys(row.device for row in rows):
+        sharing = [row for row in rows if row.device == device]
+        name = f"a GPU of {', '.join(row.role for row in sharing)}"
+        yield Place(name=name, held=_at_once((row, 1) for row in sharing), available=machine.gpu)
+    offloaded = sum(row.on_a_machine * row.offloaded for row in rows)
+    if offloaded:
+        yield Place(name="a machine's memory", held=offloaded, available=machine.memory)
 
 
-def _per_parameter(name: str, parameters: int, size: int) -> MemoryRow:
-    formula = f"{parameters:,} parameters x {size} bytes"
-    return MemoryRow(name=name, bytes=parameters * size, phase=Phase.ALWAYS, formula=formula)
+def shortages(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[str]:
+    """A sentence for each place where the run does not fit."""
+    for place in places(rows, machine):
+        if place.held > place.available:
+            yield (
+                f"This may not fit: {place.name} would hold {place.held / MIB:,.0f} MiB at once, and has "
+                f"{place.available / MIB:,.0f}. Lower --train.max_tokens_per_micro_batch (or, where engines share a "
+                "GPU, --vllm.gpu_memory_utilization), turn on --actor.gradient_checkpointing, or divide models over "
+                "more processes (--cluster.enable, --actor.num_gpus_per_node, --ds.zero_stage 3)."
+            )
 
 
-def _activations(name: str, shape: ModelShape, config: RLConfig, compute_bytes: int) -> MemoryRow:
-    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    tokens = min(max(config.train.max_tokens_per_micro_batch, longest), samples * longest)
-    checkpointing = config.actor.gradient_checkpointing
-    kept = CHECKPOINTED_ACTIVATIONS_PER_HIDDEN if checkpointing else ACTIVATIONS_PER_HIDDEN
-    # Checkpointing recomputes one layer at a time in full.
-    per_token = shape.hidden * (shape.layers * kept + (ACTIVATIONS_PER_HIDDEN if checkpointing else 0))
-    return MemoryRow(
-        name=f"{name} activations",
-        bytes=tokens * per_token * compute_bytes,
-        phase=Phase.UPDATE,
-        formula=f"{tokens:,} tokens of a micro-batch x {per_token:,} numbers x {compute_bytes} bytes",
+def _at_once(rows: Iterable[tuple[RoleMemory, int]]) -> int:
+    """Bytes of so many processes of each role in one memory."""
+    always, passes, turns = 0, [0], 0
+    for row, count in rows:
+        if row.takes_turns:
+            turns += count * row.total
+        elif row.role == "engines":
+            always += count * row.total
+        else:
+            always += count * row.kept
+            passes.append(count * row.passes)
+    return always + max(*passes, turns)
+
+
+def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
+    """Of actor or critic. See `DeepSpeedModule` and `MasterOptimizer` for what they keep."""
+    where, trained, ds = _where(config, role), shape.trained, config.ds
+    weights = (shape.parameters + shape.adapters) * compute_bytes
+    gradients = trained * FLOAT32_BYTES
+    moments = ADAM_MOMENTS * trained * FLOAT32_BYTES
+    masters = trained * FLOAT32_BYTES
+    passes = _activations(config, role, shape, compute_bytes)
+    if not config.cluster.enable or ds.zero_stage == 0:
+        optimizer = moments + (masters if compute_bytes < FLOAT32_BYTES else 0)
+        return evolve(where, weights=weights, gradients=gradients, optimizer=optimizer, passes=passes)
+    size = where.processes
+    optimizer = math.ceil((masters + moments) / size)  # ZeRO keeps masters of float32 weights too
+    passes += min(BUCKET_NUMBERS, trained) * compute_bytes
+    if ds.zero_stage >= PARAMETERS - 1:
+        gradients = math.ceil(gradients / size)
+    if ds.zero_stage == PARAMETERS:
+        passes += min(GATHERED_NUMBERS * compute_bytes, weights)
+        weights = math.ceil(weights / size)
+    offloaded = 0
+    if machine.gpu and ds.adam_offload:
+        offloaded += optimizer + gradients
+        optimizer = gradients = 0
+    if machine.gpu and ds.param_offload:
+        offloaded += weights
+        weights = 0
+    return evolve(
+        where,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        passes=passes,
+        offloaded=offloaded,
     )
 
 
-def _kv_cache(shape: ModelShape, config: RLConfig, compute_bytes: int) -> MemoryRow:
+def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int) -> RoleMemory:
+    """Whole in every process, and with one layer's activations at a time."""
+    return evolve(
+        _where(config, "reference"),
+        weights=shape.parameters * compute_bytes,
+        passes=_tokens(config, "reference") * shape.hidden * ACTIVATIONS_PER_HIDDEN * compute_bytes,
+    )
+
+
+def _engine(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
+    weights = shape.parameters * compute_bytes
+    overlaps = config.train.async_enable
+    if config.rollout.engine is Engine.VLLM:
+        width = config.vllm.tensor_parallel_size
+        weights = math.ceil(weights / width)
+        share = int(config.vllm.gpu_memory_utilization * machine.gpu)
+        return evolve(
+            _where(config, "engines"),
+            weights=weights,
+            passes=max(0, share - weights) if machine.gpu else CPU_CACHE_BYTES,
+            takes_turns=bool(machine.gpu) and config.train.colocate_all,
+        )
+    own = config.cluster.enable or overlaps
+    return evolve(
+        _where(config, "engines"),
+        weights=weights if own else 0,
+        passes=_kv_cache(shape, config, compute_bytes),
+        takes_turns=not overlaps,
+    )
+
+
+def _where(config: RLConfig, role: str) -> RoleMemory:
+    """Processes of a role, how many of them one machine has, and on which device they are; nothing is held yet."""
+    if not config.cluster.enable:
+        return RoleMemory(role=role, processes=1, on_a_machine=1, device="process")
+    train, embedded = config.train, config.rollout.engine is not Engine.VLLM
+    if role != "engines":
+        section = "ref" if role == "reference" else role
+        size = ranks(config, section)
+        on_a_machine = getattr(config, section).num_gpus_per_node or config.actor.num_gpus_per_node
+    elif embedded:
+        size = on_a_machine = 1
+    else:
+        size = config.vllm.num_engines * config.vllm.tensor_parallel_size
+        on_a_machine = math.ceil(size / config.actor.num_nodes)
+    shares = train.colocate_all or (train.colocate_actor_ref and role in ("actor", "reference"))
+    device = "driver" if role == "engines" and embedded else "shared" if shares else role
+    return RoleMemory(role=role, processes=size, on_a_machine=on_a_machine, device=device)
+
+
+def _tokens(config: RLConfig, role: str) -> int:
+    """Tokens that one process passes over at a time: its part of a micro-batch, whose size goes by the actor's
+    processes, and at least its part of the longest sequence."""
+    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    processes = _where(config, role).processes
+    least = math.ceil(longest / config.ds.sequence_parallel_size)
+    budget = config.train.max_tokens_per_micro_batch * ranks(config) / processes
+    return max(least, math.ceil(min(budget, samples * longest / processes)))
+
+
+def _activations(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int) -> int:
+    checkpointing = role == "actor" and config.actor.gradient_checkpointing
+    kept = CHECKPOINTED_ACTIVATIONS_PER_HIDDEN if checkpointing else ACTIVATIONS_PER_HIDDEN
+    # Checkpointing recomputes one layer at a time in full.
+    per_token = shape.hidden * (shape.layers * kept + (ACTIVATIONS_PER_HIDDEN if checkpointing else 0))
+    return _tokens(config, role) * per_token * compute_bytes
+
+
+def _kv_cache(shape: ModelShape, config: RLConfig, compute_bytes: int) -> int:
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     ahead = config.train.max_staleness + 1 if config.train.async_enable else 1
     sequences = min(config.rollout.max_batch_size, samples * ahead)
     length = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    return MemoryRow(
-        name="key/value cache",
-        bytes=sequences * length * per_token * compute_bytes,
-        phase=Phase.ALWAYS if config.train.async_enable else Phase.ROLLOUT,
-        formula=f"{sequences:,} sequences x {length:,} tokens x {per_token:,} numbers x {compute_bytes} bytes",
-    )
+    return sequences * length * 2 * shape.layers * shape.kv_heads * shape.head_dim * compute_bytes

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollgrad.application.config import RLConfig
-from rollgrad.application.memory_plan import MemoryRow, ModelShape, memory_plan, peak_bytes
+from rollgrad.application.memory_plan import MIB, Machine, ModelShape, RoleMemory, memory_plan, places, shortages
+from rollgrad.application.model_config import LoraConfig
 from rollgrad.application.rules_common import optimizer_steps_per_rollout
 from rollgrad.application.rules_inputs import REASONING_GYM, dataset_names
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
@@ -19,8 +20,6 @@ from rollgrad.entrypoints.config_io import dump_config
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-MIB = 2**20
 
 
 def check_files(config: RLConfig) -> None:
@@ -66,21 +65,30 @@ def show_plan(config: RLConfig) -> None:
     from rich.console import Console
 
     prompts = _count_prompts(config)
-    rows = _plan_memory(config)
+    machine = _machine()
+    rows = _plan_memory(config, machine)
     sys.stdout.write(dump_config(config))
     console = Console(highlight=False, markup=False)
-    console.print(_memory_table(rows))
+    console.print(_memory_table(rows, machine))
+    for place in places(rows, machine):
+        console.print(f"{_mib(place.held)} MiB at once in {place.name}, which has {_mib(place.available)}")
+    for sentence in shortages(rows, machine):
+        console.print(sentence)
     console.print(_count_table(config, prompts))
 
 
-def model_shape(key: str, name: str) -> ModelShape:
-    """The shape of a model, from its configuration alone: it is built without memory for its weights.
+def model_shape(key: str, name: str, lora: LoraConfig | None = None) -> ModelShape:
+    """The shape of a model, with the adapters of `lora`, from its configuration alone: it is built without memory for
+    its weights.
 
     Raises:
         CheckpointError: there is no such model.
+        ConfigurationError: a target module of `lora` is no linear layer of it.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rollgrad.adapters.torch.lora import adapter_numbers
 
     try:
         settings = AutoConfig.from_pretrained(str(Path(name).expanduser()) if _is_path(name) else name)
@@ -96,17 +104,27 @@ def model_shape(key: str, name: str) -> ModelShape:
         hidden=text.hidden_size,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        adapters=adapter_numbers(model, lora) if lora is not None and lora.rank else 0,
     )
 
 
-def _plan_memory(config: RLConfig) -> list[MemoryRow]:
+def _machine() -> Machine:
+    """This one's memory: other machines of a cluster are not asked before the run."""
+    import torch
+
+    gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    return Machine(gpu=gpu, memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _plan_memory(config: RLConfig, machine: Machine) -> list[RoleMemory]:
     from rollgrad.adapters.torch.loading import default_device, resolve_dtype
 
     critic, reference = config.critic.model_name_or_path, config.ref.model_name_or_path
     return memory_plan(
         config,
-        model_shape("actor.model_name_or_path", config.actor.model_name_or_path),
+        model_shape("actor.model_name_or_path", config.actor.model_name_or_path, config.actor.lora),
         compute_bytes=resolve_dtype(config.actor.dtype, default_device()).itemsize,
+        machine=machine,
         critic=model_shape("critic.model_name_or_path", critic) if critic else None,
         reference=model_shape("ref.model_name_or_path", reference) if reference else None,
     )
@@ -130,14 +148,26 @@ def _count_prompts(config: RLConfig) -> int:
     )
 
 
-def _memory_table(rows: list[MemoryRow]) -> "Table":
+def _memory_table(rows: list[RoleMemory], machine: Machine) -> "Table":
     from rich.table import Table
 
-    table = Table("memory", "held", "MiB", "from", title="Memory plan")
+    title = "Memory plan: MiB of one process"
+    table = Table(
+        "role", "processes", "where", "weights", "gradients", "optimizer", "activations", "total", title=title
+    )
     for row in rows:
-        table.add_row(row.name, row.phase, f"{row.bytes / MIB:,.0f}", row.formula)
-    table.add_row("together, at the peak", "", f"{peak_bytes(rows) / MIB:,.0f}", "always + the largest of the others")
+        sharing = [other.role for other in rows if other.device == row.device and other is not row]
+        where = "memory" if not machine.gpu else f"GPU, with {', '.join(sharing)}" if sharing else "GPU"
+        parts = (row.weights, row.gradients, row.optimizer, row.passes, row.total)
+        table.add_row(row.role, str(row.processes), where, *map(_mib, parts))
+        if row.offloaded:
+            table.add_row(row.role, str(row.processes), "memory (offloaded)", "", "", "", "", _mib(row.offloaded))
+    table.caption = "activations: and what ZeRO gathers for a pass; of engines, keys and values"
     return table
+
+
+def _mib(count: int) -> str:
+    return f"{count / MIB:,.0f}"
 
 
 def _count_table(config: RLConfig, prompts: int) -> "Table":

@@ -29,14 +29,11 @@ from rollgrad.adapters.torch.optimizer import (
     non_finite,
     warn_of_untrained,
 )
-from rollgrad.application.cluster_config import PARAMETERS
+from rollgrad.application.cluster_config import BUCKET_NUMBERS, PARAMETERS
 from rollgrad.domain.errors import MissingExtraError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter."""
-
-BUCKET_NUMBERS = 500_000_000
-"""Gradients that are sent together, DeepSpeed's default."""
 
 ALIGNMENT = 1024
 """A multiple of what DeepSpeed wants of its buckets."""

@@ -81,6 +81,16 @@ def add_lora(model: Any, lora: LoraConfig, *, seed: int) -> None:
     model.eval()
 
 
+def adapter_numbers(model: Any, lora: LoraConfig) -> int:
+    """How many numbers the adapters of `lora` would have in `model`, which needs no memory for its weights.
+
+    Raises:
+        ConfigurationError: as `add_lora`.
+    """
+    weights = (model.get_submodule(name).weight for name in _targets(model, lora.target_modules))
+    return lora.rank * sum(sum(weight.shape) for weight in weights)
+
+
 def plain_weights(module: nn.Module) -> list[NamedWeight]:
     """Every weight of the model without adapters, under its own name."""
     layers = _layers(module)

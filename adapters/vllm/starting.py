@@ -6,10 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollgrad.adapters.vllm.plugin import BACKEND, register
+from rollgrad.application.cluster_config import CPU_CACHE_BYTES
 from rollgrad.domain.errors import EngineError, MissingExtraError
-
-CPU_CACHE_BYTES = 2 * 2**30
-"""Keys and values on a CPU, where vLLM would otherwise take most of the memory."""
 
 PREFILL_TOKENS = 8192
 """Prompt tokens computed in one step on a CPU, or the longest sequence where that is more."""

@@ -12,7 +12,7 @@ from attrs import evolve
 from torch import Tensor
 
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.lora import add_lora
+from rollgrad.adapters.torch.lora import adapter_numbers, add_lora
 from rollgrad.adapters.torch.models import AdapterlessReference, TorchPolicy, TorchReference
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.application.model_config import LoraConfig
@@ -116,6 +116,13 @@ def by_hand(policy: TorchPolicy, base: Any) -> dict[str, Tensor]:
         target = f"{name.partition('.lora_A.')[0]}.weight"
         merged[target] += SCALE * (product.T if type(base).__name__ == "GPT2LMHeadModel" else product)
     return merged
+
+
+def test_adapters_are_counted_before_there_are_any(family_dir: Path) -> None:
+    model = load(family_dir)
+    expected = adapter_numbers(model, LORA)
+    add_lora(model, LORA, seed=1)
+    assert expected == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,7 +1,25 @@
+from attrs import evolve
+
+from rollgrad.application.choices import Engine
+from rollgrad.application.cluster_config import CPU_CACHE_BYTES
 from rollgrad.application.config import RLConfig
-from rollgrad.application.memory_plan import ModelShape, Phase, memory_plan, peak_bytes
+from rollgrad.application.memory_plan import (
+    GATHERED_NUMBERS,
+    Machine,
+    ModelShape,
+    RoleMemory,
+    memory_plan,
+    places,
+    shortages,
+)
 
 SHAPE = ModelShape(parameters=1000, layers=3, hidden=8, kv_heads=2, head_dim=4)
+CPU = Machine(gpu=0, memory=2**40)
+GPU = Machine(gpu=1_000_000, memory=2**40)
+LAYER = 8 * 17
+"""Numbers that a layer keeps of a token."""
+CACHE = 8 * 16 * (2 * 3 * 2 * 4)
+"""Numbers in keys and values of all samples."""
 
 
 def small_config() -> RLConfig:
@@ -15,61 +33,190 @@ def small_config() -> RLConfig:
     return config
 
 
-def sizes(config: RLConfig, compute_bytes: int) -> dict[str, int]:
-    return {row.name: row.bytes for row in memory_plan(config, SHAPE, compute_bytes=compute_bytes)}
+def cluster_config(stage: int = 2, processes: int = 4) -> RLConfig:
+    """Nothing shares a GPU."""
+    config = small_config()
+    config.cluster.enable = True
+    config.actor.num_gpus_per_node, config.ds.zero_stage = processes, stage
+    config.rollout.engine, config.vllm.num_engines = Engine.VLLM, 2
+    return config
+
+
+def plan(
+    config: RLConfig,
+    machine: Machine = CPU,
+    *,
+    compute_bytes: int = 2,
+    shape: ModelShape = SHAPE,
+    **models: ModelShape,
+) -> dict[str, RoleMemory]:
+    rows = memory_plan(config, shape, compute_bytes=compute_bytes, machine=machine, **models)
+    return {row.role: row for row in rows}
+
+
+def at_once(rows: dict[str, RoleMemory], machine: Machine = CPU) -> dict[str, int]:
+    return {place.name: place.held for place in places(list(rows.values()), machine)}
+
+
+def parts(row: RoleMemory) -> tuple[int, int, int, int]:
+    return row.weights, row.gradients, row.optimizer, row.passes
 
 
 def test_bfloat16_keeps_float32_masters() -> None:
-    assert sizes(small_config(), 2) == {
-        "policy weights": 2000,
-        "policy float32 master weights": 4000,
-        "policy Adam moments": 8000,
-        "policy gradients": 4000,
-        "policy activations": 32 * 8 * 3 * 17 * 2,
-        "key/value cache": 8 * 16 * (2 * 3 * 2 * 4) * 2,
-    }
+    rows = plan(small_config())
+    assert parts(rows["actor"]) == (2000, 4000, 12_000, 32 * 3 * LAYER * 2)
+    assert parts(rows["engines"]) == (0, 0, 0, CACHE * 2), "the embedded engine reads the actor's weights"
 
 
 def test_float32_weights_are_their_own_masters() -> None:
-    assert "policy float32 master weights" not in sizes(small_config(), 4)
+    assert plan(small_config(), compute_bytes=4)["actor"].optimizer == 8000
 
 
 def test_critic_and_reference_appear_where_they_are_used() -> None:
     config = small_config()
+    assert plan(config).keys() == {"actor", "engines"}
     config.algo.advantage.estimator = "gae"
     config.algo.kl.init_coef = 0.1
     other = ModelShape(parameters=10, layers=1, hidden=2, kv_heads=1, head_dim=2)
-    plan = memory_plan(config, SHAPE, compute_bytes=4, critic=other, reference=other)
-    rows = {row.name: row.bytes for row in plan}
-    assert rows["critic weights"] == 40
-    assert rows["critic Adam moments"] == 80
-    assert rows["reference weights"] == 40
-    assert not any("reference" in name or "critic" in name for name in sizes(small_config(), 4))
+    rows = plan(config, compute_bytes=4, critic=other, reference=other)
+    assert parts(rows["critic"]) == (40, 40, 80, 32 * 2 * 17 * 4)
+    assert parts(rows["reference"]) == (40, 0, 0, 32 * 2 * 17 * 4), "one layer at a time"
 
 
-def test_checkpointing_keeps_layer_inputs_and_one_layer() -> None:
+def test_checkpointing_keeps_the_actors_layer_inputs_and_one_layer() -> None:
     config = small_config()
     config.actor.gradient_checkpointing = True
-    assert sizes(config, 2)["policy activations"] == 32 * 8 * (3 + 17) * 2
+    config.algo.advantage.estimator = "gae"
+    rows = plan(config)
+    assert rows["actor"].passes == 32 * 8 * (3 + 17) * 2
+    assert rows["critic"].passes == 32 * 3 * LAYER * 2
 
 
 def test_a_micro_batch_holds_at_least_the_longest_sequence() -> None:
     config = small_config()
     config.train.max_tokens_per_micro_batch = 1
-    assert sizes(config, 2)["policy activations"] == 16 * 8 * 3 * 17 * 2
+    assert plan(config)["actor"].passes == 16 * 3 * LAYER * 2
 
 
-def test_peak_counts_the_larger_of_rollout_and_update() -> None:
-    rows = memory_plan(small_config(), SHAPE, compute_bytes=2)
-    always = sum(row.bytes for row in rows if row.phase is Phase.ALWAYS)
-    assert peak_bytes(rows) == always + 32 * 8 * 3 * 17 * 2
+def test_update_and_rollout_take_turns() -> None:
+    rows = plan(small_config())
+    actor, engines = rows["actor"], rows["engines"]
+    assert at_once(rows) == {"a machine's memory": actor.kept + max(actor.passes, engines.passes)}
 
 
 def test_an_asynchronous_run_holds_the_engines_copy_and_both_phases() -> None:
     config = small_config()
     config.train.async_enable = True
-    rows = memory_plan(config, SHAPE, compute_bytes=2)
-    held = {row.name: row.bytes for row in rows if row.phase is Phase.ALWAYS}
-    assert held["engine weights"] == 2000
-    assert held["key/value cache"] == 16 * 16 * (2 * 3 * 2 * 4) * 2, "the groups of two updates"
-    assert peak_bytes(rows) == sum(held.values()) + 32 * 8 * 3 * 17 * 2
+    rows = plan(config)
+    assert parts(rows["engines"]) == (2000, 0, 0, 2 * CACHE * 2), "the groups of two updates"
+    assert at_once(rows) == {"a machine's memory": rows["actor"].total + rows["engines"].total}
+
+
+def test_zero_divides_optimizer_then_gradients_then_weights() -> None:
+    held = {stage: plan(cluster_config(stage))["actor"] for stage in range(4)}
+    kept = {stage: (row.weights, row.gradients, row.optimizer) for stage, row in held.items()}
+    assert kept == {0: (2000, 4000, 12_000), 1: (2000, 4000, 3000), 2: (2000, 1000, 3000), 3: (500, 1000, 3000)}
+    bucket, gathered = 2000, 2000
+    activations = 32 * 3 * LAYER * 2
+    assert [row.passes - activations for row in held.values()] == [0, bucket, bucket, bucket + gathered]
+    assert plan(cluster_config(), compute_bytes=4)["actor"].optimizer == 3000, "masters of float32 weights too"
+    assert {row.processes for row in held.values()} == {4}
+
+
+def test_large_models_are_gathered_in_part() -> None:
+    large = evolve(SHAPE, parameters=4 * GATHERED_NUMBERS)
+    row = plan(cluster_config(3), shape=large)["actor"]
+    assert row.weights == 2 * GATHERED_NUMBERS
+    assert row.passes == 2 * (GATHERED_NUMBERS + GATHERED_NUMBERS // 2 + 32 * 3 * LAYER)
+
+
+def test_adapters_alone_are_trained_and_no_engine_or_reference_has_them() -> None:
+    shape = evolve(SHAPE, adapters=100)
+    config = small_config()
+    config.algo.kl.init_coef = 0.1
+    rows = plan(config, shape=shape)
+    assert parts(rows["actor"])[:3] == (2200, 400, 1200)
+    assert "reference" not in rows, "it is the actor without its adapters"
+    assert plan(config, shape=shape, reference=SHAPE)["reference"].weights == 2000
+    config = cluster_config(3)
+    config.algo.kl.init_coef = 0.1
+    rows = plan(config, shape=shape)
+    assert parts(rows["actor"])[:3] == (550, 100, 300)
+    assert rows["reference"].weights == rows["engines"].weights == 2000
+
+
+def test_processes_that_share_a_sequence_divide_its_tokens() -> None:
+    config = cluster_config(0)
+    config.train.max_tokens_per_micro_batch = 1
+    config.ds.sequence_parallel_size = 2
+    assert plan(config)["actor"].passes == 8 * 3 * LAYER * 2
+
+
+def test_a_critic_of_fewer_processes_has_more_tokens_in_each() -> None:
+    config = cluster_config(0, processes=2)
+    config.algo.advantage.estimator = "gae"
+    config.critic.num_gpus_per_node = 1
+    rows = plan(config)
+    assert rows["critic"].passes == 2 * rows["actor"].passes
+    assert rows["critic"].processes == 1
+
+
+def test_offloading_moves_bytes_to_the_machine() -> None:
+    config = cluster_config(3)
+    config.ds.adam_offload = True
+    rows = plan(config, GPU)
+    assert parts(rows["actor"])[:3] == (500, 0, 0)
+    assert rows["actor"].offloaded == 4000
+    assert at_once(rows, GPU)["a machine's memory"] == 4 * 4000
+    config.ds.param_offload = True
+    row = plan(config, GPU)["actor"]
+    assert (row.kept, row.offloaded) == (0, 4500)
+    assert plan(config)["actor"].offloaded == 0, "without a GPU all of it is there anyway"
+
+
+def test_vllm_takes_its_share_of_a_gpu() -> None:
+    config = cluster_config()
+    config.vllm.gpu_memory_utilization, config.vllm.tensor_parallel_size = 0.5, 2
+    row = plan(config, GPU)["engines"]
+    assert (row.processes, row.weights, row.total) == (4, 1000, 500_000)
+    assert plan(config)["engines"].passes == CPU_CACHE_BYTES
+
+
+def test_who_shares_a_gpu_is_added_up() -> None:
+    config = cluster_config()
+    config.algo.kl.init_coef = 0.1
+    rows = plan(config, GPU)
+    actor, reference, engines = (rows[role] for role in ("actor", "reference", "engines"))
+    apart = {"a GPU of actor": actor.total, "a GPU of reference": reference.total, "a GPU of engines": engines.total}
+    assert at_once(rows, GPU) == apart
+    config.train.colocate_actor_ref = True
+    together = {
+        "a GPU of actor, reference": actor.kept + reference.kept + max(actor.passes, reference.passes),
+        "a GPU of engines": engines.total,
+    }
+    assert at_once(plan(config, GPU), GPU) == together
+    config.train.colocate_all = True
+    kept = actor.kept + reference.kept
+    all_on_one = {"a GPU of actor, reference, engines": kept + max(actor.passes, engines.total)}
+    assert at_once(plan(config, GPU), GPU) == all_on_one
+
+
+def test_a_machine_without_gpus_holds_all_its_processes() -> None:
+    config = cluster_config()
+    config.actor.num_nodes = 2
+    rows = plan(config)
+    assert (rows["actor"].processes, rows["actor"].on_a_machine) == (8, 4)
+    assert (rows["engines"].processes, rows["engines"].on_a_machine) == (2, 1)
+    assert at_once(rows) == {"a machine's memory": 4 * rows["actor"].total + rows["engines"].total}
+
+
+def test_what_does_not_fit_is_a_sentence() -> None:
+    config = cluster_config()
+    config.train.colocate_all, config.vllm.gpu_memory_utilization = True, 0.6
+    shape = evolve(SHAPE, parameters=1000 * 2**20)
+    for gigabytes, fits in ((24, True), (8, False)):
+        machine = Machine(gpu=gigabytes * 2**30, memory=2**40)
+        sentences = list(shortages(list(plan(config, machine, shape=shape).values()), machine))
+        assert (sentences == []) == fits
+    assert "a GPU of actor, engines would hold 10,915 MiB at once, and has 8,192." in sentences[0]
+    assert "--vllm.gpu_memory_utilization" in sentences[0]
