@@ -56,20 +56,15 @@ def _logging_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _reports_of_one_chart() -> Iterator[None]:
-    """What a run in a test reports is drawn in part: all its charts take longer than the run. The report's own tests
-    draw them all, and so does a command that runs in a process of its own."""
+def charts_of_reports() -> Iterator[tuple[Any, ...]]:
+    """Charts of a run's report, of which a run in a test draws one: all of them take longer than the run. The report's
+    own tests draw them all, and so does a command that runs in a process of its own."""
     from rollgrad.adapters.tracking import report
-    from rollgrad.entrypoints import library
 
-    def one_chart(*arguments: Any, **options: Any) -> Path:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(report, "PANELS", report.PANELS[:1])
-            return report.write_report(*arguments, **options)
-
+    charts = report.PANELS
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "write_report", one_chart)
-        yield
+        patch.setattr(report, "PANELS", charts[:1])
+        yield charts
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rollgrad.entrypoints.cli import main
+
 
 def rollgrad(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rollgrad.entrypoints.cli", *arguments]
@@ -61,21 +63,30 @@ def test_bad_input_is_one_sentence(workspace: Path, arguments: str, message: str
     assert not (workspace / "runs").exists()
 
 
+def says_what_cannot_be_loaded(errors: str) -> None:
+    assert sum(line.startswith("error: ") for line in errors.splitlines()) == 1
+    assert "actor.model_name_or_path" in errors.replace("-", "_")
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_loaded_is_one_sentence(workspace: Path) -> None:
+    result = rollgrad("train", "rl", "--config", "good.yaml", cwd=workspace)
+    assert result.returncode == 2, result.stderr
+    says_what_cannot_be_loaded(result.stderr)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [
-        "train rl --config good.yaml",
-        "train rl --config good.yaml --dry-run",
-        "eval --config good.yaml --eval.dataset prompts.jsonl",
-    ],
+    ["train rl --config good.yaml --dry-run", "eval --config good.yaml --eval.dataset prompts.jsonl"],
 )
-def test_a_model_that_cannot_be_loaded_is_one_sentence(workspace: Path, arguments: str) -> None:
-    result = rollgrad(*arguments.split(), cwd=workspace)
-    assert result.returncode == 2, result.stderr
-    assert sum(line.startswith("error: ") for line in result.stderr.splitlines()) == 1
-    assert "actor.model_name_or_path" in result.stderr.replace("-", "_")
-    assert "Traceback" not in result.stderr
+def test_a_plan_and_an_evaluation_say_the_same(
+    workspace: Path, arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workspace)
+    assert main(arguments.split()) == 2
+    says_what_cannot_be_loaded(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "rl", "--help"], ["eval", "--help"], ["train", "rl"]])

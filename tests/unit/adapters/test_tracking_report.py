@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
+
+from rollgrad.adapters.tracking import report
 from rollgrad.adapters.tracking.report import read_metrics, write_report
+
+
+@pytest.fixture(autouse=True)
+def _all_charts(charts_of_reports: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "PANELS", charts_of_reports)
 
 
 def metrics_file(directory: Path, rows: list[dict[str, Any]]) -> Path:
