@@ -29,13 +29,21 @@ def session() -> Iterator[RaySession]:
     session.close()
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["one_pair", "two_pairs"])
+EVERYWHERE = pytest.mark.parametrize(
+    ("group", "model_dir"),
+    [(2, "Llama"), (2, "Mistral"), (4, "Mistral")],
+    ids=["one_pair-Llama", "one_pair-Mistral", "two_pairs-Mistral"],
+    indirect=True,
+)
+
+
+@pytest.fixture(scope="module")
 def group(session: RaySession, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     with cluster.worker_group(request.param) as group:
         yield group
 
 
-@pytest.fixture(scope="module", params=["Llama", "Mistral"])
+@pytest.fixture(scope="module")
 def model_dir(request: pytest.FixtureRequest, tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Three key/value heads, which two processes share unevenly; Mistral sees a window of five tokens."""
     window = {"sliding_window": 5} if request.param == "Mistral" else {}
@@ -65,6 +73,7 @@ def stepped(model: Any, objective: Any) -> dict[str, float]:
     return metrics
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_policy_trains_as_one_process(group: WorkerGroup, stage: int, model_dir: str) -> None:
     group.build(sequence_parallel.rank_policy, model_dir, stage)
@@ -87,6 +96,7 @@ def test_a_policy_trains_as_one_process(group: WorkerGroup, stage: int, model_di
     torch.testing.assert_close(scores.entropy_N, expected_scores.entropy_N, rtol=1e-3, atol=1e-3)
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_critic_trains_as_one_process(group: WorkerGroup, stage: int, model_dir: str) -> None:
     group.build(sequence_parallel.rank_value, model_dir, stage)
@@ -97,6 +107,7 @@ def test_a_critic_trains_as_one_process(group: WorkerGroup, stage: int, model_di
     assert critic.values(BATCH).abs().max() > 0.01
 
 
+@EVERYWHERE
 def test_a_reference_scores_what_one_process_scores(group: WorkerGroup, model_dir: str) -> None:
     group.build(sequence_parallel.rank_reference, model_dir)
     reference, lone = ShardedReference(group, width=2), cluster.rank_reference(model_dir)
@@ -106,6 +117,7 @@ def test_a_reference_scores_what_one_process_scores(group: WorkerGroup, model_di
         torch.testing.assert_close(found.entropy_N, wanted.entropy_N, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("group", [2], ids=["one_pair"], indirect=True)
 def test_a_model_with_fewer_heads_than_processes_is_refused(
     group: WorkerGroup, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
