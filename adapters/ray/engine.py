@@ -32,7 +32,7 @@ class EngineHost:
     _engine: Any = None
     _memory: SharedMemory
 
-    async def start(self, settings: Mapping[str, Any]) -> tuple[int, str]:
+    async def start(self, settings: Mapping[str, Any]) -> tuple[int | None, str]:
         """Starts vLLM, which blocks the actor; (tokens of a prompt and its reply at most, Ray's id of the machine)."""
         from rollgrad.adapters.vllm.engine import VLLMEngine
 

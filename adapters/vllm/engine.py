@@ -1,79 +1,43 @@
-"""vLLM as a rollout engine: tokens in, tokens out, over an `AsyncLLM` whose workers are processes of their own.
+"""vLLM as a rollout engine: tokens in, tokens out, wherever vLLM runs (`Core`).
 
 Requests made while generation is paused wait here, not in vLLM: they can then be told from those that a pause froze.
 Versions are labels that vLLM's core puts on the steps it takes; a new one is announced before anything runs under it.
-vLLM is deaf to the death of its processes in all calls but `generate`, so every other call is watched.
 """
 
 import asyncio
 import itertools
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from rollgrad.adapters.torch.loading import default_device, resolve_dtype
-from rollgrad.adapters.vllm.parameters import parameters
+from rollgrad.adapters.vllm.core import LIVENESS_SECONDS, Core
+from rollgrad.adapters.vllm.local import LocalCore
 from rollgrad.adapters.vllm.starting import shut_down, start
 from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightsDifferError, WeightTaker
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.sampling import Generation, GenerationRequest, StopReason
 
-T = TypeVar("T")
 
-STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
-
-LIVENESS_SECONDS = 0.5
-"""How often a call that waits looks whether vLLM's processes are alive."""
-
-
-class VLLMEngine(RolloutEngine, WeightTaker):
-    """See `RolloutEngine` and `WeightTaker`. Starting takes half a minute, and blocks; the engine serves one loop.
+class CoreEngine(RolloutEngine, WeightTaker):
+    """See `RolloutEngine` and `WeightTaker`; serves one event loop.
 
     Requests that a pause froze go on after a change of weights as if the new ones had computed all their tokens so far,
     which takes their prefill again. A reply that another request began goes on with random numbers of its own, not with
     those that an uninterrupted request would have drawn; a stop string must not begin in the part that is the prompt.
 
-    vLLM spawns processes that import the main module again: a script needs `if __name__ == "__main__":`.
-
     Args:
-        model: hub name or directory of the checkpoint that generation starts from.
+        core: vLLM.
         eos_token_ids: tokens that end every reply.
-        dtype: number format of the weights in vLLM: float32, bfloat16, or auto, what the hardware multiplies.
-        max_tokens: tokens of a prompt and its reply at most; None is what the model has positions for.
-        max_batch_size: sequences decoded together.
-        tensor_parallel_size: devices that share one copy of the model.
-        memory_fraction: share of a GPU's memory that vLLM may take; a CPU gets 2 GiB of keys and values.
-
-    Raises:
-        MissingExtraError: vLLM is not installed.
-        EngineError: vLLM does not start.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        eos_token_ids: Sequence[int],
-        dtype: str = "auto",
-        max_tokens: int | None = None,
-        max_batch_size: int = 256,
-        tensor_parallel_size: int = 1,
-        memory_fraction: float = 0.9,
-    ) -> None:
+    def __init__(self, core: Core, *, eos_token_ids: Sequence[int]) -> None:
+        self._core = core
         self._eos = frozenset(eos_token_ids)
-        self.llm = start(
-            model=model,
-            dtype=str(resolve_dtype(dtype, default_device())).removeprefix("torch."),
-            max_model_len=max_tokens,
-            max_num_seqs=max_batch_size,
-            tensor_parallel_size=tensor_parallel_size,
-            gpu_memory_utilization=memory_fraction,
-        )
-        self._end = weakref.finalize(self, shut_down, self.llm)
-        self.max_tokens: int = self.llm.model_config.max_model_len
-        """Tokens of a prompt and its reply at most."""
+        self.max_tokens: int | None = core.max_tokens
+        """Tokens of a prompt and its reply at most; None if vLLM does not say."""
         self._ids = itertools.count()
         self._version = 0
         self._announced: int | None = None
@@ -121,7 +85,9 @@ class VLLMEngine(RolloutEngine, WeightTaker):
         self._idle.clear()
         try:
             await self._announce()
-            return await self._sample(name, request, on_token)
+            if self._broken is not None:
+                raise EngineError(self._broken)
+            return await self._core.sample(name, request, self._eos, on_token)
         finally:
             self._running.discard(name)
             if not self._running:
@@ -135,7 +101,7 @@ class VLLMEngine(RolloutEngine, WeightTaker):
             self._aborts += 1
             self._changed()
             while self._running:  # one that is only now on its way to vLLM is caught by the next round
-                await self._call(self.llm.abort(list(self._running)))
+                await self._core.abort(list(self._running))
                 await self._wait_idle(LIVENESS_SECONDS)
         elif mode is PauseMode.WAIT and self._running:
             if frozen:
@@ -143,7 +109,7 @@ class VLLMEngine(RolloutEngine, WeightTaker):
             while self._running:  # each fails by itself if vLLM dies
                 await self._wait_idle(LIVENESS_SECONDS)
         if not self._asleep:
-            await self._call(self.llm.pause_generation(mode="keep", clear_cache=False))
+            await self._core.freeze()
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
@@ -159,35 +125,29 @@ class VLLMEngine(RolloutEngine, WeightTaker):
             if self._asleep:
                 return
             self._asleep = True
-            await self._call(self.llm.sleep(level=1))
+            await self._core.sleep()
 
     async def wake(self) -> None:
         """See `RolloutEngine.wake`."""
         if not self._asleep:
             return
-        await self._call(self.llm.wake_up())  # weights and caches; vLLM schedules again
+        await self._core.wake()
         self._asleep = False
         if self._paused:
-            await self._call(self.llm.pause_generation(mode="keep", clear_cache=False))
+            await self._core.freeze()
         else:
             await self._go_on()
 
-    def close(self) -> None:
-        """Ends vLLM's processes; may be called again, and happens by itself when Python ends."""
-        self._end()
-
     async def ping(self) -> None:
-        """Returns if vLLM's processes answer.
+        """Returns if vLLM answers.
 
         Raises:
-            EngineError: they have died.
+            EngineError: it does not.
         """
-        await self._call(self.llm.is_sleeping())
+        await self._core.ping()
 
     async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
         """See `WeightTaker`."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         await self._changing.acquire()
         self._taking = True
         try:
@@ -196,27 +156,21 @@ class VLLMEngine(RolloutEngine, WeightTaker):
             self._end_transfer()
             raise
         try:
-            if info is not None:
-                await self._call(self.llm.shutdown_weight_transfer_engine())  # leaves the group of an earlier transfer
-                await self._call(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(dict(info))))
-            await self._call(self.llm.start_weight_update())
+            await self._core.begin_update(info)
         except BaseException:
             self._broken = "A transfer of weights to vLLM did not begin: push again."
             self._end_transfer()
             raise
-        config = self.llm.model_config
-        return EngineModel(config.dtype, config.get_vocab_size())
+        return self._core.model
 
     async def take_weights(self, update: Mapping[str, Any]) -> None:
         """See `WeightTaker`."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._call(self.llm.update_weights(WeightTransferUpdateRequest(dict(update))))
+        await self._core.take_update(update)
 
     async def finish_weights(self, version: int) -> None:
         """See `WeightTaker`."""
-        await self._call(self.llm.finish_weight_update())
-        await self._forget()
+        await self._core.finish_update()
+        await self._core.forget()
         self._broken = None
         self.set_version(version)
 
@@ -228,10 +182,10 @@ class VLLMEngine(RolloutEngine, WeightTaker):
                 return
             await self._announce()
             if self._paused:
-                await self._call(self.llm.resume_generation())
+                await self._core.thaw()
             await self._compare(probe)
             if self._paused:
-                await self._call(self.llm.pause_generation(mode="keep", clear_cache=False))
+                await self._core.freeze()
         finally:
             self._end_transfer()
 
@@ -242,9 +196,15 @@ class VLLMEngine(RolloutEngine, WeightTaker):
         self._broken = reason
         try:
             with suppress(EngineError):
-                await self._call(self.llm.finish_weight_update())  # vLLM refuses the next one otherwise
+                await self._core.finish_update()  # vLLM refuses the next one otherwise
         finally:
             self._end_transfer()
+
+    def _forget_state(self) -> None:
+        """vLLM has begun anew, and nothing is in flight."""
+        self._paused = self._asleep = False
+        self._announced = self._probe = None
+        self._changed()
 
     def _end_transfer(self) -> None:
         if self._taking:
@@ -252,59 +212,27 @@ class VLLMEngine(RolloutEngine, WeightTaker):
             self._changing.release()
             self._changed()
 
-    async def _forget(self) -> None:
-        """Drops all keys and values, which are the old weights'; frozen requests compute theirs anew."""
-        await self._call(self.llm.reset_prefix_cache(reset_running_requests=True))
-
     async def _compare(self, probe: Probe) -> None:
         actual = await self._next_logprobs(probe.tokens, probe.temperature)
-        self._broken = probe.difference(actual, self.llm.model_config.dtype)
+        self._broken = probe.difference(actual, self._core.model.dtype)
         if self._broken is not None:
             raise WeightsDifferError(self._broken)
 
     async def _next_logprobs(self, tokens: Sequence[int], temperature: float) -> list[float]:
         """Log-probs of `tokens[1:]`, each given those before it, as sampling at `temperature` sees them."""
-        from vllm import SamplingParams as Params
-
-        async def one(length: int) -> float:
-            params = Params(
-                temperature=temperature,
-                max_tokens=1,
-                logprobs=1,
-                logprob_token_ids=[tokens[length]],
-                skip_reading_prefix_cache=True,
-                detokenize=False,
-            )
-            output = await self._last_output(f"rollgrad-{next(self._ids)}", tokens[:length], params)
-            return float(output.outputs[0].logprobs[0][tokens[length]].logprob)
-
-        return list(await asyncio.gather(*(one(length) for length in range(1, len(tokens)))))
-
-    async def _call(self, work: Awaitable[T]) -> T:
-        """The result of a call to vLLM.
-
-        Raises:
-            EngineError: it failed, or vLLM's processes died.
-        """
-        task = asyncio.ensure_future(work)
-        try:
-            while not task.done():
-                await asyncio.wait([task], timeout=LIVENESS_SECONDS)
-                if not task.done() and self.llm.errored:
-                    raise EngineError("vLLM's processes have died; their log says why. Start the engine again.")
-            return task.result()
-        except EngineError:
-            raise
-        except Exception as error:
-            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
-        finally:
-            task.cancel()
+        if self._broken is not None:
+            raise EngineError(self._broken)
+        asked = [
+            self._core.next_logprob(f"rollgrad-{next(self._ids)}", tokens[:length], tokens[length], temperature)
+            for length in range(1, len(tokens))
+        ]
+        return list(await asyncio.gather(*asked))
 
     def _check(self, request: GenerationRequest) -> None:
         total = len(request.prompt_token_ids) + request.params.max_new_tokens
         if not request.prompt_token_ids:
             raise EngineError("The request has no prompt tokens: generation starts from at least one.")
-        if total > self.max_tokens:
+        if self.max_tokens is not None and total > self.max_tokens:
             raise ConfigurationError(
                 f"A prompt of {len(request.prompt_token_ids)} tokens plus {request.params.max_new_tokens} new ones is "
                 f"{total} tokens, but the engine holds {self.max_tokens}: shorten the prompt, or lower "
@@ -337,51 +265,60 @@ class VLLMEngine(RolloutEngine, WeightTaker):
     async def _announce(self) -> None:
         if self._announced != self._version:
             version = self._version
-            await self._call(self.llm.update_weight_version(str(version)))
+            await self._core.announce(version)
             self._announced = version
 
     async def _go_on(self) -> None:
         async with self._changing:
             await self._announce()
-            await self._call(self.llm.resume_generation())
+            await self._core.thaw()
         self._changed()
         probe, self._probe = self._probe, None
         if probe is not None:
             await self._compare(probe)
 
-    async def _sample(
-        self, name: str, request: GenerationRequest, on_token: Callable[[int], None] | None
-    ) -> Generation:
-        tokens: list[int] = []
-        logprobs: list[float] = []
 
-        def take(output: Any) -> None:
-            tokens.extend(output.outputs[0].token_ids)
-            logprobs.extend(output.outputs[0].logprobs.logprobs)  # flat: those of the sampled tokens alone
-            for token in output.outputs[0].token_ids if on_token is not None else ():
-                on_token(token)  # type: ignore[misc]
+class VLLMEngine(CoreEngine):
+    """A `CoreEngine` over vLLM in processes of its own on this machine. Starting takes half a minute, and blocks.
 
-        params = parameters(request, self._eos, streamed=on_token is not None)
-        last = (await self._last_output(name, request.prompt_token_ids, params, take)).outputs[0]
-        if last.finish_reason not in STOP_REASONS:
-            raise EngineError(f"Generation failed: vLLM ended the request with {last.finish_reason!r}.")
-        versions = [int(span.version) for span in last.weight_versions or () for _ in range(span.start, span.end)]
-        return Generation(
-            token_ids=tokens, logprobs=logprobs, versions=versions, stop_reason=STOP_REASONS[last.finish_reason]
+    vLLM spawns processes that import the main module again: a script needs `if __name__ == "__main__":`.
+
+    Args:
+        model: hub name or directory of the checkpoint that generation starts from.
+        eos_token_ids: tokens that end every reply.
+        dtype: number format of the weights in vLLM: float32, bfloat16, or auto, what the hardware multiplies.
+        max_tokens: tokens of a prompt and its reply at most; None is what the model has positions for.
+        max_batch_size: sequences decoded together.
+        tensor_parallel_size: devices that share one copy of the model.
+        memory_fraction: share of a GPU's memory that vLLM may take; a CPU gets 2 GiB of keys and values.
+
+    Raises:
+        MissingExtraError: vLLM is not installed.
+        EngineError: vLLM does not start.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        eos_token_ids: Sequence[int],
+        dtype: str = "auto",
+        max_tokens: int | None = None,
+        max_batch_size: int = 256,
+        tensor_parallel_size: int = 1,
+        memory_fraction: float = 0.9,
+    ) -> None:
+        self.llm = start(
+            model=model,
+            dtype=str(resolve_dtype(dtype, default_device())).removeprefix("torch."),
+            max_model_len=max_tokens,
+            max_num_seqs=max_batch_size,
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=memory_fraction,
         )
+        self._end = weakref.finalize(self, shut_down, self.llm)
+        super().__init__(LocalCore(self.llm), eos_token_ids=eos_token_ids)
 
-    async def _last_output(
-        self, name: str, prompt: Sequence[int], params: Any, take: Callable[[Any], None] = lambda output: None
-    ) -> Any:
-        from vllm.inputs.engine import tokens_input
-
-        if self._broken is not None:
-            raise EngineError(self._broken)
-        last = None
-        try:
-            async for output in self.llm.generate(tokens_input(list(prompt)), params, name):
-                take(output)
-                last = output
-        except Exception as error:
-            raise EngineError(f"Generation failed: {type(error).__name__}: {error}") from error
-        return last
+    def close(self) -> None:
+        """Ends vLLM's processes; may be called again, and happens by itself when Python ends."""
+        self._end()
