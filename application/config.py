@@ -188,6 +188,13 @@ class RewardConfig:
 
     function_path: str | None = None
     """Python file with reward_func(queries, prompts, labels)."""
+    model_name_or_path: str | None = None
+    """Reward model that scores prompt and reply: Hugging Face name or directory of a sequence classifier with one
+    label."""
+    num_nodes: int | None = None
+    """Machines that hold the reward model, with cluster.enable; default: as many as the actor's."""
+    num_gpus_per_node: int | None = None
+    """Processes on each of them, each with the whole reward model; default: as many as the actor's."""
     remote_url: str | None = None
     """Reward server, POST {query, prompts, labels} -> {rewards, scores, extra_logs}; several separated by commas share
     the work. The environment variable ROLLGRAD_REWARD_TOKEN is sent as a bearer token."""
@@ -201,7 +208,8 @@ class RewardConfig:
     format_pattern: str | None = None
     """Regular expression that the whole reply must match, for the format verifier."""
     timeout: float = 10.0
-    """Seconds one judgement may take, on a reward server all attempts together."""
+    """Seconds one judgement may take: on a reward server all attempts together; of a reward model up to 64 replies that
+    it scores together, their waiting not counted."""
     weights: dict[str, float] | None = None
     """Weight of each named reward, for functions that return several: name weight name weight; default: 1 each."""
     pass_threshold: float = 1.0

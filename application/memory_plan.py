@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from rollgrad.application.choices import Engine, KLAgainst
 from rollgrad.application.cluster_config import BUCKET_NUMBERS, CPU_CACHE_BYTES, PARAMETERS
 from rollgrad.application.config import RLConfig
+from rollgrad.application.model_config import REWARD_TOKENS
 from rollgrad.application.rules_common import ranks
 from rollgrad.domain.catalogue import estimator_traits
 
@@ -107,11 +108,13 @@ def memory_plan(
     machine: Machine,
     critic: ModelShape | None = None,
     reference: ModelShape | None = None,
+    reward: ModelShape | None = None,
 ) -> list[RoleMemory]:
     """The roles of a run.
 
     `compute_bytes` is the size of one number in the compute format: 2 for bfloat16, 4 for float32. `critic` and
-    `reference` default to the actor's shape without adapters; they appear only where the settings use them.
+    `reference` default to the actor's shape without adapters; they appear only where the settings use them. `reward`:
+    of the reward model, if there is one.
     """
     rows = [_trained(config, "actor", actor, compute_bytes, machine)]
     plain = evolve(actor, adapters=0)
@@ -121,6 +124,8 @@ def memory_plan(
     # In one process the reference is the actor without its adapters.
     if compares and (config.cluster.enable or reference is not None or not actor.adapters):
         rows.append(_reference(config, reference or plain, compute_bytes))
+    if reward is not None:
+        rows.append(_reward(config, reward, compute_bytes))
     rows.append(_engine(config, plain, compute_bytes, machine))
     return rows
 
@@ -158,7 +163,7 @@ def _at_once(rows: Iterable[tuple[RoleMemory, int]]) -> int:
     for row, count in rows:
         if row.takes_turns:
             turns += count * row.total
-        elif row.role == "engines":
+        elif row.role in ("engines", "reward"):  # replies are judged while others are sampled
             always += count * row.total
         else:
             always += count * row.kept
@@ -211,6 +216,18 @@ def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int) -> RoleM
     )
 
 
+def _reward(config: RLConfig, shape: ModelShape, compute_bytes: int) -> RoleMemory:
+    """The same; a pass has whole texts."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    tokens = max(longest, min(REWARD_TOKENS, samples * longest))
+    return evolve(
+        _where(config, "reward"),
+        weights=shape.parameters * compute_bytes,
+        passes=tokens * shape.hidden * ACTIVATIONS_PER_HIDDEN * compute_bytes,
+    )
+
+
 def _engine(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
     weights = shape.parameters * compute_bytes
     overlaps = config.train.async_enable
@@ -249,6 +266,8 @@ def _where(config: RLConfig, role: str) -> RoleMemory:
         on_a_machine = math.ceil(size / config.actor.num_nodes)
     shares = train.colocate_all or (train.colocate_actor_ref and role in ("actor", "reference"))
     device = "driver" if role == "engines" and embedded else "shared" if shares else role
+    if device == "reward" and train.colocate_critic_reward:
+        device = "critic"
     return RoleMemory(role=role, processes=size, on_a_machine=on_a_machine, device=device)
 
 

@@ -130,3 +130,7 @@ class RefConfig:
     """Machines that hold the reference; default: as many as the actor's."""
     num_gpus_per_node: int | None = None
     """Processes on each of them, each with the whole reference; default: as many as the actor's."""
+
+
+REWARD_TOKENS = 16384
+"""Tokens of a reward model's forward pass, padding included: some GiB of activations in a model of eight billion."""

@@ -62,7 +62,11 @@ RANGES: dict[str, Range] = {
     "algo.kl.init_coef": NOT_NEGATIVE,
     "algo.kl.target": POSITIVE,
     "algo.kl.horizon": POSITIVE,
-    **{f"{model}.{key}": COUNT for model in ("actor", "critic", "ref") for key in ("num_nodes", "num_gpus_per_node")},
+    **{
+        f"{model}.{key}": COUNT
+        for model in ("actor", "critic", "ref", "reward")
+        for key in ("num_nodes", "num_gpus_per_node")
+    },
     "cluster.timeout": POSITIVE,
     "ds.zero_stage": (lambda stage: 0 <= stage <= 3, "0, 1, 2 or 3"),
     "ds.sequence_parallel_size": COUNT,

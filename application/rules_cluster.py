@@ -6,13 +6,15 @@ from rollgrad.application.choices import Engine
 from rollgrad.application.cluster_config import PARAMETERS, ClusterConfig, DeepSpeedConfig, VLLMConfig
 from rollgrad.application.config import RLConfig
 from rollgrad.application.rules_common import first_change, ranks
+from rollgrad.domain.catalogue import estimator_traits
 
 PROCESSES = ("num_nodes", "num_gpus_per_node")
 MANY = {
     "actor": PROCESSES,
     "critic": PROCESSES,
     "ref": PROCESSES,
-    "train": ("colocate_all", "colocate_actor_ref"),
+    "reward": PROCESSES,
+    "train": ("colocate_all", "colocate_actor_ref", "colocate_critic_reward"),
     "vllm": ("num_engines",),
 }
 """Settings of other sections that mean something only where there are several processes."""
@@ -35,6 +37,7 @@ def cluster_problems(config: RLConfig) -> Iterator[str]:
             "--ds.zero_stage 3, or leave --ds.param_offload out."
         )
     yield from _division_problems(config)
+    yield from _reward_model_problems(config)
     if config.train.colocate_all and config.train.async_enable:
         yield (
             "train.colocate_all lets engines sleep while models train, but with train.async_enable they never do: "
@@ -55,6 +58,28 @@ def _division_problems(config: RLConfig) -> Iterator[str]:
             yield (
                 f"ds.sequence_parallel_size is {size}, which does not divide the {ranks(config, model)} processes of "
                 f"the model {model!r}: change --ds.sequence_parallel_size, or --{model}.num_gpus_per_node."
+            )
+
+
+def _reward_model_problems(config: RLConfig) -> Iterator[str]:
+    """Settings of a reward model's processes where there is none, or nothing to share them with."""
+    needs = {"reward model": "--reward.model_name_or_path", "critic": "--algo.advantage.estimator gae"}
+    if config.reward.model_name_or_path is not None:
+        del needs["reward model"]
+    if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
+        del needs["critic"]
+    for key in PROCESSES:
+        value = getattr(config.reward, key)
+        if value is not None and "reward model" in needs:
+            yield (
+                f"reward.{key} is {value}, but there is no reward model: set --reward.model_name_or_path, or leave "
+                f"--reward.{key} out."
+            )
+    for model, flag in needs.items():
+        if config.train.colocate_critic_reward:
+            yield (
+                f"train.colocate_critic_reward is on, but there is no {model}: set {flag}, or leave "
+                "--train.colocate_critic_reward out."
             )
 
 

@@ -25,7 +25,7 @@ def optimizer_steps_per_rollout(config: RLConfig) -> int:
 
 
 def ranks(config: RLConfig, model: str = "actor") -> int:
-    """Processes of `actor`, `critic` or `ref`."""
+    """Processes of `actor`, `critic`, `ref` or `reward`."""
     section, actor = getattr(config, model), config.actor
     return int((section.num_nodes or actor.num_nodes) * (section.num_gpus_per_node or actor.num_gpus_per_node))
 

@@ -136,6 +136,7 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
         text
         for text, is_set in (
             (f"reward.function_path {reward.function_path!r}", reward.function_path is not None),
+            (f"reward.model_name_or_path {reward.model_name_or_path!r}", reward.model_name_or_path is not None),
             (f"reward.remote_url {reward.remote_url!r}", reward.remote_url is not None),
             (f"reward.verifier {reward.verifier}", reward.verifier is not None),
         )
@@ -146,7 +147,10 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
         yield f"{' and '.join(sources[:2])} are both set, but a run has one reward: keep one of them."
     teaches = "teacher" in estimator_traits(config.algo.advantage.estimator).needs
     if not sources and not generated and not has_reward and not teaches:
-        yield "No reward is set: name one with --reward.function_path, --reward.remote_url or --reward.verifier."
+        yield (
+            "No reward is set: name one with --reward.function_path, --reward.model_name_or_path, --reward.remote_url "
+            "or --reward.verifier."
+        )
     named = reward.function_path is not None or reward.remote_url is not None or has_reward
     if reward.weights is not None and not named:
         yield (

@@ -50,7 +50,9 @@ class TrainConfig:
     """What becomes of replies in flight when the weights change: they are finished first (none), or go on under the new
     weights with their old keys and values (keep) or with new ones (recompute)."""
     colocate_all: bool = False
-    """Let actor, critic, reference and engines share the same GPUs, with cluster.enable; engines sleep while models
-    train. Without it each has its own."""
+    """Let all models and engines share the same GPUs, with cluster.enable; engines sleep while models train. Without it
+    each has its own."""
     colocate_actor_ref: bool = False
     """Let actor and reference share the same GPUs, with cluster.enable."""
+    colocate_critic_reward: bool = False
+    """Let critic and reward model share the same GPUs, with cluster.enable."""

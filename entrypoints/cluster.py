@@ -6,7 +6,7 @@ the processes do (`adapters.ray`).
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 from rollgrad.adapters.deepspeed.module import DeepSpeedModule, DeepSpeedSettings
 from rollgrad.adapters.ray.engine import start_engines
 from rollgrad.adapters.ray.group import WorkerGroup
-from rollgrad.adapters.ray.models import RankPolicy, ShardedPolicy, ShardedReference, ShardedValue
+from rollgrad.adapters.ray.models import RankPolicy, ShardedPolicy, ShardedReference, ShardedValue, reward_copies
 from rollgrad.adapters.ray.placement import Placement, Slot
 from rollgrad.adapters.ray.session import RaySession
+from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.torch.loading import load_tokenizer
 from rollgrad.adapters.torch.models import TorchPolicy, TorchReference, TorchValue
 from rollgrad.adapters.torch.sequence_parallel import join_sequence_group
@@ -25,6 +26,7 @@ from rollgrad.application.choices import Engine
 from rollgrad.application.config import RLConfig
 from rollgrad.application.fleet import EngineFleet
 from rollgrad.application.rules_common import ranks
+from rollgrad.application.train_config import TrainConfig
 from rollgrad.entrypoints.algorithm_factories import critic_kind, reference_kind
 from rollgrad.entrypoints.extensions import load_extension
 from rollgrad.entrypoints.factories import (
@@ -34,6 +36,7 @@ from rollgrad.entrypoints.factories import (
     make_trained_actor,
     vllm_settings,
 )
+from rollgrad.entrypoints.reward_factories import make_reward_model
 
 
 def rank_policy(config: RLConfig, rollouts: int) -> RankPolicy:
@@ -79,6 +82,18 @@ def _divided(config: RLConfig) -> Callable[..., DeepSpeedModule]:
     return partial(DeepSpeedModule, division=settings)
 
 
+def neighbours(role: str, roles: Mapping[str, int], train: TrainConfig) -> list[str]:
+    """The roles whose processes run on the same bundles as those of `role`, itself included; `roles` has the number of
+    each role's processes, 0 of those that the run does not have."""
+    together = [
+        set(roles) if train.colocate_all else set(),
+        {"actor", "reference"} if train.colocate_actor_ref else set(),
+        {"critic", "reward"} if train.colocate_critic_reward else set(),
+    ]
+    sharing = next((group for group in together if role in group), {role})
+    return sorted(name for name in sharing if roles[name])
+
+
 class Cluster:
     """Starts what the run needs when it is asked for it, and ends it all on `close`.
 
@@ -94,6 +109,7 @@ class Cluster:
             "actor": ranks(config, "actor"),
             "critic": ranks(config, "critic") if critic_kind(config) == "loaded" else 0,
             "reference": ranks(config, "ref") if reference_kind(config) == "loaded" else 0,
+            "reward": ranks(config, "reward") if config.reward.model_name_or_path is not None else 0,
             "engines": config.vllm.num_engines if config.rollout.engine is Engine.VLLM else 0,
         }
         self._session = RaySession(config.cluster.address, cpus=sum(self._roles.values()))
@@ -111,6 +127,12 @@ class Cluster:
     def reference(self) -> ShardedReference:
         """The reference."""
         return ShardedReference(self._group("reference", rank_reference, self._config), width=self._width)
+
+    def reward(self) -> ModelReward:
+        """The reward model."""
+        return ModelReward(
+            reward_copies(self._group("reward", make_reward_model, self._config)), timeout=self._config.reward.timeout
+        )
 
     def engines(self, tokenizer: Any) -> EngineFleet:
         """The vLLM engines."""
@@ -146,24 +168,21 @@ class Cluster:
 
     def _slots(self, role: str, size: int) -> list[Slot]:
         """Where the processes of a role run: on bundles of their own, or on those that several roles share."""
-        train = self._config.train
-        sharing = {"actor", "reference"} if train.colocate_actor_ref else set()
-        sharing = set(self._roles) if train.colocate_all else sharing
-        key = "shared" if role in sharing else role
-        if key not in self._placements:
-            bundles = max(self._roles[name] for name in sharing) if role in sharing else size
+        sharing = neighbours(role, self._roles, self._config.train)
+        name = " and ".join(sharing)
+        if name not in self._placements:
             gpus = float(torch.cuda.is_available() or _cluster_gpus())
             if role == "engines":
                 gpus *= self._config.vllm.tensor_parallel_size
-            self._placements[key] = Placement(
-                " and ".join(sorted(name for name in sharing if self._roles[name])) if role in sharing else role,
-                bundles,
+            self._placements[name] = Placement(
+                name,
+                max(self._roles[each] for each in sharing),
                 gpus=gpus,
-                here=int(key == "shared" or role == "actor"),  # weights leave by the first process's shared memory
-                shared=role in sharing,
+                here=int("actor" in sharing),  # weights leave by its first process's shared memory
+                shared=len(sharing) > 1,
                 timeout=self._config.cluster.timeout,
             )
-        return [self._placements[key].slot(index) for index in range(size)]
+        return [self._placements[name].slot(index) for index in range(size)]
 
 
 def _cluster_gpus() -> bool:

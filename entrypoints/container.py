@@ -72,17 +72,16 @@ from rollgrad.entrypoints.factories import (
     make_gym_source,
     make_multi_turn,
     make_optimizer,
-    make_remote_reward,
     make_rollouts,
     make_sinks,
     make_tool_executor,
     make_trained_actor,
     make_vllm_engine,
     reference_model_kind,
-    reward_kind,
     sleeper_kind,
     trainer_kind,
 )
+from rollgrad.entrypoints.reward_factories import make_model_reward, make_remote_reward, reward_kind
 from rollgrad.entrypoints.tool_box import ToolBox
 from rollgrad.entrypoints.training_server import TrainingServer
 
@@ -110,6 +109,7 @@ class Container(containers.DeclarativeContainer):
         reasoning_gym=providers.Singleton(make_eval_gym, config, codec),
         none=providers.List(),
     )
+    cluster = providers.Singleton(Cluster, config)
     reward_spec = config.provided.data.prompt_dataset
     reward = providers.Selector(
         providers.Callable(reward_kind, config, reward_spec),
@@ -126,13 +126,17 @@ class Container(containers.DeclarativeContainer):
             format_pattern=config.provided.reward.format_pattern,
         ),
         reasoning_gym=providers.Singleton(ReasoningGymReward, reward_spec, timeout=config.provided.reward.timeout),
+        model=providers.Selector(
+            providers.Callable(trainer_kind, config),
+            process=providers.Singleton(make_model_reward, config),
+            cluster=providers.Singleton(lambda cluster: cluster.reward(), cluster),
+        ),
         remote=providers.Singleton(make_remote_reward, config),
         none=providers.Singleton(NoReward),
     )
 
     rollouts = providers.Singleton(make_rollouts, config, prompts)
     actor_model = providers.Singleton(make_trained_actor, config)
-    cluster = providers.Singleton(Cluster, config)
     policy = providers.Selector(
         providers.Callable(trainer_kind, config),
         process=providers.Singleton(

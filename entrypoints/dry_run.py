@@ -34,6 +34,7 @@ def check_files(config: RLConfig) -> None:
         ("actor.model_name_or_path", config.actor.model_name_or_path),
         ("critic.model_name_or_path", config.critic.model_name_or_path),
         ("ref.model_name_or_path", config.ref.model_name_or_path),
+        ("reward.model_name_or_path", config.reward.model_name_or_path),
     ):
         if model is not None:
             _check_model(key, model)
@@ -51,6 +52,8 @@ def check_eval_files(config: RLConfig) -> None:
         ConfigurationError, CheckpointError, DataError: the first path that is wrong.
     """
     _check_model("actor.model_name_or_path", config.actor.model_name_or_path)
+    if config.reward.model_name_or_path is not None:
+        _check_model("reward.model_name_or_path", config.reward.model_name_or_path)
     for name in dataset_names(config.eval.dataset or ""):
         _check_dataset("eval.dataset", name)
     _check_reward_file(config)
@@ -120,6 +123,7 @@ def _plan_memory(config: RLConfig, machine: Machine) -> list[RoleMemory]:
     from rollgrad.adapters.torch.loading import default_device, resolve_dtype
 
     critic, reference = config.critic.model_name_or_path, config.ref.model_name_or_path
+    reward = config.reward.model_name_or_path
     return memory_plan(
         config,
         model_shape("actor.model_name_or_path", config.actor.model_name_or_path, config.actor.lora),
@@ -127,6 +131,7 @@ def _plan_memory(config: RLConfig, machine: Machine) -> list[RoleMemory]:
         machine=machine,
         critic=model_shape("critic.model_name_or_path", critic) if critic else None,
         reference=model_shape("ref.model_name_or_path", reference) if reference else None,
+        reward=model_shape("reward.model_name_or_path", reward) if reward else None,
     )
 
 

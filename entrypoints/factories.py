@@ -11,7 +11,6 @@ from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.datasets.loading import load_dataset
 from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.datasets.source import DatasetPromptSource
-from rollgrad.adapters.http.reward import HttpReward
 from rollgrad.adapters.openrlhf.environment import AgentInstanceEnvironment
 from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
 from rollgrad.adapters.openrlhf.loading import load_agent_file
@@ -62,30 +61,6 @@ def dataset_kind(spec: str | None) -> str:
     if spec is None:
         return "none"
     return "reasoning_gym" if spec.startswith(REASONING_GYM) else "dataset"
-
-
-def reward_kind(config: RLConfig, spec: str) -> str:
-    """Where rewards come from."""
-    if config.reward.function_path is not None:
-        return "function"
-    if config.reward.remote_url is not None:
-        return "remote"
-    if config.reward.verifier is not None:
-        return "verifier"
-    kind = dataset_kind(spec)
-    return kind if kind == "reasoning_gym" else "none"
-
-
-def make_remote_reward(config: RLConfig) -> HttpReward:
-    """The client of the reward servers."""
-    reward = config.reward
-    return HttpReward(
-        [url.strip() for url in (reward.remote_url or "").split(",") if url.strip()],
-        timeout=reward.timeout,
-        batch_size=reward.remote_batch_size,
-        weights=reward.weights,
-        failure_value=reward.failure_value,
-    )
 
 
 def make_rollouts(config: RLConfig, prompts: PromptSource) -> int:
@@ -322,7 +297,7 @@ def make_agent_file(
 
 
 def _refuse_reward(config: RLConfig) -> None:
-    for key in ("function_path", "remote_url", "verifier"):
+    for key in ("function_path", "model_name_or_path", "remote_url", "verifier"):
         value = getattr(config.reward, key)
         if value is not None:
             raise ConfigurationError(

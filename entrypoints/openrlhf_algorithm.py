@@ -100,9 +100,7 @@ def _critic(draft: Draft) -> None:
     for name, flag in FLAGS.items():
         if flag.to is not None and name in draft.options and name.startswith("critic."):
             draft.set(flag.to, draft.value(name))
-    outside = {"reward.remote_url", "train.agent_func_path"} & set(draft.options)
-    start = None if outside else draft.value("reward.model_name_or_path")
-    draft.set("critic.model_name_or_path", draft.value("critic.model_name_or_path", start and start.split(",")[0]))
+    draft.set("critic.model_name_or_path", draft.value("critic.model_name_or_path", draft.reward_model))
     frozen_steps = draft.value("critic.freezing_steps", -1)
     if frozen_steps >= 0:
         draft.set("critic.freezing_steps", frozen_steps + 1)

@@ -5,16 +5,19 @@ OpenRLHF always has a cluster. Here a run has one if the command names a setting
 
 from rollgrad.entrypoints.openrlhf_draft import Draft
 
+NODE = {"num_nodes": 1, "num_gpus_per_node": 8}
+"""Processes of a model, where OpenRLHF is not told."""
+
 CLUSTER_FLAGS = (
-    *(f"{model}.{key}" for model in ("actor", "critic", "ref") for key in ("num_nodes", "num_gpus_per_node")),
+    *(f"{model}.{key}" for model in ("actor", "critic", "ref") for key in NODE),
     *("train.colocate_all", "train.colocate_actor_ref"),
     *("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.gpu_memory_utilization"),
     *("ds.zero_stage", "ds.adam_offload", "ds.ring_attn_size", "ds.lora.rank"),
 )
 """Those that turn on `cluster.enable` and `rollout.engine` vllm."""
 
-NODE = {"num_nodes": 1, "num_gpus_per_node": 8}
-"""Processes of a model, where OpenRLHF is not told."""
+REWARD_FLAGS = (*(f"reward.{key}" for key in NODE), "train.colocate_critic_reward")
+"""Those that do so where a reward model is loaded."""
 
 GPU_MEMORY = 0.95
 """OpenRLHF's share of a GPU for an engine."""
@@ -30,7 +33,13 @@ def translate_cluster(draft: Draft) -> None:
         ConfigurationError: a value is not of its flag's kind.
     """
     together = False
-    if any(draft.asks(name) for name in CLUSTER_FLAGS):
+    flags = CLUSTER_FLAGS
+    if draft.reward_model is not None:
+        flags += REWARD_FLAGS
+    else:
+        for name in REWARD_FLAGS:
+            draft.lose(name, "no reward model is loaded, in OpenRLHF neither")
+    if any(draft.asks(name) for name in flags):
         draft.set("cluster.enable", True)
         draft.set("rollout.engine", "vllm")
         if draft.submitted:
@@ -48,7 +57,7 @@ def _processes(draft: Draft) -> None:
     actor = {key: draft.value(f"actor.{key}", default) for key, default in NODE.items()}
     for key, value in actor.items():
         draft.set(f"actor.{key}", value)
-    others = {"critic": draft.has_critic, "ref": draft.kl_coef != 0}
+    others = {"critic": draft.has_critic, "ref": draft.kl_coef != 0, "reward": draft.reward_model is not None}
     for model in (model for model, loaded in others.items() if loaded):
         own = {key: draft.value(f"{model}.{key}", default) for key, default in NODE.items()}
         for key, value in own.items() if own != actor else ():
@@ -63,7 +72,9 @@ def _sharing(draft: Draft) -> bool:
     together = bool(draft.value("train.colocate_all", False))
     if together and draft.value("train.async_enable", False):
         draft.set("train.colocate_actor_ref", True)
-        draft.change("train.colocate_all", "with --async_train actor and reference share GPUs, the critic has its own")
+        draft.change(
+            "train.colocate_all", "with --async_train actor and reference share GPUs, other models have their own"
+        )
         together = False
     elif together:
         draft.set("train.colocate_all", True)
@@ -71,6 +82,11 @@ def _sharing(draft: Draft) -> bool:
             draft.change("train.colocate_all", "engines sleep while models train, as with --vllm_enable_sleep")
     if draft.value("train.colocate_actor_ref", False) and not together:
         draft.set("train.colocate_actor_ref", True)
+    if draft.value("train.colocate_critic_reward", False) and draft.reward_model is not None and not together:
+        if draft.has_critic:
+            draft.set("train.colocate_critic_reward", True)
+        else:
+            draft.lose("train.colocate_critic_reward", f"{draft.estimator} has no critic, in OpenRLHF neither")
     return together
 
 

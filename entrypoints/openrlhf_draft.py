@@ -78,3 +78,10 @@ class Draft:
     def kl_coef(self) -> float:
         """The weight of KL; 0 loads no reference."""
         return float(self.value("algo.kl.init_coef", 0.01))
+
+    @property
+    def reward_model(self) -> str | None:
+        """The reward model that OpenRLHF loads, the first if there are several."""
+        outside = {"reward.remote_url", "train.agent_func_path"} & set(self.options)
+        names = None if outside else self.value("reward.model_name_or_path")
+        return names and str(names).split(",")[0]

@@ -31,7 +31,6 @@ class Flag:
     idle: tuple[str, ...] = ()
 
 
-REWARD_PROCESSES = "reward models are not loaded here, so they need no processes"
 OFFLOAD = "models stay where they are loaded"
 TRANSFER = "weights go from the trainers to the engines through shared memory"
 GRAPHS = "on a GPU vLLM replays graphs, which leaves the results the same up to rounding"
@@ -46,10 +45,6 @@ MUON = "the optimizer is AdamW; Muon is not there yet"
 MICRO = "micro-batches are filled up to train.max_tokens_per_micro_batch tokens, which leaves the gradient the same"
 KERNELS = "kernels are chosen for the machine, which leaves the results the same up to rounding"
 REMOVED = "OpenRLHF itself has dropped it"
-REWARD_MODEL = (
-    "reward models are not loaded yet: serve it with openrlhf.cli.serve_rm and set reward.remote_url, or set "
-    "reward.function_path or reward.verifier"
-)
 EMA = "no moving average of the weights is kept"
 
 SWITCH, INTEGER, NUMBER, TEXT, PAIR = Kind.SWITCH, Kind.INTEGER, Kind.NUMBER, Kind.TEXT, Kind.PAIR
@@ -143,9 +138,9 @@ FLAGS: dict[str, Flag] = {
     "train.ema_beta": Flag(NUMBER, reason=EMA),
     "train.colocate_all": Flag(SWITCH),
     "train.colocate_actor_ref": Flag(SWITCH),
-    "train.colocate_critic_reward": Flag(SWITCH, reason=REWARD_PROCESSES),
+    "train.colocate_critic_reward": Flag(SWITCH),
     **{
-        f"{model}.{key}": Flag(INTEGER, reason=REWARD_PROCESSES if model == "reward" else None)
+        f"{model}.{key}": Flag(INTEGER)
         for model in ("actor", "ref", "critic", "reward")
         for key in ("num_nodes", "num_gpus_per_node")
     },

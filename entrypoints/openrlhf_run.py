@@ -1,13 +1,12 @@
 """The run of an OpenRLHF command: batches, lengths, rewards, data and evaluation."""
 
 from rollgrad.entrypoints.openrlhf_draft import Draft
-from rollgrad.entrypoints.openrlhf_flags import REWARD_MODEL
 
 PROMPT_TOKENS = 1024
 """OpenRLHF's limit of prompts and of replies, where none is set."""
 
-HTTP_TIMEOUT = 180.0
-"""Seconds that OpenRLHF waits for a reward server."""
+REWARD_TIMEOUT = 180.0
+"""Seconds that OpenRLHF waits for a reward server; for a reward model it waits without end."""
 
 
 def translate_run(draft: Draft) -> None:
@@ -95,16 +94,16 @@ def _reward(draft: Draft) -> None:
         draft.set("reward.function_path", url)
     elif url is not None:
         draft.set("reward.remote_url", url)
-        draft.set("reward.timeout", HTTP_TIMEOUT)
+        draft.set("reward.timeout", REWARD_TIMEOUT)
         draft.change(
             "reward.remote_url", "replies are sent in batches of reward.remote_batch_size, in OpenRLHF one by one"
         )
-    draft.lose("reward.model_name_or_path", REWARD_MODEL if url is None else "--remote_rm_url replaces it")
+    _reward_model(draft)
     if draft.value("reward.normalize_enable", False):
         draft.lose(
             "reward.normalize_enable",
-            "it means the moments that a reward model keeps: for a function set reward.normalize"
-            if url is None
+            "set reward.normalize dataset, and reward.normalize_mean_std to mean and std in the model's config.json"
+            if draft.reward_model is not None
             else "OpenRLHF too does so for reward models only",
         )
     draft.set("reward.clip_range", draft.value("reward.clip_range", [-10.0, 10.0]))
@@ -114,6 +113,17 @@ def _reward(draft: Draft) -> None:
         draft.lose("reward.overlong_penalty_factor", "there is no length penalty without --overlong_buffer_len")
     else:
         draft.set("reward.overlong_penalty_factor", draft.value("reward.overlong_penalty_factor", 1.0))
+
+
+def _reward_model(draft: Draft) -> None:
+    model = draft.reward_model
+    if model is None:
+        draft.lose("reward.model_name_or_path", "--remote_rm_url or --agent_func_path replaces it")
+        return
+    draft.set("reward.model_name_or_path", model)
+    draft.set("reward.timeout", REWARD_TIMEOUT)
+    if model != draft.value("reward.model_name_or_path"):
+        draft.change("reward.model_name_or_path", f"{model} alone, for a run has one reward")
 
 
 def _data(draft: Draft) -> None:

@@ -68,6 +68,7 @@ def _loaded_app(arguments: ServeRewardArguments) -> "Iterator[Starlette]":
         arguments.model,
         dtype=resolve_dtype(arguments.dtype, device),
         device=device,
+        flag="--model",
         max_length=arguments.max_length,
         batch_tokens=arguments.batch_tokens,
     )

@@ -87,6 +87,13 @@ def wide_headed_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPath
     return _tiny_llama(tiny_tokenizer, tmp_path_factory.mktemp("models") / "wide-headed-llama", head_dim=32)
 
 
+@pytest.fixture(scope="session")
+def reward_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved sequence classifier with one label and random weights, with `tiny_tokenizer` beside it."""
+    model = tiny_model("LlamaForSequenceClassification", tiny_tokenizer, num_labels=1, max_position_embeddings=128)
+    return saved(model, tiny_tokenizer, tmp_path_factory.mktemp("models") / "tiny-reward-model")
+
+
 def _tiny_llama(tokenizer: Any, path: Path, *, head_dim: int) -> Path:
     model = tiny_model(
         "LlamaForCausalLM",

@@ -117,7 +117,7 @@ class WorkerGroup:
         """Starts a call in some processes; what is returned waits for the results."""
         self._require_whole()
         references = [self._workers[rank].call.remote(method, *arguments) for rank in ranks]
-        return lambda: self._gather(references, method)
+        return lambda: self._gather(references, method, ranks)
 
     def close(self) -> None:
         """Ends the processes; may be called again."""
@@ -131,8 +131,10 @@ class WorkerGroup:
         if self._broken is not None:
             raise WorkerError(self._broken)
 
-    def _gather(self, references: list[Any], doing: str) -> list[Any]:
+    def _gather(self, references: list[Any], doing: str, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Results in the order of `references`, which are of the processes `ranks` (default: of all)."""
         ray = ray_module()
+        ranks = range(len(references)) if ranks is None else ranks
         waiting, left = list(references), self._timeout
         results: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
@@ -141,7 +143,7 @@ class WorkerGroup:
             if not done:
                 break
             for reference in done:
-                rank = references.index(reference)
+                rank = ranks[references.index(reference)]
                 try:
                     results[rank] = ray.get(reference)
                 except Exception as error:  # whatever the process raised: it is judged beside the others'
@@ -150,9 +152,9 @@ class WorkerGroup:
         if failures:
             raise self._judged(failures, doing)
         if waiting:
-            slow = [references.index(reference) for reference in waiting]
+            slow = [ranks[references.index(reference)] for reference in waiting]
             raise self._end(f"did not answer within {self._timeout:g} s", slow, doing)
-        return [results[rank] for rank in range(len(references))]
+        return [results[rank] for rank in ranks]
 
     def _judged(self, failures: dict[int, Exception], doing: str) -> Exception:
         """The error that tells most: of a process that died, else what one raised on purpose, else anything."""
@@ -168,6 +170,8 @@ class WorkerGroup:
         return self._end(f"failed ({type(cause or error).__name__}: {str(cause or error)[:300]})", [rank], doing)
 
     def _end(self, what: str, ranks: Sequence[int], doing: str) -> WorkerError:
+        if self._broken is not None:  # the processes of this call were ended because another call had lost one
+            return WorkerError(self._broken)
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         self._broken = (
             f"Of the {self.size} training processes of {self.name}, {who} {what} while {doing!r} was under way. Start "

@@ -7,6 +7,7 @@ Does not own: how a process computes its part (`adapters.torch`, `adapters.deeps
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.session import ray_module
+from rollgrad.adapters.rewards.model import Judge
 from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.vllm.buckets import Assembler, SharedMemory, fill_at
 from rollgrad.adapters.vllm.transport import Send
@@ -157,6 +159,16 @@ class ShardedReference(ReferenceModel):
     def score(self, batch: PackedBatch) -> TokenScores:
         """See `ReferenceModel.score`."""
         return self._parts.score(batch)
+
+
+def reward_copies(group: WorkerGroup) -> list[Judge]:
+    """Calls of the `RewardModel` that each process of `group` holds whole."""
+
+    def judge(rank: int, texts: Sequence[str]) -> list[tuple[float, bool]]:
+        judged: list[tuple[float, bool]] = group.begin("judge", [rank], texts)()[0]
+        return judged
+
+    return [partial(judge, rank) for rank in range(group.size)]
 
 
 class _Parts:

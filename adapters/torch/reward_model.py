@@ -13,10 +13,8 @@ from attrs import frozen
 
 from rollgrad.adapters.torch.allocator import keep_freed_memory
 from rollgrad.adapters.torch.loading import _from_pretrained, load_tokenizer
+from rollgrad.application.model_config import REWARD_TOKENS
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
-
-BATCH_TOKENS = 16384
-"""Tokens of a forward pass by default, padding included: some GiB of activations in a model of eight billion."""
 
 
 @frozen
@@ -45,7 +43,7 @@ class RewardModel:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, max_length: int | None = None, batch_tokens: int = BATCH_TOKENS
+        self, model: Any, tokenizer: Any, *, max_length: int | None = None, batch_tokens: int = REWARD_TOKENS
     ) -> None:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         if max_length is not None and not 2 <= max_length <= positions:
@@ -69,10 +67,11 @@ class RewardModel:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        flag: str,
         max_length: int | None = None,
-        batch_tokens: int = BATCH_TOKENS,
+        batch_tokens: int = REWARD_TOKENS,
     ) -> "RewardModel":
-        """The model of a hub name or directory (flag `--model`).
+        """The model of a hub name or directory, which `flag` names.
 
         Raises:
             CheckpointError: there is no such model, or it has no scalar head.
@@ -86,18 +85,18 @@ class RewardModel:
             model, info = _from_pretrained(
                 AutoModelForSequenceClassification,
                 name_or_path,
-                "--model",
+                flag,
                 dtype=dtype,
                 num_labels=1,
                 output_loading_info=True,
             )
         except RuntimeError as error:  # transformers: a tensor has another shape
-            raise _not_scalar(name_or_path, "the head gives several numbers") from error
+            raise _not_scalar(flag, name_or_path, "the head gives several numbers") from error
         if not hasattr(model, "score"):
-            raise _not_scalar(name_or_path, f"{type(model).__name__} has no head `score` at the last token")
+            raise _not_scalar(flag, name_or_path, f"{type(model).__name__} has no head `score` at the last token")
         if info["missing_keys"]:
-            raise _not_scalar(name_or_path, f"its weights lack {', '.join(sorted(info['missing_keys']))}")
-        tokenizer = load_tokenizer(name_or_path, flag="--model")
+            raise _not_scalar(flag, name_or_path, f"its weights lack {', '.join(sorted(info['missing_keys']))}")
+        tokenizer = load_tokenizer(name_or_path, flag=flag)
         return cls(model.to(device).eval(), tokenizer, max_length=max_length, batch_tokens=batch_tokens)
 
     def encode(self, text: str) -> EncodedText:
@@ -120,6 +119,11 @@ class RewardModel:
             ValueError: a text has no tokens (an empty one, of a tokenizer without end-of-sequence token).
         """
         return self.score_encoded([self.encode(text) for text in texts])
+
+    def judge(self, texts: Sequence[str]) -> list[tuple[float, bool]]:
+        """`score`, with whether a text's beginning was left out."""
+        encoded = [self.encode(text) for text in texts]
+        return [(score, text.truncated) for score, text in zip(self.score_encoded(encoded), encoded, strict=True)]
 
     @torch.inference_mode()
     def score_encoded(self, texts: Sequence[EncodedText]) -> list[float]:
@@ -154,7 +158,7 @@ class RewardModel:
         return scores
 
 
-def _not_scalar(name_or_path: str, reason: str) -> CheckpointError:
+def _not_scalar(flag: str, name_or_path: str, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"--model is {name_or_path!r}, which is no reward model ({reason}): name a sequence classifier with one label."
+        f"{flag} is {name_or_path!r}, which is no reward model ({reason}): name a sequence classifier with one label."
     )

@@ -2,13 +2,15 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from rollgrad.adapters.http.reward import HttpReward
 from rollgrad.adapters.rewards.function import FunctionReward
+from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
 from rollgrad.application.choices import Verifier
 from rollgrad.domain.errors import RewardError
@@ -21,7 +23,7 @@ from tests.fakes.reward_source import FakeRewardSource
 
 
 def ask(response: str, label: Any = "7") -> RewardRequest:
-    prompt = Prompt(token_ids=(1,), text="3+4=", label=label)
+    prompt = Prompt(token_ids=(1,), text=f"What makes {label}? ", label=label)
     return RewardRequest(prompt=prompt, response=response, stop_reason=StopReason.STOP)
 
 
@@ -29,12 +31,18 @@ def plain(queries: list[str], prompts: list[str], labels: list[Any]) -> list[flo
     return [float(q.removeprefix(p) == y) for q, p, y in zip(queries, prompts, labels, strict=True)]
 
 
+def judge(texts: Sequence[str]) -> list[tuple[float, bool]]:
+    """A reward model, which knows no label."""
+    words = [re.findall("[0-9]+", text) for text in texts]
+    return [(float(asked == answer), False) for asked, answer in words]
+
+
 async def asynchronous(queries: list[str], prompts: list[str], labels: list[Any]) -> dict[str, Any]:
     await asyncio.sleep(0)
     return {"rewards": plain(queries, prompts, labels)}
 
 
-@pytest.fixture(params=["fake", "function", "async_function", "exact_match", "last_number", "http"])
+@pytest.fixture(params=["fake", "function", "async_function", "exact_match", "last_number", "http", "model"])
 def source(request: pytest.FixtureRequest) -> Iterator[RewardSource]:
     if request.param == "http":
         server = RewardServer(lambda body: (200, {"rewards": plain(body["query"], body["prompts"], body["labels"])}))
@@ -42,17 +50,20 @@ def source(request: pytest.FixtureRequest) -> Iterator[RewardSource]:
         server.close()
     elif request.param == "fake":
         yield FakeRewardSource()
+    elif request.param == "model":
+        yield ModelReward([judge, judge], timeout=5.0)
     elif request.param in ("function", "async_function"):
         yield FunctionReward(plain if request.param == "function" else asynchronous, timeout=5.0)
     else:
         yield VerifierReward(Verifier(request.param), timeout=5.0)
 
 
-@pytest.fixture(params=["fake", "function"])
+@pytest.fixture(params=["fake", "function", "model"])
 def nan_source(request: pytest.FixtureRequest) -> RewardSource:
     return {
         "fake": FakeRewardSource(lambda request: math.nan),
         "function": FunctionReward(lambda q, p, y: [math.nan] * len(q), timeout=5.0),
+        "model": ModelReward([lambda texts: [(math.nan, False) for _ in texts]], timeout=5.0),
     }[request.param]
 
 

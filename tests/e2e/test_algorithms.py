@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from rollgrad.adapters.torch.reward_model import RewardModel
 from rollgrad.application.presets import PRESETS
 from rollgrad.domain import catalogue
 from rollgrad.entrypoints.cli import main
@@ -153,7 +154,7 @@ def test_a_frozen_actor_leaves_the_critic_alone_to_learn(workspace: Path, tiny_m
     assert any(not torch.equal(start[key], tensor) for key, tensor in saved("step_5").items())
 
 
-def test_a_critic_starts_from_a_reward_model(workspace: Path, tiny_model_dir: Path) -> None:
+def test_a_critic_starts_from_a_reward_model_which_also_judges(workspace: Path, tiny_model_dir: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1)
@@ -165,6 +166,10 @@ def test_a_critic_starts_from_a_reward_model(workspace: Path, tiny_model_dir: Pa
     from_reward_model = train("--train.max_steps 1 --critic.model_name_or_path rm")
     assert from_zero[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert abs(from_reward_model[0]["critic/explained_variance"]) > 1e-3
+    train("--train.max_steps 1 --reward.function_path None --reward.model_name_or_path rm --reward.timeout 300")
+    sample = json.loads(Path("out/samples.jsonl").read_text())
+    judge = RewardModel.load("rm", dtype=torch.float32, device=torch.device("cpu"), flag="--reward.model-name-or-path")
+    assert sample["reward"] == pytest.approx(judge.score([sample["prompt"] + sample["response"]])[0], abs=1e-5)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.torch.models import Optimize, TorchPolicy, TorchReference, TorchValue
 from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.torch.reward_model import RewardModel
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from tests.fakes.agent_executor import make_trajectory
@@ -60,6 +61,10 @@ def rank_value(path: str, stage: int) -> TorchValue:
 
 def rank_reference(path: str) -> TorchReference:
     return TorchReference(load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG))
+
+
+def reward_model(path: str) -> RewardModel:
+    return RewardModel.load(path, dtype=torch.float32, device=torch.device("cpu"), flag="--reward.model-name-or-path")
 
 
 def divided(stage: int, offload: bool = False) -> Optimize:

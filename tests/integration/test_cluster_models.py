@@ -1,5 +1,6 @@
 """Models that are divided over processes by Ray and DeepSpeed are the model of one process."""
 
+import asyncio
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +10,21 @@ import pytest
 import torch
 
 from rollgrad.adapters.ray.group import WorkerGroup
-from rollgrad.adapters.ray.models import ShardedPolicy, ShardedReference, ShardedValue
+from rollgrad.adapters.ray.models import ShardedPolicy, ShardedReference, ShardedValue, reward_copies
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.ray.session import RaySession
+from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.vllm.buckets import SharedMemory, fill_at
-from rollgrad.domain.errors import CheckpointError, ConfigurationError, NonFiniteUpdateError, WorkerError
+from rollgrad.domain.errors import (
+    CheckpointError,
+    ConfigurationError,
+    NonFiniteUpdateError,
+    RewardError,
+    WorkerError,
+)
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import RewardRequest
+from rollgrad.domain.sampling import StopReason
 from tests.fakes import cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -164,6 +175,29 @@ def test_a_process_that_dies_is_named(session: RaySession, tiny_model_dir: Path)
         for _ in range(2):  # whoever asks later is told the same
             with pytest.raises(WorkerError, match="rank 1 died while 'update' was under way"):
                 trained(policy, 1)
+
+
+@pytest.mark.chaos
+def test_the_copies_of_a_reward_model_share_the_replies_until_one_is_lost(
+    session: RaySession, reward_model_dir: Path
+) -> None:
+    """From then on every reply is a failed judgement that names the process."""
+    requests = [
+        RewardRequest(prompt=Prompt(token_ids=(1,), text="What?"), response=" 7" * n, stop_reason=StopReason.STOP)
+        for n in (1, 3, 200)
+    ]
+    wanted = cluster.reward_model(str(reward_model_dir)).judge([request.query for request in requests])
+    with cluster.worker_group(2) as group:
+        group.build(cluster.reward_model, str(reward_model_dir))
+        source = ModelReward(reward_copies(group), timeout=300)
+        rewards = asyncio.run(source.score(requests))
+        assert [reward.value for reward in rewards] == pytest.approx([score for score, _ in wanted], abs=1e-5)
+        assert [reward.metrics["query_truncated"] for reward in rewards] == [0.0, 0.0, 1.0]
+        victim = group.pids()[1]
+        cluster.kill([p for p in cluster.processes("ray::RankWorker") if p.pid == victim])
+        for _ in range(2):
+            with pytest.raises(RewardError, match="rank 1 died while 'judge' was under way"):
+                asyncio.run(source.score(requests))
 
 
 def test_a_divided_loss_is_that_of_the_whole_batch(group: WorkerGroup, tiny_model_dir: Path) -> None:

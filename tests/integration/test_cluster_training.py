@@ -66,7 +66,7 @@ def make(wide_headed_model_dir: Path, tmp_path: Path) -> Callable[..., RLConfig]
 
 def train(config: RLConfig, **adapters: Any) -> list[dict[str, float]]:
     """The metrics of each step."""
-    rollgrad.train(config, reward=FakeRewardSource(letters), **adapters)
+    rollgrad.train(config, **{"reward": FakeRewardSource(letters)} | adapters)
     return steps(config)
 
 
@@ -96,28 +96,33 @@ def test_a_run_in_several_processes_is_the_run_in_one(make: Callable[..., RLConf
         torch.testing.assert_close(model(divided)[name], tensor, rtol=0, atol=1e-3)
 
 
-def ppo_colocated(config: RLConfig) -> None:
-    """Actor, critic, reference and engine share what there is, and take turns."""
+def ppo_colocated(config: RLConfig, reward_model: str) -> dict[str, Any]:
+    """Actor, critic, reference, reward model and engine share what there is, and take turns."""
     config.algo.advantage.estimator = "gae"
     config.algo.kl.init_coef = 0.01
     config.critic.num_gpus_per_node = config.ref.num_gpus_per_node = 1
+    config.reward.model_name_or_path, config.reward.timeout, config.reward.num_gpus_per_node = reward_model, 300, 2
     config.train.colocate_all = True
     config.ds.zero_stage = 3
+    config.logger.log_samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    return {"reward": None}
 
 
-def partial_rollout(config: RLConfig) -> None:
+def partial_rollout(config: RLConfig, reward_model: str) -> dict[str, Any]:
     """Two engines sample while the model is trained, and go on with its new weights."""
     config.train.async_enable, config.train.max_staleness = True, 2
     config.train.partial_rollout = PartialRollout.KEEP
     config.algo.correction.level = CorrectionLevel.TOKEN
     config.train.max_steps = 4
+    return {}
 
 
 @pytest.mark.parametrize("arrange", [ppo_colocated, partial_rollout])
-def test_every_pipeline_trains_with_vllm(make: Callable[..., RLConfig], arrange: Callable[[RLConfig], None]) -> None:
+def test_every_pipeline_trains_with_vllm(
+    make: Callable[..., RLConfig], arrange: Callable[[RLConfig, str], dict[str, Any]], reward_model_dir: Path
+) -> None:
     config = make(arrange.__name__, vllm=True)
-    arrange(config)
-    lines = train(config)
+    lines = train(config, **arrange(config, str(reward_model_dir)))
     assert len(lines) == config.train.max_steps
     fresh = [line for line in lines if line.get("staleness/max", 0.0) == 0]
     assert all(line["policy/mismatch_kl"] < 1e-5 for line in fresh), "engine and trainer agree on what they sample"
@@ -125,6 +130,10 @@ def test_every_pipeline_trains_with_vllm(make: Callable[..., RLConfig], arrange:
     assert (Path(config.ckpt.output_dir) / "model" / "model.safetensors").exists()
     if arrange is ppo_colocated:
         assert all(line["critic/loss"] > 0 for line in lines)
+        samples = map(json.loads, (Path(config.ckpt.output_dir) / "samples.jsonl").read_text().splitlines())
+        texts, rewards = zip(*((each["prompt"] + each["response"], each["reward"]) for each in samples), strict=True)
+        assert len(texts) == len(lines) * config.logger.log_samples
+        assert rewards == pytest.approx(cluster.reward_model(str(reward_model_dir)).score(texts), abs=1e-4)
     for title in ("ray::RankWorker", "ray::EngineHost"):
         cluster.wait_for(lambda title=title: not cluster.processes(title), "the end of the run's processes")
 

@@ -26,7 +26,6 @@ from rollgrad.domain.errors import RewardError
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import Reward, RewardRequest
 from rollgrad.domain.sampling import StopReason
-from tests.tiny_models import saved, tiny_model
 
 START_SECONDS = 200.0
 STOP_SECONDS = 60.0
@@ -102,14 +101,8 @@ def ask(query: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reward_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny_model("LlamaForSequenceClassification", tiny_tokenizer, num_labels=1, max_position_embeddings=128)
-    return saved(model, tiny_tokenizer, tmp_path_factory.mktemp("models") / "tiny-reward-model")
-
-
-@pytest.fixture(scope="module")
 def reward_model(reward_model_dir: Path) -> RewardModel:
-    return RewardModel.load(str(reward_model_dir), dtype=torch.float32, device=torch.device("cpu"))
+    return RewardModel.load(str(reward_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="--model")
 
 
 def request(response: str) -> RewardRequest:

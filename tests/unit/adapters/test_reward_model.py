@@ -120,7 +120,7 @@ def test_a_text_without_tokens_is_refused(tokenizer: Any) -> None:
 
 
 def load(path: Path) -> RewardModel:
-    return RewardModel.load(str(path), dtype=torch.float32, device=torch.device("cpu"))
+    return RewardModel.load(str(path), dtype=torch.float32, device=torch.device("cpu"), flag="--model")
 
 
 def test_loaded_it_scores_the_same(tokenizer: Any, tmp_path: Path) -> None:

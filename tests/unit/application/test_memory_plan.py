@@ -72,15 +72,32 @@ def test_float32_weights_are_their_own_masters() -> None:
     assert plan(small_config(), compute_bytes=4)["actor"].optimizer == 8000
 
 
-def test_critic_and_reference_appear_where_they_are_used() -> None:
+def test_other_models_appear_where_they_are_used() -> None:
     config = small_config()
     assert plan(config).keys() == {"actor", "engines"}
     config.algo.advantage.estimator = "gae"
     config.algo.kl.init_coef = 0.1
     other = ModelShape(parameters=10, layers=1, hidden=2, kv_heads=1, head_dim=2)
-    rows = plan(config, compute_bytes=4, critic=other, reference=other)
+    rows = plan(config, compute_bytes=4, critic=other, reference=other, reward=other)
     assert parts(rows["critic"]) == (40, 40, 80, 32 * 2 * 17 * 4)
     assert parts(rows["reference"]) == (40, 0, 0, 32 * 2 * 17 * 4), "one layer at a time"
+    assert parts(rows["reward"]) == (40, 0, 0, 8 * 16 * 2 * 17 * 4), "whole texts"
+
+
+def test_a_reward_model_judges_while_engines_sample() -> None:
+    config = cluster_config()
+    config.reward.num_gpus_per_node = config.critic.num_gpus_per_node = 1
+    rows = plan(config, GPU, reward=SHAPE)
+    assert (rows["reward"].processes, rows["reward"].device) == (1, "reward")
+    assert at_once({"reward": rows["reward"]}, GPU) == {"a GPU of reward": rows["reward"].total}
+    config.algo.advantage.estimator, config.train.colocate_critic_reward = "gae", True
+    rows = plan(config, GPU, reward=SHAPE)
+    held = at_once(rows, GPU)
+    assert held["a GPU of critic, reward"] == rows["critic"].total + rows["reward"].total
+    config.train.colocate_all = True
+    together = plan(config, evolve(GPU, gpu=10_000), reward=SHAPE)
+    others = {role: row for role, row in together.items() if role != "reward"}
+    assert sum(at_once(together, GPU).values()) == sum(at_once(others, GPU).values()) + together["reward"].total
 
 
 def test_checkpointing_keeps_the_actors_layer_inputs_and_one_layer() -> None:

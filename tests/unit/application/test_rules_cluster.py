@@ -8,7 +8,9 @@ from rollgrad.application.rules_cluster import cluster_problems
 
 CLUSTER: dict[str, Any] = {"cluster.enable": True}
 VLLM: dict[str, Any] = {"rollout.engine": Engine.VLLM}
+MODEL: dict[str, Any] = {"reward.model_name_or_path": "rm"}
 TOGETHER: dict[str, Any] = {"train.colocate_all": True}
+MODELS = ("actor", "critic", "ref", "reward")
 
 
 def problems(settings: dict[str, Any]) -> list[str]:
@@ -34,6 +36,8 @@ def problems(settings: dict[str, Any]) -> list[str]:
         CLUSTER | VLLM | {"vllm.num_engines": 4, "vllm.tensor_parallel_size": 2},
         CLUSTER | VLLM | TOGETHER | {"vllm.num_engines": 4},
         CLUSTER | {"train.colocate_actor_ref": True, "train.async_enable": True},
+        CLUSTER | MODEL | {"reward.num_nodes": 1, "reward.num_gpus_per_node": 3, "ds.sequence_parallel_size": 1},
+        CLUSTER | MODEL | {"train.colocate_critic_reward": True, "train.colocate_actor_ref": True},
     ],
 )
 def test_allows(settings: dict[str, Any]) -> None:
@@ -60,9 +64,10 @@ def test_engines_of_vllm_need_vllm(name: str, value: Any) -> None:
         ("ds.adam_offload", True),
         ("ds.param_offload", True),
         ("ds.sequence_parallel_size", 2),
-        *((f"{model}.{key}", 2) for model in ("actor", "critic", "ref") for key in ("num_nodes", "num_gpus_per_node")),
+        *((f"{model}.{key}", 2) for model in MODELS for key in ("num_nodes", "num_gpus_per_node")),
         ("train.colocate_all", True),
         ("train.colocate_actor_ref", True),
+        ("train.colocate_critic_reward", True),
         ("vllm.num_engines", 2),
     ],
 )
@@ -100,3 +105,25 @@ def test_an_engine_beside_models_has_one_gpu() -> None:
     (problem,) = problems(CLUSTER | VLLM | TOGETHER | {"vllm.tensor_parallel_size": 2})
     assert problem.startswith("vllm.tensor_parallel_size is 2 with train.colocate_all, where an engine has one GPU")
     assert problem.endswith("leave one of --vllm.tensor_parallel_size and --train.colocate_all out.")
+
+
+@pytest.mark.parametrize("key", ["num_nodes", "num_gpus_per_node"])
+def test_only_a_reward_model_has_processes(key: str) -> None:
+    assert problems(CLUSTER | {f"reward.{key}": 2}) == [
+        f"reward.{key} is 2, but there is no reward model: set --reward.model_name_or_path, or leave "
+        f"--reward.{key} out."
+    ]
+
+
+def test_critic_and_reward_model_share_where_both_are() -> None:
+    share = {"train.colocate_critic_reward": True}
+    (problem,) = problems(CLUSTER | share)
+    assert problem == (
+        "train.colocate_critic_reward is on, but there is no reward model: set --reward.model_name_or_path, or leave "
+        "--train.colocate_critic_reward out."
+    )
+    config = RLConfig()
+    config.cluster.enable = config.train.colocate_critic_reward = True
+    config.reward.model_name_or_path, config.algo.advantage.estimator = "rm", "rloo"
+    (problem,) = cluster_problems(config)
+    assert problem.startswith("train.colocate_critic_reward is on, but there is no critic: set --algo.advantage.")

@@ -60,7 +60,7 @@ def test_documented_commands_translate_to_a_run(index: int, words: str) -> None:
         "one text": [command],
         "continuations kept": [word.strip("'\"") for word in command.replace("\\\n", " \\ ").split()],
     }[words]
-    config, notes = translated_config(argv)
+    config, _ = translated_config(argv)
     if elided:  # they leave out what every run needs
         config.actor.model_name_or_path = config.actor.model_name_or_path or "m"
         config.data.prompt_dataset = config.data.prompt_dataset or "d.jsonl"
@@ -72,11 +72,9 @@ def test_documented_commands_translate_to_a_run(index: int, words: str) -> None:
         assert config.data.apply_chat_template
         assert config.critic.model_name_or_path is not None
         assert config.critic.model_name_or_path.startswith("OpenRLHF/Llama-3-8b-rm")
-    # Reward models are not there yet, which their notes say.
-    sources = (config.reward.function_path, config.reward.remote_url, config.train.agent_func_path)
-    has_reward = any(source is not None for source in sources)
-    assert has_reward or any("reward.function_path" in note for note in notes)
-    validate(config, has_reward=not has_reward)
+        assert config.reward.model_name_or_path == config.critic.model_name_or_path
+        assert ranks(config, "reward") == 8
+    validate(config)
     assert config.algo.kl.init_coef == 0.01
 
 
@@ -395,7 +393,9 @@ def test_rewards() -> None:
     assert reward.stop_properly_penalty_coef == 0.5
     assert config_of("--overlong_penalty_factor", "2").reward.overlong_penalty_factor == 1
     assert len(notes_of("--overlong_penalty_factor", "2")) == 1
-    assert notes_of("--reward_pretrain", "r") == ["not honoured: --reward_pretrain r: --remote_rm_url replaces it"]
+    assert notes_of("--reward_pretrain", "r") == [
+        "not honoured: --reward_pretrain r: --remote_rm_url or --agent_func_path replaces it"
+    ]
     clip = ("--reward_clip_range", "-1", "1")
     assert notes_of(*clip) == []
     assert "before the group" in notes_of(*clip, *GROUP, "--advantage_estimator", "rloo")[0]
@@ -557,6 +557,41 @@ def test_what_names_a_cluster_turns_it_on_as_openrlhf_would(flags: tuple[str, ..
     assert config.train.colocate_all is ("--colocate_all_models" in flags)
     assert config.train.colocate_actor_ref is ("--colocate_actor_ref" in flags)
     assert notes_of(*flags) == []
+
+
+WITH_MODEL = (*MODULE, "--pretrain", "m", "--prompt_data", "d.jsonl", "--reward_pretrain", "r")
+
+
+def test_a_reward_model_is_loaded() -> None:
+    translation = translate([*WITH_MODEL, "--reward_clip_range", "-5", "5"])
+    config = structure_config(translation.settings)
+    validate(config)
+    assert (config.reward.model_name_or_path, config.reward.timeout) == ("r", 180)
+    assert (config.cluster.enable, translation.notes) == (False, [])
+    first = translate([*WITH_MODEL[:-1], "r1,r2", "--normalize_reward"])
+    assert first.settings["reward"]["model_name_or_path"] == "r1"
+    normalised, alone = first.notes
+    assert "reward.normalize_mean_std" in normalised
+    assert alone == "not identical: --reward_pretrain r1,r2: r1 alone, for a run has one reward"
+
+
+@pytest.mark.parametrize("flag", ["--reward_num_nodes 1", "--reward_num_gpus_per_node 4", "--colocate_critic_reward"])
+def test_the_processes_of_a_reward_model(flag: str) -> None:
+    config, notes = translated_config([*WITH_MODEL, *flag.split()])
+    validate(config)
+    assert config.cluster.enable
+    assert ranks(config, "reward") == (4 if "4" in flag else 8)
+    assert config.train.colocate_critic_reward is (flag == "--colocate_critic_reward")
+    assert notes == []
+    without = translate([*MODULE, *LEAST, *flag.split()])
+    assert without.notes == [f"not honoured: {flag}: no reward model is loaded, in OpenRLHF neither"]
+
+
+def test_without_a_critic_the_reward_model_shares_with_none() -> None:
+    config, notes = translated_config([*WITH_MODEL, "--colocate_critic_reward", "--advantage_estimator", "reinforce"])
+    validate(config)
+    assert (config.cluster.enable, config.train.colocate_critic_reward) == (True, False)
+    assert notes == ["not honoured: --colocate_critic_reward: reinforce has no critic, in OpenRLHF neither"]
 
 
 def test_without_such_a_flag_everything_is_in_one_process() -> None:

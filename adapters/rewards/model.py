@@ -1,0 +1,123 @@
+"""Rewards from a reward model: in this process, or whole in each of several others that share the work.
+
+Invariants: a copy of the model scores one batch at a time, off the event loop; what arrives together, or while all
+copies are busy, is scored together. Does not own: the model (`adapters.torch.reward_model`) and where it runs.
+"""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from attrs import define, field, frozen
+
+from rollgrad.adapters.rewards.answers import RewardParser, replies
+from rollgrad.adapters.system.daemon_thread import in_daemon_thread
+from rollgrad.domain.errors import RewardError, RollgradError
+from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.domain.rewards import Reward, RewardRequest
+
+BATCH_REPLIES = 64
+"""Replies scored together at most: enough to fill a forward pass, few enough that a deadline has one scale."""
+LINGER = 0.005
+"""Seconds that the first reply of a batch waits for others."""
+
+Judge = Callable[[Sequence[str]], Sequence[tuple[float, bool]]]
+"""A copy of the model: of each text, in order, its score and whether the model saw only a part of it. Blocks."""
+
+
+@define(eq=False)
+class _Copy:
+    judge: Judge
+    slot: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(1))
+    """Taken for as long as the call lasts, also after its deadline."""
+
+
+@frozen(eq=False)
+class _Job:
+    text: str
+    answer: "asyncio.Future[Reward]"
+
+
+class ModelReward(RewardSource):
+    """Scores prompt and reply, as one text, with copies of a reward model.
+
+    A reply that the model sees only a part of counts in the metric `query_truncated`.
+
+    Args:
+        copies: at least one; each is called by one thread at a time.
+        timeout: seconds that a copy may take for a batch.
+    """
+
+    def __init__(self, copies: Sequence[Judge], *, timeout: float) -> None:
+        self.timeout = timeout
+        """See the class."""
+        self._parser = RewardParser("The reward model")
+        self._waiting: deque[_Job] = deque()
+        self._idle = [_Copy(judge) for judge in copies]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._scoring = 0
+
+    async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
+        """One reward a request, in order.
+
+        Raises:
+            RewardError: the model failed, gave a number that is not finite, or did not answer in time.
+        """
+        loop = asyncio.get_running_loop()
+        jobs = [_Job(request.query, loop.create_future()) for request in requests]
+        self._waiting += jobs
+        for _ in range(min(len(self._idle), len(jobs))):
+            task = loop.create_task(self._work(self._idle.pop()))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return list(await asyncio.gather(*(job.answer for job in jobs)))
+
+    async def _work(self, copy: _Copy) -> None:
+        """Lets a copy score until nothing waits."""
+        try:
+            await asyncio.sleep(LINGER)
+            while self._waiting:
+                free = len(self._tasks) - self._scoring  # they share what waits, this one included
+                count = min(math.ceil(len(self._waiting) / free), BATCH_REPLIES)
+                batch = [self._waiting.popleft() for _ in range(count)]
+                if wanted := [job for job in batch if not job.answer.done()]:
+                    await self._settle(copy, wanted)
+        finally:
+            self._idle.append(copy)
+
+    async def _settle(self, copy: _Copy, jobs: Sequence[_Job]) -> None:
+        """Gives every reply of a batch its reward, or the reason why it has none."""
+        texts = [job.text for job in jobs]
+        self._scoring += 1
+        try:
+            async with asyncio.timeout(self.timeout) as deadline:
+                judged = await in_daemon_thread(lambda: copy.judge(texts), "reward-model", copy.slot)
+        except Exception as error:  # whatever the model raises, or the process that it runs in
+            judged = [self._failure(error, len(jobs), late=deadline.expired())] * len(jobs)
+        finally:
+            self._scoring -= 1
+        for job, verdict in zip(jobs, judged, strict=True):
+            self._answer(job.answer, verdict)
+
+    def _failure(self, error: Exception, count: int, *, late: bool) -> RewardError:
+        if late:
+            return RewardError(
+                f"The reward model did not score {replies(count)} within {self.timeout:g} s: raise --reward.timeout."
+            )
+        told = isinstance(error, RollgradError)
+        return RewardError(str(error) if told else f"The reward model raised {type(error).__name__}: {error}")
+
+    def _answer(self, answer: "asyncio.Future[Reward]", verdict: tuple[float, bool] | RewardError) -> None:
+        if answer.done():  # nobody waits any more
+            return
+        if isinstance(verdict, RewardError):
+            answer.set_exception(verdict)
+            return
+        value, truncated = verdict
+        try:
+            answer.set_result(
+                *self._parser.parse({"rewards": value, "extra_logs": {"query_truncated": float(truncated)}}, 1)
+            )
+        except RewardError as error:
+            answer.set_exception(error)

@@ -1,0 +1,32 @@
+import pytest
+
+from rollgrad.application.train_config import TrainConfig
+from rollgrad.entrypoints.cluster import neighbours
+
+ROLES = {"actor": 2, "critic": 1, "reference": 1, "reward": 3, "engines": 2}
+ALL = sorted(ROLES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "groups"),
+    [
+        ((), [["actor"], ["critic"], ["engines"], ["reference"], ["reward"]]),
+        (("colocate_actor_ref",), [["actor", "reference"], ["critic"], ["engines"], ["reward"]]),
+        (("colocate_critic_reward",), [["actor"], ["critic", "reward"], ["engines"], ["reference"]]),
+        (("colocate_actor_ref", "colocate_critic_reward"), [["actor", "reference"], ["critic", "reward"], ["engines"]]),
+        (("colocate_all",), [ALL]),
+        (("colocate_all", "colocate_critic_reward"), [ALL]),
+    ],
+)
+def test_who_shares(settings: tuple[str, ...], groups: list[list[str]]) -> None:
+    train = TrainConfig(**dict.fromkeys(settings, True))
+    for group in groups:
+        assert [neighbours(role, ROLES, train) for role in group] == [group] * len(group)
+    assert sorted(role for group in groups for role in group) == ALL
+
+
+def test_who_shares_with_none_that_the_run_has_is_alone() -> None:
+    train = TrainConfig(colocate_actor_ref=True, colocate_all=False)
+    assert neighbours("actor", ROLES | {"reference": 0}, train) == ["actor"]
+    everything = TrainConfig(colocate_all=True)
+    assert neighbours("engines", ROLES | {"critic": 0, "reward": 0}, everything) == ["actor", "engines", "reference"]
