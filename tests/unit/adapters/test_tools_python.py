@@ -378,30 +378,24 @@ def test_runs_end_with_the_process_that_asked_for_them(namespaces: bool) -> None
     assert with_argument(mark) == []
 
 
-def test_namespaces_end_with_a_killed_guard() -> None:
+@pytest.mark.chaos
+def test_a_killed_guard_is_an_error_and_takes_its_namespaces_with_it() -> None:
     if not CONTAINED:
         assert not sandbox.namespaces_work()
         return
     mark = MARK + uuid.uuid4().hex
     code = f"import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 600; true', {mark!r}])"
-    guard = subprocess.Popen(
-        sandbox._command(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=sandbox._ENVIRONMENT,
-    )
-    assert guard.stdin is not None
-    guard.stdin.write(sandbox._request(code, 60.0, 512, True))
-    guard.stdin.flush()
-    while not with_argument(mark):
-        time.sleep(0.01)
-    guard.send_signal(signal.SIGKILL)
-    guard.wait(30)
-    guard.stdin.close()
-    deadline = time.monotonic() + 30
-    while with_argument(mark) and time.monotonic() < deadline:
-        time.sleep(0.01)
+
+    async def scenario() -> ToolResult:
+        calling = asyncio.create_task(PythonTool(seconds=60.0).call({"code": code}))
+        async with asyncio.timeout(30.0):
+            while not with_argument(mark):
+                await asyncio.sleep(0.01)
+            (guard,) = (pid for pid in sandboxes() if _parent(pid) == os.getpid())
+            os.kill(guard, signal.SIGKILL)
+            return await calling
+
+    assert asyncio.run(scenario()) == ToolResult(content="The tool 'python' failed.", is_error=True)
     assert with_argument(mark) == []
 
 
