@@ -134,11 +134,11 @@ class FleetWeights(WeightChannel):
                         raise error
 
     async def refresh(self, taker: Taker) -> None:
-        """Brings the weights of the last push to one restarted member; it is left for the next push if the policy has
-        begun another step meanwhile."""
+        """Brings the weights of the last push to one restarted member, unless it was part of that push; it is left for
+        the next if the policy has begun another step meanwhile."""
         async with self._lock:
             last = self._last
-            if last is None or _steps(last.policy) != last.steps:
+            if last is None or self._fleet.health.serves(taker.number) or _steps(last.policy) != last.steps:
                 return
             transfer = self._transfer_to([taker])
             await transfer.send(last.policy, last.version)

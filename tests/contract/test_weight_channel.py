@@ -237,6 +237,22 @@ def test_when_all_engines_die_in_a_push_it_begins_again_with_their_replacements(
     run(scenario())
 
 
+def test_an_engine_that_took_the_push_that_waited_for_it_is_not_sent_it_again() -> None:
+    """It may be sampling by then, and would be given up because it refuses."""
+
+    async def scenario() -> None:
+        channel, fleet, (member,) = channel_of(1)
+        policy = CountedPolicy()
+        member.die_at = "take"
+        await channel.push(policy, 1)
+        await until(lambda: not fleet._background)
+        assert policy.reads == 2
+        assert fleet.health.deaths.total() == 1
+        await fleet.aclose()
+
+    run(scenario())
+
+
 def test_a_push_that_no_engine_can_take_is_an_error() -> None:
     async def scenario() -> None:
         channel, fleet, members = channel_of(2, max_restarts=0)
