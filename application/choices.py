@@ -85,6 +85,8 @@ class Engine(StrEnum):
     """In this process, from the trained model itself where nothing samples during an update."""
     VLLM = "vllm"
     """vLLM, in processes of its own: pip install rollgrad[vllm]."""
+    SERVER = "server"
+    """Servers that are there already (`vllm serve`), by their URLs."""
 
 
 class DType(StrEnum):

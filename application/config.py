@@ -146,9 +146,13 @@ class RolloutConfig:
     max_failures: int = 0
     """Failed episodes tolerated per rollout (with train.async_enable from update to update); one more ends the run."""
     engine: Engine = Engine.EMBEDDED
-    """What samples; vllm runs in processes of its own (pip install rollgrad[vllm])."""
+    """What samples: this process, vllm in processes of its own (pip install rollgrad[vllm]), or a server that is there
+    already."""
+    server_urls: tuple[str, ...] = ()
+    """Addresses of rollout.engine server, which share the prompts: http://host:port each, as `vllm serve` listens. The
+    environment variable ROLLGRAD_ENGINE_TOKEN is sent as a bearer token."""
     max_batch_size: int = 128
-    """Sequences decoded together by the engine."""
+    """Sequences decoded together by the engine; requests in flight at each server."""
 
 
 @define(kw_only=True)

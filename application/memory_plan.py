@@ -126,7 +126,8 @@ def memory_plan(
         rows.append(_reference(config, reference or plain, compute_bytes))
     if reward is not None:
         rows.append(_reward(config, reward, compute_bytes))
-    rows.append(_engine(config, plain, compute_bytes, machine))
+    if config.rollout.engine is not Engine.SERVER:  # servers have memory of their own
+        rows.append(_engine(config, plain, compute_bytes, machine))
     return rows
 
 

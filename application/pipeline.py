@@ -125,9 +125,8 @@ class Pipeline(ABC):
         after: Mapping[str, float] = {}
         interrupted = False
         try:
-            if self._done:
-                await self._channel.push(self._policy, self._done)
-            else:
+            await self._channel.push(self._policy, self._done)  # whatever weights the engine began with
+            if not self._done:
                 self._before = await self._evaluate()
             while self._done < self._schedule.steps:
                 await self._step()

@@ -50,6 +50,36 @@ def cluster_problems(config: RLConfig) -> Iterator[str]:
         )
 
 
+def server_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with servers that sample."""
+    urls = config.rollout.server_urls
+    if config.rollout.engine is not Engine.SERVER:
+        if urls:
+            yield (
+                f"rollout.server_urls is {' '.join(urls)}, but rollout.engine is {config.rollout.engine}: set "
+                "--rollout.engine server, or leave --rollout.server_urls out."
+            )
+        return
+    if not urls:
+        yield "rollout.engine is server, but none is named: set --rollout.server_urls to their addresses."
+    for index, url in enumerate(urls):
+        if not url.startswith(("http://", "https://")):
+            yield (
+                f"rollout.server_urls has {url!r}, but a server's address starts with http:// or https://: correct "
+                "--rollout.server_urls."
+            )
+        if url in urls[:index]:
+            yield (
+                f"rollout.server_urls names {url} twice, but each server is one engine: name it once in "
+                "--rollout.server_urls."
+            )
+    if config.cluster.enable:
+        yield (
+            "rollout.engine is server with cluster.enable, which starts engines itself: set --rollout.engine vllm, or "
+            "leave --cluster.enable out."
+        )
+
+
 def _division_problems(config: RLConfig) -> Iterator[str]:
     """Models whose processes do not make whole groups."""
     size = config.ds.sequence_parallel_size

@@ -15,7 +15,7 @@ from rollgrad.application.rules_algorithm import (
     policy_loss_problems,
 )
 from rollgrad.application.rules_async import async_problems
-from rollgrad.application.rules_cluster import cluster_problems
+from rollgrad.application.rules_cluster import cluster_problems, server_problems
 from rollgrad.application.rules_inputs import (
     data_problems,
     eval_problems,
@@ -56,6 +56,7 @@ def validate(config: RLConfig, *, has_reward: bool = False, has_environment: boo
         correction_problems(config),
         async_problems(config),
         cluster_problems(config),
+        server_problems(config),
         sampling_problems(config),
         shaping_problems(config, has_environment=plays),
         optimizer_problems(config),
@@ -79,6 +80,7 @@ def validate_evaluation(config: RLConfig, *, has_reward: bool = False, has_envir
         model_problems(config),
         required_eval_problems(config),
         range_problems(config),
+        server_problems(config),
         prompt_form_problems(config),
         reward_problems(config, config.eval.dataset or "", has_reward=has_reward or plays),
         agent_problems(config, has_environment=plays),

@@ -82,6 +82,7 @@ from rollgrad.entrypoints.factories import (
     trainer_kind,
 )
 from rollgrad.entrypoints.reward_factories import make_model_reward, make_remote_reward, reward_kind
+from rollgrad.entrypoints.served_engines import make_served_engines, make_served_fleet, make_served_weights
 from rollgrad.entrypoints.tool_box import ToolBox
 from rollgrad.entrypoints.training_server import TrainingServer
 
@@ -191,8 +192,14 @@ class Container(containers.DeclarativeContainer):
     embedded_engine = providers.Singleton(make_engine, config, engine_model, tokenizer, codec)
     vllm_engine = providers.Singleton(make_vllm_engine, config, tokenizer)
     fleet = providers.Singleton(lambda cluster, tokenizer: cluster.engines(tokenizer), cluster, tokenizer)
+    served_engines = providers.Singleton(make_served_engines, config, tokenizer)
+    served_fleet = providers.Singleton(make_served_fleet, served_engines)
     sampling_engine = providers.Selector(
-        providers.Callable(engine_kind, config), embedded=embedded_engine, vllm=vllm_engine, fleet=fleet
+        providers.Callable(engine_kind, config),
+        embedded=embedded_engine,
+        vllm=vllm_engine,
+        fleet=fleet,
+        server=served_fleet,
     )
     engine = providers.Selector(
         providers.Callable(continuation_kind, config),
@@ -205,6 +212,9 @@ class Container(containers.DeclarativeContainer):
         own=providers.Singleton(CopiedWeights, embedded_engine),
         vllm=providers.Singleton(EngineWeights, vllm_engine, temperature=config.provided.rollout.temperature),
         fleet=providers.Singleton(FleetWeights, fleet, temperature=config.provided.rollout.temperature),
+        server=providers.Singleton(
+            make_served_weights, served_engines, served_fleet, temperature=config.provided.rollout.temperature
+        ),
     )
     environment: providers.Object[Any] = providers.Object(None)
     server = providers.Singleton(TrainingServer, engine, codec)

@@ -1,30 +1,46 @@
-"""A real HTTP server on the loopback interface that answers as a test wishes."""
+"""Real HTTP servers on the loopback interface that answer as a test wishes."""
 
 import json
+import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 
 
-class RewardServer:
-    """Answers POSTs with `answer(body) -> (status, JSON or text)`; keeps what it was asked."""
+class JsonServer:
+    """Answers with `answer(path, body) -> (status, JSON or text)`, a GET having no body; keeps what it was asked. Port
+    0 is any that is free."""
 
-    def __init__(self, answer: Answer, *, port: int = 0) -> None:
+    def __init__(self, answer: Callable[[str, Any], tuple[int, Any]], *, port: int = 0) -> None:
+        self.paths: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self._connections: list[socket.socket] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
+            def setup(self) -> None:
+                super().setup()
+                outer._connections.append(self.connection)
+
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.bodies.append(body)
+                self.reply(body)
+
+            def do_GET(self) -> None:
+                self.reply(None)
+
+            def reply(self, body: Any) -> None:
+                outer.paths.append(self.path)
                 outer.headers.append(dict(self.headers))
-                status, reply = answer(body)
+                status, reply = answer(self.path, body)
                 data = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
@@ -38,8 +54,21 @@ class RewardServer:
         self._server.daemon_threads = True
         self._server.handle_error = lambda *arguments: None  # a client that hangs up is part of the tests
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/get_reward"
+        self.port = int(self._server.server_address[1])
+        self.url = f"http://127.0.0.1:{self.port}"
 
     def close(self) -> None:
+        """Ends it and, as a process that dies does, its connections; may be called again."""
         self._server.shutdown()
         self._server.server_close()
+        for connection in self._connections:
+            with suppress(OSError):  # it is closed already
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class RewardServer(JsonServer):
+    """Answers POSTs to its `url` with `answer(body)`."""
+
+    def __init__(self, answer: Answer, *, port: int = 0) -> None:
+        super().__init__(lambda path, body: answer(body), port=port)
+        self.url += "/get_reward"

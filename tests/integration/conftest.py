@@ -4,6 +4,7 @@ import importlib.util
 
 NEEDS = {
     "test_vllm_engine.py": ("vllm",),
+    "test_served_engine.py": ("vllm",),
     "test_engine_fleet.py": ("vllm", "ray"),
     "test_lora_cluster.py": ("deepspeed", "ray"),
     "test_sequence_parallel.py": ("deepspeed", "ray"),

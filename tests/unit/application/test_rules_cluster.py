@@ -4,11 +4,13 @@ import pytest
 
 from rollgrad.application.choices import Engine
 from rollgrad.application.config import RLConfig
-from rollgrad.application.rules_cluster import cluster_problems
+from rollgrad.application.rules_cluster import cluster_problems, server_problems
 
 CLUSTER: dict[str, Any] = {"cluster.enable": True}
 VLLM: dict[str, Any] = {"rollout.engine": Engine.VLLM}
 MODEL: dict[str, Any] = {"reward.model_name_or_path": "rm"}
+URL = "http://127.0.0.1:8000"
+SERVER: dict[str, Any] = {"rollout.engine": Engine.SERVER, "rollout.server_urls": (URL,)}
 TOGETHER: dict[str, Any] = {"train.colocate_all": True}
 MODELS = ("actor", "critic", "ref", "reward")
 
@@ -18,7 +20,7 @@ def problems(settings: dict[str, Any]) -> list[str]:
     for name, value in settings.items():
         section, key = name.split(".")
         setattr(getattr(config, section), key, value)
-    return list(cluster_problems(config))
+    return [*cluster_problems(config), *server_problems(config)]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,8 @@ def problems(settings: dict[str, Any]) -> list[str]:
         CLUSTER | {"train.colocate_actor_ref": True, "train.async_enable": True},
         CLUSTER | MODEL | {"reward.num_nodes": 1, "reward.num_gpus_per_node": 3, "ds.sequence_parallel_size": 1},
         CLUSTER | MODEL | {"train.colocate_critic_reward": True, "train.colocate_actor_ref": True},
+        SERVER,
+        SERVER | {"train.async_enable": True, "rollout.server_urls": (URL, "https://other/v1")},
     ],
 )
 def test_allows(settings: dict[str, Any]) -> None:
@@ -127,3 +131,18 @@ def test_critic_and_reward_model_share_where_both_are() -> None:
     config.reward.model_name_or_path, config.algo.advantage.estimator = "rm", "rloo"
     (problem,) = cluster_problems(config)
     assert problem.startswith("train.colocate_critic_reward is on, but there is no critic: set --algo.advantage.")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout.server_urls": (URL,)}, "set --rollout.engine server"),
+        ({"rollout.engine": Engine.SERVER}, "set --rollout.server_urls"),
+        (SERVER | {"rollout.server_urls": ("127.0.0.1:8000",)}, "starts with http:// or https://"),
+        (SERVER | {"rollout.server_urls": (URL, URL)}, f"names {URL} twice"),
+        (SERVER | CLUSTER, "leave --cluster.enable out"),
+    ],
+)
+def test_servers_are_named_once_and_are_no_clusters(settings: dict[str, Any], message: str) -> None:
+    (problem,) = problems(settings)
+    assert message in problem

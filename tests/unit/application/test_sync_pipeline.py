@@ -37,7 +37,7 @@ def test_prompts_submitted_are_prompts_trained(build: Callable[..., Run]) -> Non
 def test_every_rollout_comes_from_the_weights_before_it(build: Callable[..., Run]) -> None:
     run = build(steps=3)
     run.train()
-    assert run.channel.versions == [1, 2, 3]
+    assert run.channel.versions == [0, 1, 2, 3]
     for index, step in enumerate(run.policy.updates):
         for part in step:
             assert set(part.versions_N[part.action_mask_N].tolist()) == {index}
@@ -114,7 +114,7 @@ def test_a_failed_update_ends_the_run(build: Callable[..., Run]) -> None:
     run = build(policy=FakePolicy(torch.full((VOCABULARY,), float("nan"))))
     with pytest.raises(NonFiniteUpdateError):
         run.train()
-    assert run.channel.versions == []
+    assert run.channel.versions == [0]
 
 
 def test_an_interruption_saves_the_last_finished_step(build: Callable[..., Run]) -> None:

@@ -1,0 +1,1 @@
+"""Engines that others serve, spoken to by URL."""

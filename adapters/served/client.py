@@ -1,0 +1,154 @@
+"""Calls to a model server: JSON over HTTP, with a token, a deadline, and errors of one sentence."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rollgrad.domain.errors import EngineError
+
+if TYPE_CHECKING:
+    import httpx2
+
+TOKEN_VARIABLE = "ROLLGRAD_ENGINE_TOKEN"
+"""Environment variable whose value, if set, is sent as a bearer token."""
+
+CONNECT_SECONDS = 10.0
+"""Longest that a server may take to accept a connection."""
+
+CALL_SECONDS = 300.0
+"""Longest that a server may take for a call that samples no reply. To repack a large model takes seconds."""
+
+ATTEMPTS = 3
+"""Times that a call is made at most which may be repeated."""
+
+BACKOFF = 0.2
+"""Seconds before the second attempt, and their random part; the third waits twice as long."""
+
+PASSING = frozenset({429, 502, 503, 504})
+"""Statuses of servers, and of proxies before them, that may be gone the next moment."""
+
+QUOTED = 300
+"""Characters of an answer that an error quotes."""
+
+
+class _PassingError(Exception):
+    """The attempt failed in a way that another may not."""
+
+
+class ServerClient:
+    """Calls one server. Its connections belong to the event loop that calls; each carries one call, for a server may
+    close one that has carried another just when it is used again, and not every call may be repeated.
+
+    Args:
+        url: http or https; a `/v1` at its end is left out.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        """What stands before all paths, without a slash at its end."""
+        self._client: httpx2.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        seconds: float | None = CALL_SECONDS,
+        repeat: bool = False,
+    ) -> tuple[int, Any]:
+        """(status, JSON or text) of a GET, or with a body of a POST; query parameters are part of the path.
+
+        `seconds` None waits for as long as the connection stands. `repeat`: the call may be made twice, and is made
+        again where it fails in passing.
+
+        Raises:
+            EngineError: there was no answer.
+        """
+        import stamina
+
+        try:
+            async for attempt in stamina.retry_context(
+                on=_PassingError,
+                attempts=ATTEMPTS if repeat else 1,
+                timeout=None,
+                wait_initial=BACKOFF,
+                wait_jitter=BACKOFF,
+            ):
+                with attempt:
+                    return await self._once(path, body, seconds, last=not repeat or attempt.num == ATTEMPTS)
+        except _PassingError as failure:
+            raise EngineError(f"The server {self.url} does not answer: {failure}.") from failure.__cause__
+        raise AssertionError("an attempt returns or raises")
+
+    async def call(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        seconds: float | None = CALL_SECONDS,
+        repeat: bool = False,
+    ) -> Any:
+        """The JSON that `ask` gets with status 200.
+
+        Raises:
+            EngineError: there was no answer, or another status.
+        """
+        status, answer = await self.ask(path, body, seconds=seconds, repeat=repeat)
+        if status != 200:
+            raise EngineError(self.refusal(path, status, answer))
+        return answer
+
+    def refusal(self, path: str, status: int, answer: Any) -> str:
+        """What an answer that is no 200 means, in one sentence."""
+        if status in (401, 403):
+            return (
+                f"The server {self.url} refuses its callers ({status}): set the environment variable {TOKEN_VARIABLE} "
+                "to the token that it asks for (vLLM's --api-key)."
+            )
+        error = answer.get("error", answer) if isinstance(answer, dict) else answer
+        said = error.get("message", error) if isinstance(error, dict) else error
+        return f"The server {self.url} answered {path.partition('?')[0]} with {status}: {str(said)[:QUOTED]}"
+
+    async def aclose(self) -> None:
+        """Ends connections; the next call opens new ones."""
+        client, self._client = self._client, None
+        if client is not None and self._loop is asyncio.get_running_loop():
+            await client.aclose()
+
+    async def _once(
+        self, path: str, body: Mapping[str, Any] | None, seconds: float | None, *, last: bool
+    ) -> tuple[int, Any]:
+        import httpx2
+
+        method = "GET" if body is None else "POST"
+        try:
+            async with asyncio.timeout(seconds):
+                response = await self._http().request(method, self.url + path, json=body)
+        except TimeoutError:
+            raise EngineError(
+                f"The server {self.url} took more than {seconds:g} s for {method} {path.partition('?')[0]}."
+            ) from None
+        except httpx2.HTTPError as error:
+            raise _PassingError(f"{type(error).__name__} {error}".strip()) from error
+        if response.status_code in PASSING and not last:
+            raise _PassingError(f"it is busy or ending ({response.status_code})")
+        try:
+            return response.status_code, response.json()
+        except ValueError:
+            return response.status_code, response.text
+
+    def _http(self) -> "httpx2.AsyncClient":
+        import httpx2
+
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            self._loop = loop
+            token = os.environ.get(TOKEN_VARIABLE)
+            self._client = httpx2.AsyncClient(
+                timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+                headers={"Authorization": f"Bearer {token}"} if token else None,
+            )
+        return self._client

@@ -1,0 +1,101 @@
+"""A server that answers as vLLM 0.32 does, with tokens that it makes up; what it lacks is a test's to choose."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.fakes.reward_server import JsonServer
+
+CONTROLS = frozenset(
+    {
+        "/pause",
+        "/resume",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/update_weight_version",
+        "/reset_prefix_cache",
+    }
+)
+"""What vLLM has in its development mode only."""
+
+
+class ModelServer(JsonServer):
+    """Counts tokens up from 100. `fails`: statuses of the next answers to requests for replies, before any is given.
+    `hold`: replies wait until it is set."""
+
+    def __init__(
+        self,
+        *,
+        tokens: bool = True,
+        token_ids: bool = True,
+        processed: bool = True,
+        develops: bool = True,
+        backend: str | None = "rollgrad",
+        token: str | None = None,
+        port: int = 0,
+    ) -> None:
+        self.fails: list[int] = []
+        self.paused = False
+        self.version = "default"
+        self.hold = threading.Event()
+        self.hold.set()
+        self.in_flight = self.most_in_flight = 0
+        self._lock = threading.Lock()
+        self._tokens, self._token_ids, self._processed = tokens, token_ids, processed
+        self._develops, self._backend, self._token = develops, backend, token
+        super().__init__(self._answer, port=port)
+
+    def _answer(self, path: str, body: Any) -> tuple[int, Any]:
+        path = path.partition("?")[0]
+        if self._token is not None and self.headers[-1].get("Authorization") != f"Bearer {self._token}":
+            return 401, {"error": "Unauthorized"}
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "policy", "max_model_len": 512}]}
+        if path == "/health":
+            return 200, ""
+        if path == "/v1/completions" or (path == "/inference/v1/generate" and self._tokens):
+            return self._reply(path, body)
+        if self._develops and path == "/is_paused":
+            return 200, {"is_paused": self.paused}
+        if self._develops and path == "/server_info":
+            transfer = None if self._backend is None else {"backend": self._backend}
+            config = {"weight_transfer_config": transfer, "model_config": {"dtype": "torch.float32"}}
+            return 200, {"vllm_config": config}
+        if self._develops and path in CONTROLS:
+            return self._control(path, body)
+        return 404, {"detail": "Not Found"}
+
+    def _control(self, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/init_weight_transfer_engine" and not Path(body["init_info"]["path"]).exists():
+            return 500, {"error": {"message": "No such file or directory"}}
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        return 200, {}
+
+    def _reply(self, path: str, body: Any) -> tuple[int, Any]:
+        with self._lock:
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            fails = self.fails.pop(0) if self.fails else None
+        self.hold.wait(30)
+        with self._lock:
+            self.in_flight -= 1
+        if fails is not None:
+            return fails, {"error": {"message": "not now"}}
+        params = body.get("sampling_params", body)
+        ids = [100 + index for index in range(params["max_tokens"])]
+        logprobs = [0.0 if params["top_k"] == 1 and self._processed else -0.5 for _ in ids]
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
+        if path == "/v1/completions":
+            choice |= {"text": "some text", "logprobs": {"token_logprobs": logprobs}}
+            if self._token_ids and body.get("return_token_ids"):
+                choice["token_ids"] = ids
+        else:
+            content = [{"token_id": one, "logprob": logprob} for one, logprob in zip(ids, logprobs, strict=True)]
+            span = {"version": self.version, "start": 0, "end": len(ids)}
+            choice |= {"token_ids": ids, "logprobs": {"content": content}, "weight_versions": [span]}
+        return 200, {"choices": [choice]}

@@ -1,0 +1,201 @@
+"""A real `vllm serve`, started as the docs say, on a small model: it keeps an engine's promises, and trains."""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rollgrad.adapters.served.engine import ServedEngine
+from rollgrad.adapters.torch.loading import load_tokenizer
+from rollgrad.adapters.torch.models import TorchPolicy
+from rollgrad.adapters.vllm.weights import EngineWeights
+from rollgrad.entrypoints.cli import main
+from tests.contract import test_rollout_engine, test_weight_channel
+from tests.event_loop import run
+from tests.integration import test_vllm_engine
+from tests.integration.test_vllm_engine import FLAG, TOLERANCE, channel, policy
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
+START_SECONDS = 400.0
+"""On a busy machine vLLM takes minutes."""
+
+ON_A_CPU = (
+    "--dtype float32 --enforce-eager --no-enable-chunked-prefill --max-num-batched-tokens 8192 --max-num-seqs 64 "
+    "--kv-cache-memory-bytes 2147483648"
+)
+"""What `adapters.vllm.starting` sets there."""
+
+__all__ = ["channel", "policy"]  # fixtures
+
+
+def documented() -> tuple[dict[str, str], list[str]]:
+    """(environment, options) of the `vllm serve MODEL` in the docs."""
+    text = DOCS.read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = (line for line in text.splitlines() if " vllm serve MODEL " in line)
+    words = shlex.split(line, comments=True)
+    start = words.index("vllm")
+    return dict(word.split("=", 1) for word in words[:start]), words[start + 3 :]
+
+
+@pytest.fixture(scope="module")
+def url(wide_headed_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment, options = documented()
+    # The CPU's build has another name, by which its own command `vllm` does not find it.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(wide_headed_model_dir)]
+    command += [*options, *shlex.split(ON_A_CPU), "--host", "127.0.0.1", "--port", str(port)]
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    compiles = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            command, env=os.environ | environment | compiles, stdout=output, stderr=subprocess.STDOUT
+        )
+    address = f"http://127.0.0.1:{port}"
+    until = time.monotonic() + START_SECONDS
+    try:
+        while not answers(address):
+            assert server.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < until, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield address
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def answers(address: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5) as reply:
+        return bool(reply.status == 200)
+    return False
+
+
+@pytest.fixture(scope="module")
+def served(url: str, wide_headed_model_dir: Path) -> Iterator[ServedEngine]:
+    vocabulary = len(load_tokenizer(str(wide_headed_model_dir), flag=FLAG))
+    engine = ServedEngine(url, eos_token_ids=(), vocabulary=vocabulary)
+    run(engine.ready())
+    run(engine.require_weights())
+    yield engine
+    run(engine.close())
+
+
+@pytest.fixture
+def vllm_engine(served: ServedEngine) -> ServedEngine:
+    """Awake, running, at version 0."""
+
+    async def ready() -> None:
+        await served.wake()
+        await served.resume()
+        served.set_version(0)
+
+    run(ready())
+    return served
+
+
+@pytest.fixture(params=["server"])
+def make(vllm_engine: ServedEngine) -> Callable[[], ServedEngine]:
+    return lambda: vllm_engine
+
+
+@pytest.fixture
+def parts(
+    channel: EngineWeights, vllm_engine: ServedEngine, policy: TorchPolicy
+) -> tuple[EngineWeights, ServedEngine, TorchPolicy]:
+    return channel, vllm_engine, policy
+
+
+PROMISES = {
+    name: test
+    for suite in (test_rollout_engine, test_weight_channel)
+    for name, test in vars(suite).items()
+    if name.startswith("test_") and {"make", "parts"}.intersection(test.__code__.co_varnames)
+}
+AS_WITHOUT_A_SERVER = {
+    name: getattr(test_vllm_engine, name)
+    for name in (
+        "test_sixty_four_requests_at_once",
+        "test_each_token_is_heard_once_and_in_order",
+        "test_a_stop_string_is_part_of_the_reply",
+        "test_no_stop_token_before_the_minimum",
+        "test_what_is_longer_than_the_engine_holds_is_refused",
+        "test_after_a_push_the_engine_computes_what_the_trainer_computes",
+        "test_a_frozen_request_goes_on_under_the_new_weights",
+        "test_weights_that_do_not_arrive_are_noticed_and_the_next_push_heals",
+    )
+}
+globals().update(PROMISES | AS_WITHOUT_A_SERVER)
+
+
+def test_every_promise_is_looked_at() -> None:
+    assert len(PROMISES) > 15
+
+
+ASYNC = {"train.async_enable": "True", "algo.old_logprobs": "rollout"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        ASYNC,
+        {**ASYNC, "train.partial_rollout": "keep"},
+        {**ASYNC, "train.partial_rollout": "recompute"},
+    ],
+    ids=["sync", "none", "keep", "recompute"],
+)
+def test_a_run_trains_on_what_the_server_samples(
+    url: str,
+    wide_headed_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"input": f"What is {a} plus {b}?", "label": str(a + b)} for a in range(1, 4) for b in range(1, 4)]
+    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    reward = "def reward_func(queries, prompts, labels):\n    return [len(query) % 7 for query in queries]\n"
+    Path("reward.py").write_text(reward)
+    model = {"actor.model_name_or_path": str(wide_headed_model_dir), "rollout.engine": "server"}
+    judged = {"rollout.server_urls": url, "reward.function_path": "reward.py", "data.label_key": "label"}
+    flags = {
+        **model,
+        **judged,
+        "actor.dtype": "float32",
+        "actor.adam.lr": "1e-3",
+        "algo.advantage.estimator": "group_norm",
+        "data.prompt_dataset": "prompts.jsonl",
+        "rollout.temperature": "0.8",
+        "rollout.batch_size": "3",
+        "rollout.n_samples_per_prompt": "3",
+        "rollout.max_new_tokens": "16",
+        "train.max_steps": "3",
+        "ckpt.output_dir": "out",
+        "algo.old_logprobs": "rollout",
+        **settings,
+    }
+    assert main(["train", "rl", *words(flags)]) == 0
+    steps = [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    exact = steps if not settings else steps[:1]  # the others' samples may be of an older policy
+    for step in exact:  # the ratio is of the trainer's probability to the server's
+        assert step["policy/ratio_mean"] == pytest.approx(1.0, abs=TOLERANCE)
+    assert main(["eval", *words(model | judged | {"eval.dataset": "prompts.jsonl", "eval.max_new_tokens": "8"})]) == 0
+
+
+def words(flags: dict[str, str]) -> list[str]:
+    return [
+        part for flag, value in flags.items() for part in ((f"--{flag}",) if value == "True" else (f"--{flag}", value))
+    ]

@@ -1,0 +1,289 @@
+"""Engines by URL against real HTTP servers that answer as vLLM does, fail, hang, vanish and come back."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from rollgrad.adapters.served.client import TOKEN_VARIABLE
+from rollgrad.adapters.served.engine import ServedEngine
+from rollgrad.application.fleet import EngineFleet
+from rollgrad.application.fleet_member import Taker
+from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.fleet import FleetBounds
+from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
+from tests.fakes.model_server import ModelServer
+
+Serve = Callable[..., ModelServer]
+SECONDS = 60
+"""After which a test has hung."""
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers: list[ModelServer] = []
+
+    def start(**lacking: Any) -> ModelServer:
+        servers.append(ModelServer(**lacking))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.hold.set()
+        server.close()
+
+
+def ask(seed: int = 0, **params: Any) -> GenerationRequest:
+    return GenerationRequest(
+        prompt_token_ids=(5, 6, 7), params=SamplingParams(**{"max_new_tokens": 4, "seed": seed, **params})
+    )
+
+
+def engine_of(url: str, **settings: Any) -> ServedEngine:
+    return ServedEngine(url, eos_token_ids=[2], vocabulary=50, **settings)
+
+
+def using(engine: ServedEngine, work: Callable[[ServedEngine], Coroutine[Any, Any, Any]]) -> Any:
+    """What `work` makes of an engine that is ready."""
+
+    async def scenario() -> Any:
+        async with asyncio.timeout(SECONDS):
+            await engine.ready()
+            try:
+                return await work(engine)
+            finally:
+                await engine.close()
+
+    return asyncio.run(scenario())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_ids_go_out_and_ids_come_back_with_the_versions_of_their_weights(serve: Serve) -> None:
+    server = serve()
+    heard: list[int] = []
+
+    async def work(engine: ServedEngine) -> Generation:
+        await engine.require_weights()
+        engine.set_version(7)
+        return await engine.generate(
+            ask(seed=9, temperature=0.6, stop_token_ids=(33,), stop_strings=("x",)), on_token=heard.append
+        )
+
+    engine = engine_of(server.url + "/v1/")
+    generation: Generation = using(engine, work)
+    assert engine.max_tokens == 512
+    assert list(generation.token_ids) == heard == [100, 101, 102, 103]
+    assert list(generation.logprobs) == [-0.5] * 4
+    assert list(generation.versions) == [7] * 4
+    assert generation.stop_reason is StopReason.LENGTH
+    body = server.bodies[-1]
+    assert body["token_ids"] == [5, 6, 7]
+    expected = {"temperature": 0.6, "seed": 9, "stop_token_ids": [2, 33], "ignore_eos": True, "detokenize": True}
+    assert {key: body["sampling_params"][key] for key in expected} == expected
+
+
+def test_a_server_of_completions_in_token_ids_samples_but_takes_no_weights(serve: Serve) -> None:
+    server = serve(tokens=False, develops=False)
+
+    async def work(engine: ServedEngine) -> Generation:
+        with pytest.raises(
+            ConfigurationError, match=r"--enable-scale-out.* and .*VLLM_SERVER_DEV_MODE=1.*rollgrad eval"
+        ):
+            await engine.require_weights()
+        await engine.ping()
+        return await engine.generate(ask())
+
+    generation: Generation = using(engine_of(server.url), work)
+    assert list(generation.token_ids) == [100, 101, 102, 103]
+    assert list(generation.versions) == [0] * 4
+    assert server.bodies[-1]["prompt"] == [5, 6, 7]
+    assert server.bodies[-1]["model"] == "policy"
+
+
+@pytest.mark.parametrize(
+    ("lacking", "option"),
+    [
+        ({"tokens": False}, "--enable-scale-out"),
+        ({"processed": False}, "--logprobs-mode processed_logprobs"),
+        ({"develops": False}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"backend": None}, """--weight-transfer-config '{"backend": "rollgrad"}'"""),
+        ({"backend": "nccl"}, """--weight-transfer-config '{"backend": "rollgrad"}'"""),
+    ],
+)
+def test_what_a_server_lacks_for_training_is_named_with_its_option(
+    serve: Serve, lacking: dict[str, Any], option: str
+) -> None:
+    server = serve(**lacking)
+    with pytest.raises(ConfigurationError) as raised:
+        using(engine_of(server.url), ServedEngine.require_weights)
+    assert option in str(raised.value)
+    assert server.url in str(raised.value)
+    assert " and the " not in str(raised.value), "nothing else is lacking"
+
+
+def test_a_server_of_text_alone_is_refused(serve: Serve) -> None:
+    server = serve(tokens=False, token_ids=False)
+    with pytest.raises(ConfigurationError, match=r"no token ids.*--enable-scale-out"):
+        using(engine_of(server.url), ServedEngine.ping)
+
+
+def test_a_server_elsewhere_does_not_see_the_shared_memory(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve()
+    monkeypatch.setattr("tests.fakes.model_server.Path.exists", lambda path: False)
+    with pytest.raises(ConfigurationError, match="start it on the machine that trains"):
+        using(engine_of(server.url), ServedEngine.require_weights)
+
+
+def test_nobody_there_is_one_sentence(serve: Serve) -> None:
+    server = serve()
+    server.close()
+    with pytest.raises(EngineError, match=f"{server.url} does not answer"):
+        using(engine_of(server.url), ServedEngine.ping)
+
+
+def test_the_token_opens_and_is_told_to_nobody(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(token="sesame")
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv(TOKEN_VARIABLE, "sesame")
+    using(engine_of(server.url), ServedEngine.require_weights)
+    monkeypatch.setenv(TOKEN_VARIABLE, "wrong-word")
+    with pytest.raises(EngineError, match=f"environment variable {TOKEN_VARIABLE}") as raised:
+        using(engine_of(server.url), ServedEngine.ping)
+    for secret in ("sesame", "wrong-word"):
+        assert secret not in str(raised.value) + caplog.text
+
+
+def test_what_fails_in_passing_is_asked_again_and_the_rest_is_not(serve: Serve) -> None:
+    server = serve()
+
+    async def work(engine: ServedEngine) -> None:
+        asked = len(server.bodies)
+        server.fails = [503, 429]
+        assert len((await engine.generate(ask())).token_ids) == 4
+        again = server.bodies[asked:]
+        assert len(again) == 3
+        assert again[0] == again[1] == again[2]
+        server.fails = [400, 503]
+        with pytest.raises(EngineError, match="400: not now"):
+            await engine.generate(ask())
+        assert server.fails == [503]
+        server.fails = [503] * 3
+        with pytest.raises(EngineError, match="503: not now"):
+            await engine.generate(ask())
+
+    using(engine_of(server.url), work)
+
+
+def test_no_more_requests_at_once_than_the_server_takes(serve: Serve) -> None:
+    server = serve()
+
+    async def work(engine: ServedEngine) -> None:
+        server.hold.clear()
+        tasks = [asyncio.create_task(engine.generate(ask(seed))) for seed in range(6)]
+        await until(lambda: server.in_flight == 2)
+        server.hold.set()
+        await asyncio.gather(*tasks)
+
+    using(engine_of(server.url, max_requests=2), work)
+    assert server.most_in_flight == 2
+
+
+def test_a_cancelled_call_frees_its_place(serve: Serve) -> None:
+    server = serve()
+
+    async def work(engine: ServedEngine) -> None:
+        server.hold.clear()
+        first = asyncio.create_task(engine.generate(ask()))
+        await until(lambda: server.in_flight == 1)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second = asyncio.create_task(engine.generate(ask()))
+        await until(lambda: server.in_flight == 2)  # on another connection: the first one was closed
+        server.hold.set()
+        assert len((await second).token_ids) == 4
+
+    using(engine_of(server.url, max_requests=1), work)
+
+
+def test_an_abort_ends_those_that_wait_for_a_place(serve: Serve) -> None:
+    server = serve()
+
+    async def work(engine: ServedEngine) -> list[Generation]:
+        await engine.require_weights()
+        await engine.generate(ask())  # has told the server its version, which the others need not
+        server.hold.clear()
+        tasks = [asyncio.create_task(engine.generate(ask(seed))) for seed in range(3)]
+        await until(lambda: server.in_flight == 1)
+        asked = len(server.paths)
+        pausing = asyncio.create_task(engine.pause(PauseMode.ABORT))
+        await until(lambda: server.paused)
+        assert any("mode=abort" in path for path in server.paths[asked:])
+        server.hold.set()
+        await pausing
+        return await asyncio.gather(*tasks)
+
+    first, *others = using(engine_of(server.url, max_requests=1), work)
+    assert len(first.token_ids) == 4
+    assert [one.stop_reason for one in others] == [StopReason.ABORTED] * 2
+
+
+def test_a_pause_that_a_run_left_behind_is_ended(serve: Serve) -> None:
+    server = serve()
+    server.paused = True
+    using(engine_of(server.url), ServedEngine.ping)
+    assert not server.paused
+
+
+def test_a_lost_server_is_replaced_by_others_and_used_again_when_it_has_the_weights(serve: Serve) -> None:
+    lost, other = serve(), serve()
+
+    async def scenario() -> None:
+        engines = [engine_of(server.url) for server in (lost, other)]
+        for engine in engines:
+            await engine.ready()
+            await engine.require_weights()
+        fleet = EngineFleet(engines, bounds=FleetBounds(max_restarts=5), ping_seconds=0.05)
+        brought: list[Taker] = []
+
+        async def refresh(taker: Taker) -> None:
+            brought.append(taker)
+            engines[taker.number].set_version(3)
+            fleet.took([taker], 3)
+
+        fleet.refresh = refresh
+        fleet.new_weights(3)
+        for engine in engines:
+            engine.set_version(3)
+        fleet.took(await fleet.takers(), 3)
+        lost.hold.clear()
+        tasks = [asyncio.create_task(fleet.generate(ask(seed))) for seed in range(4)]
+        await until(lambda: lost.in_flight == 2)
+        lost.close()
+        await until(lambda: fleet.health.serving == [1])
+        lost.hold.set()
+        for generation in await asyncio.gather(*tasks):
+            assert list(generation.versions) == [3] * 4
+        assert fleet.replayed == 2
+        back = serve(port=lost.port)
+        await until(lambda: fleet.health.serving == [0, 1])
+        assert [taker.number for taker in brought] == [0]
+        asked = len(back.bodies)
+        for generation in await asyncio.gather(*(fleet.generate(ask(seed)) for seed in range(4))):
+            assert list(generation.versions) == [3] * 4
+        assert len(back.bodies) > asked
+        await fleet.aclose()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(SECONDS):
+            await scenario()
+
+    asyncio.run(bounded())
