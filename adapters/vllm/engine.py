@@ -100,9 +100,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
         if mode is PauseMode.ABORT:
             self._aborts += 1
             self._changed()
-            while self._running:  # one that is only now on its way to vLLM is caught by the next round
-                await self._core.abort(list(self._running))
-                await self._wait_idle(LIVENESS_SECONDS)
+            await self._abort()
         elif mode is PauseMode.WAIT and self._running:
             if frozen:
                 await self._go_on()
@@ -155,6 +153,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
         except EngineError:
             self._end_transfer()
             raise
+        self._probe = None
         try:
             await self._core.begin_update(info)
         except BaseException:
@@ -268,8 +267,15 @@ class CoreEngine(RolloutEngine, WeightTaker):
             await self._core.announce(version)
             self._announced = version
 
+    async def _abort(self) -> None:
+        while self._running:  # one that is only now on its way to vLLM is caught by the next round
+            await self._core.abort(list(self._running))
+            await self._wait_idle(LIVENESS_SECONDS)
+
     async def _go_on(self) -> None:
         async with self._changing:
+            if self._broken is not None:
+                await self._abort()  # what a pause froze ends as it was: it must not go on with half a model
             await self._announce()
             await self._core.thaw()
         self._changed()

@@ -86,5 +86,6 @@ class WeightTaker(Protocol):
         ...
 
     async def abandon_weights(self, reason: str) -> None:
-        """Ends a transfer half-way: requests fail with `reason` until the next succeeds."""
+        """Ends a transfer half-way: requests fail with `reason` until the next succeeds; those that a pause froze are
+        aborted if `resume` comes before it."""
         ...
