@@ -27,6 +27,9 @@ PROBE_TOKENS = 8
 """Of the reply that is looked at."""
 
 NO_SUCH_PATH = frozenset({404, 405})
+"""Statuses of an endpoint that a server does not have."""
+
+SERVER_INFO = "/server_info?config_format=json"
 
 
 class ServedCore(Core):
@@ -99,6 +102,7 @@ class ServedCore(Core):
         """Makes sure that weights can be brought. Whatever the server is at is ended.
 
         Raises:
+            EngineError: it does not answer.
             ConfigurationError: they cannot; the message says how to start the server.
         """
         lacking = []
@@ -106,8 +110,10 @@ class ServedCore(Core):
             lacking.append("the endpoint /inference/v1/generate (vllm serve --enable-scale-out)")
         if not self._processed:
             lacking.append("log-probs of the distribution it samples from (--logprobs-mode processed_logprobs)")
-        status, info = await self.http.ask("/server_info?config_format=json")
-        if status != 200:
+        status, info = await self.http.ask(SERVER_INFO)
+        if status not in (200, *NO_SUCH_PATH):
+            raise EngineError(self.http.refusal(SERVER_INFO, status, info))
+        if status in NO_SUCH_PATH:
             lacking.append("the endpoints that pause it and bring weights (environment VLLM_SERVER_DEV_MODE=1)")
         elif (info["vllm_config"].get("weight_transfer_config") or {}).get("backend") != BACKEND:
             lacking.append(

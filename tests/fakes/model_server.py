@@ -37,7 +37,7 @@ class ModelServer(JsonServer):
         port: int = 0,
     ) -> None:
         self.fails: list[int] = []
-        self.paused = False
+        self.paused = self.starting = False
         self.version = "default"
         self.hold = threading.Event()
         self.hold.set()
@@ -59,6 +59,8 @@ class ModelServer(JsonServer):
             return self._reply(path, body)
         if self._develops and path == "/is_paused":
             return 200, {"is_paused": self.paused}
+        if self._develops and path == "/server_info" and self.starting:
+            return 503, "starting"
         if self._develops and path == "/server_info":
             transfer = None if self._backend is None else {"backend": self._backend}
             config = {"weight_transfer_config": transfer, "model_config": {"dtype": "torch.float32"}}

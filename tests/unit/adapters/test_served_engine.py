@@ -141,6 +141,13 @@ def test_a_server_elsewhere_does_not_see_the_shared_memory(serve: Serve, monkeyp
         using(engine_of(server.url), ServedEngine.require_weights)
 
 
+def test_a_server_that_is_not_ready_lacks_nothing(serve: Serve) -> None:
+    server = serve()
+    server.starting = True
+    with pytest.raises(EngineError, match=r"answered /server_info with 503: starting"):
+        using(engine_of(server.url), ServedEngine.require_weights)
+
+
 def test_nobody_there_is_one_sentence(serve: Serve) -> None:
     server = serve()
     server.close()
