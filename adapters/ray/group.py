@@ -1,13 +1,16 @@
 """Processes that hold the parts of one model and make every call together.
 
-Invariants: a call is made on all of them or on none; it ends within its deadline, with all results or one error that
-names the process; after a process was lost the group is ended, and every later call says why.
+Invariants: a call is made on all of them or on none, and such calls of several threads follow each other; each ends
+within its deadline, with all results or one error that names the process; after a process was lost the group is ended,
+and every later call says why.
 Does not own: what the processes compute.
 """
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollgrad.adapters.ray.placement import Slot
@@ -15,7 +18,7 @@ from rollgrad.adapters.ray.session import ray_module
 from rollgrad.domain.errors import RollgradError, WorkerError
 
 GRACE_SECONDS = 30.0
-"""After the first failure, for that of the process which is its cause: the others fail because it has left them."""
+"""After the first failure, for the death which is its cause: the others fail because a process has left them."""
 
 
 class RankWorker:
@@ -75,25 +78,33 @@ class WorkerGroup:
         self.size = len(slots)
         self._timeout = timeout
         self._broken: str | None = None
+        self._turn = threading.RLock()
+        """Held for a call of all processes, and for each item of a reading."""
+        self._reading: object | None = None
+        """Stands for the reading that is under way."""
+        self._end_reading: Callable[[], object] = lambda: None
+        """Ends it in all processes."""
+        self._beside: dict[int, Any] = {}
+        """Rank: the call by which it takes part in the reading."""
         remote = ray.remote(RankWorker)
         self._workers = [
             remote.options(**slot.options(), max_restarts=0).remote(rank, self.size, threads)
             for rank, slot in enumerate(slots)
         ]
         host, port = self.address()
-        self._gather([worker.join.remote(host, port, timeout) for worker in self._workers], "finding each other")
+        self._everywhere("finding each other", lambda worker: worker.join.remote(host, port, timeout))
 
     def build(self, make: Callable[..., Any], *arguments: Any) -> None:
         """Makes the model, by an importable function, in all processes."""
-        self._gather([worker.build.remote(make, *arguments) for worker in self._workers], "loading the model")
+        self._everywhere("loading the model", lambda worker: worker.build.remote(make, *arguments))
 
     def pids(self) -> list[int]:
         """Of the processes, by rank."""
-        return [int(pid) for pid in self._gather([worker.pid.remote() for worker in self._workers], "answering")]
+        return [int(pid) for pid in self._everywhere("answering", lambda worker: worker.pid.remote())]
 
     def address(self) -> tuple[str, int]:
         """(host, free port) of the first process."""
-        host, port = self._gather([self._workers[0].address.remote()], "answering")[0]
+        host, port = self._gather({0: self._workers[0].address.remote()}, "answering")[0]
         return str(host), int(port)
 
     def each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
@@ -103,9 +114,11 @@ class WorkerGroup:
             RollgradError: what the method raised, of the lowest rank.
             WorkerError: a process was lost, or they did not answer in time.
         """
-        self._require_whole()
-        references = [worker.call.remote(method, *own) for worker, own in zip(self._workers, arguments, strict=True)]
-        return self._gather(references, method)
+        with self._turn:
+            self._require_whole()
+            self._stop_reading()
+            calls = zip(self._workers, arguments, strict=True)
+            return self._gather({rank: w.call.remote(method, *own) for rank, (w, own) in enumerate(calls)}, method)
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
         """The same with equal arguments, which are sent once."""
@@ -116,8 +129,46 @@ class WorkerGroup:
     def begin(self, method: str, ranks: Sequence[int], *arguments: Any) -> Callable[[], list[Any]]:
         """Starts a call in some processes; what is returned waits for the results."""
         self._require_whole()
-        references = [self._workers[rank].call.remote(method, *arguments) for rank in ranks]
-        return lambda: self._gather(references, method, ranks)
+        references = {rank: self._workers[rank].call.remote(method, *arguments) for rank in ranks}
+        return lambda: self._gather(references, method)
+
+    def read(
+        self, begin: str, *arguments: Any, ranks: Sequence[int], following: str, rest: str, others: str
+    ) -> Iterator[list[Any]]:
+        """What `following` gives in the processes `ranks`, until it is None, after `begin` with its arguments; the
+        others take part by one long call, `others`.
+
+        A call of all processes ends a reading: `ranks` then go through the `rest`, as they do if the reading is closed.
+
+        Raises:
+            WorkerError: another call has ended the reading, a process was lost, or they did not answer in time.
+        """
+        reading = object()
+        with self._turn:
+            self._require_whole()
+            self._stop_reading()
+            taking_part = [rank for rank in range(self.size) if rank not in ranks]
+            self._beside = {rank: self._workers[rank].call.remote(others) for rank in taking_part}
+            self._reading, self._end_reading = reading, self._ender(rest, ranks)
+            self.begin(begin, ranks, *arguments)()
+        try:
+            while True:
+                with self._turn:
+                    self._require_whole()
+                    if self._reading is not reading:
+                        raise WorkerError(
+                            f"The {self.name} was asked for something else while its weights were on their way, which "
+                            "ends the transfer: push again."
+                        )
+                    items = self.begin(following, ranks)()
+                if items[0] is None:
+                    return
+                yield items
+        finally:
+            if self._reading is reading:  # whoever reads has given up, but the other processes wait for the rest
+                with self._turn:
+                    if self._reading is reading:
+                        self._stop_reading()
 
     def close(self) -> None:
         """Ends the processes; may be called again."""
@@ -131,37 +182,50 @@ class WorkerGroup:
         if self._broken is not None:
             raise WorkerError(self._broken)
 
-    def _gather(self, references: list[Any], doing: str, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Results in the order of `references`, which are of the processes `ranks` (default: of all)."""
+    def _ender(self, rest: str, ranks: Sequence[int]) -> Callable[[], object]:
+        def end() -> None:
+            others, self._beside = self._beside, {}
+            last = {rank: self._workers[rank].call.remote(rest) for rank in ranks}
+            self._gather(last | others, rest)
+
+        return end
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading = None
+            self._end_reading()
+
+    def _everywhere(self, doing: str, call: Callable[[Any], Any]) -> list[Any]:
+        return self._gather({rank: call(worker) for rank, worker in enumerate(self._workers)}, doing)
+
+    def _gather(self, references: Mapping[int, Any], doing: str) -> list[Any]:
+        """The results of `references`, by rank; a process that fails in its part of a reading is heard, too."""
         ray = ray_module()
-        ranks = range(len(references)) if ranks is None else ranks
-        waiting, left = list(references), self._timeout
-        results: dict[int, Any] = {}
+        ranks = {reference: rank for rank, reference in [*self._beside.items(), *references.items()]}
+        wanted, results = set(references.values()), dict[Any, Any]()
         failures: dict[int, Exception] = {}
-        while waiting:
-            done, waiting = ray.wait(waiting, timeout=left)
+        until = time.monotonic() + self._timeout
+        while wanted or (failures and ranks):
+            done, _ = ray.wait(list(ranks), timeout=max(0.0, until - time.monotonic()))
             if not done:
                 break
             for reference in done:
-                rank = ranks[references.index(reference)]
+                rank = ranks.pop(reference)
+                wanted.discard(reference)
                 try:
-                    results[rank] = ray.get(reference)
+                    results[reference] = ray.get(reference)
                 except Exception as error:  # whatever the process raised: it is judged beside the others'
                     failures[rank] = error
-                    left = GRACE_SECONDS
+                    until = 0.0 if _is_death(error) else min(until, time.monotonic() + GRACE_SECONDS)
         if failures:
             raise self._judged(failures, doing)
-        if waiting:
-            slow = [ranks[references.index(reference)] for reference in waiting]
-            raise self._end(f"did not answer within {self._timeout:g} s", slow, doing)
-        return [results[rank] for rank in ranks]
+        if wanted:
+            raise self._end(f"did not answer within {self._timeout:g} s", sorted(ranks.values()), doing)
+        return [results[reference] for reference in references.values()]
 
     def _judged(self, failures: dict[int, Exception], doing: str) -> Exception:
         """The error that tells most: of a process that died, else what one raised on purpose, else anything."""
-        from ray.exceptions import RayActorError
-
-        dead = [rank for rank, error in failures.items() if isinstance(error, RayActorError)]
-        if dead:
+        if dead := [rank for rank, error in failures.items() if _is_death(error)]:
             return self._end("died", dead, doing)
         rank, error = min(failures.items())
         cause = getattr(error, "cause", None)
@@ -177,5 +241,13 @@ class WorkerGroup:
             f"Of the {self.size} training processes of {self.name}, {who} {what} while {doing!r} was under way. Start "
             "again with --ckpt.resume if the run saves its state (--ckpt.state_steps)."
         )
+        self._reading, self._beside = None, {}
         self.close()
         return WorkerError(self._broken)
+
+
+def _is_death(error: Exception) -> bool:
+    """Whether a process is gone, rather than its call has raised something."""
+    from ray.exceptions import RayError, RayTaskError
+
+    return isinstance(error, RayError) and not isinstance(error, RayTaskError)

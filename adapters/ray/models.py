@@ -107,20 +107,15 @@ class ShardedPolicy(_Trained, PolicyModel):
 
     def sent(self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,)) -> Iterator[list[Any]]:
         """See `DividedPolicy.sent`."""
-        group = self._group
-        others = group.begin("gather_weights", [rank for rank in range(group.size) if rank not in ranks])
-        group.begin("open_weights", ranks, send, *arguments)()
-        ended = False
-        try:
-            while not ended:
-                messages = group.begin("next_update", ranks)()
-                ended = messages[0] is None
-                if not ended:
-                    yield messages
-        finally:
-            if not ended:  # whoever reads has given up, but the other processes wait for the rest
-                group.begin("skip_weights", ranks)()
-            others()
+        yield from self._group.read(
+            "open_weights",
+            send,
+            *arguments,
+            ranks=ranks,
+            following="next_update",
+            rest="skip_weights",
+            others="gather_weights",
+        )
 
     def address(self) -> tuple[str, int]:
         """See `DividedPolicy.address`."""

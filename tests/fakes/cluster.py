@@ -16,6 +16,7 @@ from rollgrad.adapters.deepspeed.module import DeepSpeedModule, DeepSpeedSetting
 from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.models import RankPolicy
 from rollgrad.adapters.ray.placement import Placement
+from rollgrad.adapters.torch import models
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.torch.models import Optimize, TorchPolicy, TorchReference, TorchValue
 from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
@@ -53,6 +54,42 @@ def value(path: str, optimize: Optimize = MasterOptimizer) -> TorchValue:
 
 def rank_policy(path: str, stage: int, offload: bool = False) -> RankPolicy:
     return RankPolicy(policy(path, divided(stage, offload)))
+
+
+def doomed_policy(path: str, stage: int) -> "DoomedPolicy":
+    return DoomedPolicy(policy(path, divided(stage)))
+
+
+class DoomedPolicy(RankPolicy):
+    """Its process kills itself, if it has that rank, in the middle of what `doom` names."""
+
+    def doom(self, rank: int, phase: str) -> None:
+        """Armed when all processes have answered."""
+        models.GATHERED_BYTES = 1  # weights that are divided are then put together one by one
+        if torch.distributed.get_rank() != rank:
+            return
+        policy = self.policy
+        if phase == "score":
+            policy.module.model.layers[1].register_forward_pre_hook(die)
+        elif phase == "update":
+            policy.module.model.layers[1].register_full_backward_pre_hook(die)
+        elif phase == "save":
+            policy._tokenizer.save_pretrained = die  # the model's own files are written by then
+        elif phase == "state":
+            policy._trained._whole = die  # type: ignore[attr-defined]
+        else:
+            policy.weights = partial(cut_short, policy.weights)  # type: ignore[method-assign]
+
+
+def cut_short(weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
+    for index, weight in enumerate(weights()):
+        if index == 3:
+            die()
+        yield weight
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def rank_value(path: str, stage: int) -> TorchValue:

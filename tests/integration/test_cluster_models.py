@@ -2,13 +2,14 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.models import ShardedPolicy, ShardedReference, ShardedValue, reward_copies
 from rollgrad.adapters.ray.placement import Placement
@@ -164,17 +165,74 @@ def test_room_that_is_not_there_is_told(session: RaySession) -> None:
         Placement("actor", 99, gpus=0, timeout=3)
 
 
+def test_another_call_ends_a_reading_of_weights(group: WorkerGroup, tiny_model_dir: Path) -> None:
+    """As when an engine is replaced while models train: its weights are put together in all processes, which would
+    otherwise wait for each other in different calls."""
+    group.build(cluster.rank_policy, str(tiny_model_dir), 3)
+    policy = ShardedPolicy(group)
+    memory = SharedMemory(bucket_bytes=4096)
+    buckets = policy.sent(fill_at, memory.path, memory.bucket_bytes)
+    next(buckets)
+    scores = policy.score(cluster.batch())
+    with pytest.raises(WorkerError, match="actor was asked for something else while its weights were on their way"):
+        next(buckets)
+    memory.unlink()
+    assert torch.equal(policy.score(cluster.batch()).logprobs_N, scores.logprobs_N)
+
+
+def send(policy: ShardedPolicy) -> None:
+    memory = SharedMemory(bucket_bytes=4096)
+    try:
+        for _ in policy.sent(fill_at, memory.path, memory.bucket_bytes):
+            pass
+    finally:
+        memory.unlink()
+
+
+PHASES: dict[str, Callable[[ShardedPolicy, LocalCheckpointStore], object]] = {
+    "score": lambda policy, store: policy.score(cluster.batch()),
+    "update": lambda policy, store: trained(policy, 1),
+    "push": lambda policy, store: send(policy),
+    "save": lambda policy, store: store.save_model(policy, "model"),
+    "state": lambda policy, store: store.save_training(policy.state_dict()),
+}
+
+
 @pytest.mark.chaos
-def test_a_process_that_dies_is_named(session: RaySession, tiny_model_dir: Path) -> None:
-    with cluster.worker_group(2) as group:
-        group.build(cluster.rank_policy, str(tiny_model_dir), 3)
+@pytest.mark.parametrize(
+    ("phase", "rank", "doing", "size"),
+    [
+        ("score", 1, "score", 2),
+        ("push", 1, "next_update", 2),
+        ("update", 0, "update", 1),
+        ("save", 0, "save", 1),
+        ("state", 0, "state_dict", 1),
+    ],
+)
+def test_a_process_that_dies_is_named_and_what_was_saved_stays(
+    phase: str, rank: int, doing: str, size: int, session: RaySession, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """Others may fail before it is known that it died, as they compute together at ZeRO stage 3."""
+    store = LocalCheckpointStore(tmp_path)
+    with cluster.worker_group(size) as group:
+        group.build(cluster.doomed_policy, str(tiny_model_dir), 3)
         policy = ShardedPolicy(group)
-        trained(policy, 1)
-        victim = group.pids()[1]
-        cluster.kill([p for p in cluster.processes("ray::RankWorker") if p.pid == victim])
+        before = trained(policy, 1)
+        saved = weights(policy)
+        store.save_model(policy, "model")
+        store.save_training(policy.state_dict())
+        group.all("doom", rank, phase)
         for _ in range(2):  # whoever asks later is told the same
-            with pytest.raises(WorkerError, match="rank 1 died while 'update' was under way"):
-                trained(policy, 1)
+            with pytest.raises(WorkerError, match=rf"processes of actor, rank {rank} died while '{doing}' was"):
+                PHASES[phase](policy, store)
+    left = LocalCheckpointStore(tmp_path)
+    lone = cluster.policy(str(tmp_path / "model"))
+    for name, tensor in lone.weights():
+        torch.testing.assert_close(tensor, saved[name], rtol=0, atol=0)
+    loaded = left.load_training()
+    assert loaded is not None
+    lone.load_state_dict(loaded)
+    assert trained(lone, 1)["lr"] < before["lr"]
 
 
 @pytest.mark.chaos

@@ -1,0 +1,199 @@
+"""What a group of processes says of a lost one, and calls that meet; each process is a thread, and there is no Ray."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from rollgrad.adapters.ray import group as group_module
+from rollgrad.adapters.ray.group import WorkerGroup
+from rollgrad.domain.errors import CheckpointError, WorkerError
+
+SECONDS = 10.0
+
+
+class Thread:
+    """A process that makes one call after the other on `model`."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._calls = ThreadPoolExecutor(1)
+        self.call = SimpleNamespace(remote=lambda method, *own: self._calls.submit(getattr(model, method), *own))
+        self.address = SimpleNamespace(remote=lambda: self._calls.submit(lambda: ("here", 1)))
+        self.join = SimpleNamespace(remote=lambda *own: self._calls.submit(lambda: None))
+
+
+class Threads:
+    """Ray, as far as a group calls it; errors are told as they are, where Ray wraps them."""
+
+    def __init__(self, models: Sequence[Any]) -> None:
+        self._models = iter(models)
+        self.killed = 0
+
+    def remote(self, kind: type) -> Any:
+        return SimpleNamespace(
+            options=lambda **_: SimpleNamespace(remote=lambda rank, size, threads: Thread(next(self._models)))
+        )
+
+    def wait(self, references: list["Future[Any]"], timeout: float) -> tuple[list["Future[Any]"], None]:
+        done, _ = wait(references, timeout, FIRST_COMPLETED)
+        return [reference for reference in references if reference in done][:1], None
+
+    def get(self, reference: "Future[Any]") -> Any:
+        return reference.result()
+
+    def kill(self, worker: Thread) -> None:
+        self.killed += 1
+
+    def is_initialized(self) -> bool:
+        return True
+
+
+class Model:
+    """`gates`: events that its methods share with a test."""
+
+    def __init__(self, **gates: threading.Event) -> None:
+        self.gates = gates
+        self.left = 3
+
+    def score(self) -> str:
+        return "scores"
+
+    def open(self) -> None:
+        self.left = 3
+
+    def next(self) -> int | None:
+        self.left -= 1
+        return self.left or None
+
+    def skip(self) -> None:
+        self.gates["skipped"].set()
+
+    def gather(self) -> None:
+        assert self.gates["skipped"].wait(SECONDS)
+
+
+class Dying(Model):
+    """Dies in its part of what the first one sends, which then fails at once because the other has left it."""
+
+    def gather(self) -> None:
+        assert self.gates["failed"].wait(SECONDS)
+        raise RayActorError
+
+    def score(self) -> str:
+        raise RayActorError
+
+
+class Left(Model):
+    def next(self) -> int | None:
+        if (item := super().next()) == 1:
+            self.gates["failed"].set()
+            raise RuntimeError("Connection closed by peer")
+        return item
+
+    def score(self) -> str:
+        raise RuntimeError("Connection closed by peer")
+
+
+class Stuck(Model):
+    def score(self) -> str:
+        self.gates["end"].wait(SECONDS)
+        return "late"
+
+
+class Refusing(Model):
+    def score(self) -> str:
+        raise CheckpointError("no room")
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkerGroup]:
+    def group(*models: Model) -> WorkerGroup:
+        monkeypatch.setattr(group_module, "ray_module", lambda: threads)
+        threads = Threads(models)
+        slots: list[Any] = [SimpleNamespace(options=dict)] * len(models)
+        return WorkerGroup("actor", slots, threads=1, timeout=SECONDS)
+
+    return group
+
+
+def read(group: WorkerGroup) -> Iterator[list[Any]]:
+    return group.read("open", ranks=[0], following="next", rest="skip", others="gather")
+
+
+def test_a_reading_is_read_to_its_end(make: Callable[..., WorkerGroup]) -> None:
+    skipped = threading.Event()
+    group = make(Model(skipped=skipped), Model(skipped=skipped))
+    assert list(read(group)) == [[2], [1]]
+    assert group.all("score") == ["scores", "scores"]
+
+
+def test_the_process_that_died_is_named_and_not_the_one_that_it_left(make: Callable[..., WorkerGroup]) -> None:
+    failed = threading.Event()
+    group = make(Left(failed=failed), Dying(failed=failed))
+    reading = read(group)
+    assert next(reading) == [2]
+    with pytest.raises(WorkerError, match=r"Of the 2 training processes of actor, rank 1 died while 'next'"):
+        next(reading)
+    with pytest.raises(WorkerError, match="rank 1 died while 'next'"):
+        group.all("score")
+    group = make(Left(), Dying())
+    with pytest.raises(WorkerError, match="rank 1 died while 'score'"):
+        group.all("score")
+    group = make(Model(), Model(), Dying())
+    with pytest.raises(WorkerError, match="rank 2 died while 'score'"):
+        group.begin("score", [1, 2])()
+
+
+def test_another_call_ends_a_reading_in_all_processes(make: Callable[..., WorkerGroup]) -> None:
+    skipped = threading.Event()
+    group = make(Model(skipped=skipped), Model(skipped=skipped))
+    reading = read(group)
+    next(reading)
+    assert group.all("score") == ["scores", "scores"]
+    with pytest.raises(WorkerError, match="actor was asked for something else while its weights were on their way"):
+        next(reading)
+    skipped.clear()
+    closed = read(group)
+    next(closed)
+    closed.close()
+    assert skipped.is_set()
+    skipped.clear()
+    ended = read(group)
+    next(ended)
+    assert list(read(group)) == [[2], [1]]
+    with pytest.raises(WorkerError, match="something else"):
+        next(ended)
+
+
+def test_who_does_not_answer_in_time_is_named(make: Callable[..., WorkerGroup]) -> None:
+    end = threading.Event()
+    group = make(Stuck(end=end), Stuck(end=end))
+    group._timeout = 0.1
+    with pytest.raises(WorkerError, match=r"ranks 0, 1 did not answer within 0\.1 s while 'score'"):
+        group.all("score")
+    end.set()
+
+
+def test_an_error_on_purpose_is_raised_as_it_is_and_ends_nothing(
+    make: Callable[..., WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make(Model(), Refusing())
+    monkeypatch.setattr(Threads, "get", lambda self, reference: told(reference))
+    with pytest.raises(CheckpointError, match="no room"):
+        group.all("score")
+    assert group.begin("score", [0])() == ["scores"]
+
+
+def told(reference: "Future[Any]") -> Any:
+    """Ray's way: the error has what was raised as its `cause`."""
+    error = reference.exception()
+    if error is None:
+        return reference.result()
+    wrapped = RuntimeError("in a process")
+    wrapped.cause = error  # type: ignore[attr-defined]
+    raise wrapped
