@@ -1,0 +1,46 @@
+"""A process that trains alone holds what the memory plan of `--dry_run` says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.torch.lora import add_lora
+from rollgrad.adapters.torch.models import TorchPolicy
+from rollgrad.application.config import RLConfig
+from rollgrad.application.memory_plan import Machine, memory_plan
+from rollgrad.application.model_config import LoraConfig
+from rollgrad.domain.batch import PackedBatch
+from rollgrad.domain.ports.models import LossOutput, TokenScores
+from rollgrad.entrypoints.dry_run import model_shape
+from tests.fakes import cluster
+from tests.tensor_bytes import tensor_bytes
+
+TOLERANCE = 0.1
+"""What a process of a tiny model holds besides: tables of rotations, counters of steps."""
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=16)], ids=["all_weights", "adapters"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_process(tiny_model_dir: Path, dtype: torch.dtype, lora: LoraConfig) -> None:
+    path, config = str(tiny_model_dir), RLConfig()
+    shape = model_shape("actor.model_name_or_path", path, lora)
+    planned = memory_plan(config, shape, compute_bytes=dtype.itemsize, machine=Machine(gpu=0, memory=0))[0]
+    batch, found = cluster.batch(), []
+
+    def weighing(scores: TokenScores, part: PackedBatch) -> LossOutput:
+        found.append(tensor_bytes())
+        return cluster.likelihood(scores, part)
+
+    idle = tensor_bytes()
+    model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=cluster.FLAG)
+    if lora.rank:
+        add_lora(model, lora, seed=0)
+    policy = TorchPolicy(model, load_tokenizer(path, flag=cluster.FLAG), cluster.SETTINGS)
+    policy.update([batch], weighing)
+    assert tensor_bytes() - idle == pytest.approx(planned.weights + planned.optimizer, rel=TOLERANCE)
+    found.clear()
+    policy.update([batch, batch], weighing)
+    first, second = found  # which finds the gradients of the first
+    assert second - first == pytest.approx(planned.gradients, rel=TOLERANCE)
