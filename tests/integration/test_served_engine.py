@@ -56,7 +56,7 @@ def url(wide_headed_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
     environment, options = documented()
     # The CPU's build has another name, by which its own command `vllm` does not find it.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(wide_headed_model_dir)]
-    command += [*options, *shlex.split(ON_A_CPU), "--host", "127.0.0.1", "--port", str(port)]
+    command += [*options, *shlex.split(ON_A_CPU), "--port", str(port)]
     log = tmp_path_factory.mktemp("vllm") / "log"
     compiles = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("w") as output:
