@@ -89,6 +89,21 @@ class Engine(StrEnum):
     """Servers that are there already (`vllm serve`), by their URLs."""
 
 
+class SyncBackend(StrEnum):
+    """How weights get from the trainer to vLLM's engines."""
+
+    AUTO = "auto"
+    """cuda_ipc where each engine shares its GPU with the trainer, nccl where none does, else shared_memory."""
+    SHARED_MEMORY = "shared_memory"
+    """Through the CPU's memory; over the network to engines on other machines."""
+    NCCL = "nccl"
+    """From GPU to GPU."""
+    CUDA_IPC = "cuda_ipc"
+    """Within the GPU that trainer and engine share."""
+    DISK = "disk"
+    """Through files below ckpt.output_dir, on a file system that all machines share."""
+
+
 class DType(StrEnum):
     """Number format of forward and backward; master weights and losses stay float32."""
 

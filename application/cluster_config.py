@@ -2,6 +2,8 @@
 
 from attrs import define
 
+from rollgrad.application.choices import SyncBackend
+
 PARAMETERS = 3
 """The stage of ZeRO that divides parameters too."""
 
@@ -51,3 +53,6 @@ class VLLMConfig:
     """GPUs that share one engine's model."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that an engine may take; lower it where models share the GPU."""
+    sync_backend: SyncBackend = SyncBackend.AUTO
+    """How weights reach the engines: auto is cuda_ipc where each engine shares its GPU with the actor, nccl where none
+    does, else shared_memory; disk goes through files below ckpt.output_dir, which all machines then share."""

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from rollgrad.application.choices import Engine
+from rollgrad.application.choices import Engine, SyncBackend
 from rollgrad.application.cluster_config import PARAMETERS, ClusterConfig, DeepSpeedConfig, VLLMConfig
 from rollgrad.application.config import RLConfig
 from rollgrad.application.rules_common import first_change, ranks
+from rollgrad.application.sync_backend import engines_without_actor, shares_gpus
 from rollgrad.domain.catalogue import estimator_traits
 
 PROCESSES = ("num_nodes", "num_gpus_per_node")
@@ -28,6 +29,8 @@ def cluster_problems(config: RLConfig) -> Iterator[str]:
             f"vllm.{vllm} is set, but rollout.engine is {config.rollout.engine}: set --rollout.engine vllm, or leave "
             f"--vllm.{vllm} out."
         )
+    else:
+        yield from _sync_problems(config)
     if not config.cluster.enable:
         yield from _lone_problems(config)
         return
@@ -77,6 +80,27 @@ def server_problems(config: RLConfig) -> Iterator[str]:
         yield (
             "rollout.engine is server with cluster.enable, which starts engines itself: set --rollout.engine vllm, or "
             "leave --cluster.enable out."
+        )
+
+
+def _sync_problems(config: RLConfig) -> Iterator[str]:
+    """Ways for weights that GPUs which are shared, or are not, leave no room for."""
+    backend, together = config.vllm.sync_backend, shares_gpus(config)
+    if backend is SyncBackend.NCCL and together:
+        yield (
+            "vllm.sync_backend is nccl, but trainer and engines share GPUs, on each of which NCCL allows one process: "
+            "set --vllm.sync_backend auto, or give the engines GPUs of their own (--cluster.enable without "
+            "--train.colocate_all)."
+        )
+    if backend is SyncBackend.CUDA_IPC and not together:
+        yield (
+            "vllm.sync_backend is cuda_ipc, which goes within a GPU, but trainer and engines share none: set "
+            "--vllm.sync_backend auto, or --train.colocate_all."
+        )
+    if backend is SyncBackend.CUDA_IPC and together and (lone := engines_without_actor(config)):
+        yield (
+            f"vllm.sync_backend is cuda_ipc, which goes within a GPU, but {lone} of the engines' GPUs have no process "
+            "of the actor: set --vllm.sync_backend auto, or lower --vllm.num_engines and --vllm.tensor_parallel_size."
         )
 
 

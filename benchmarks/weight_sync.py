@@ -2,13 +2,15 @@
 engine; everything in one run, one engine after the other.
 
 A push writes every byte to shared memory once, copies it out once and repacks it once: the bound is three copies at
-the speed of `memcpy` (which reads and writes), measured in this run. Only the ratios carry over to other machines.
+the speed of `memcpy` (which reads and writes), measured in this run. Beside it the same through files of a temporary
+directory. Only the ratios carry over to other machines.
 
     python benchmarks/weight_sync.py
 """
 
 import asyncio
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +25,10 @@ from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer, reso
 from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
+from rollgrad.adapters.vllm.disk import Disk
 from rollgrad.adapters.vllm.engine import VLLMEngine
+from rollgrad.adapters.vllm.shared_memory import shared_memory
+from rollgrad.adapters.vllm.transport import Backend
 from rollgrad.adapters.vllm.weights import EngineWeights
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.sampling import GenerationRequest, SamplingParams
@@ -108,26 +113,32 @@ def main(work: Work) -> None:
         str(work.model), eos_token_ids=(), dtype=str(dtype).removeprefix("torch."), max_tokens=1024, max_batch_size=64
     )
 
-    async def of_vllm() -> tuple[list[float], float, float]:
+    async def of_vllm(directory: Path) -> tuple[list[float], dict[str, tuple[float, float]]]:
         rates = [await tokens_per_second(engine, rows, work) for rows in work.rows]
-        return rates, *await seconds_of_a_push(EngineWeights(engine), policy, work)
+        backends: dict[str, Backend] = {"shared_memory": shared_memory, "disk": Disk(directory)}
+        channels = {name: EngineWeights(engine, backend=backend) for name, backend in backends.items()}
+        return rates, {name: await seconds_of_a_push(channel, policy, work) for name, channel in channels.items()}
 
-    there, seconds, size = asyncio.run(of_vllm())
+    with tempfile.TemporaryDirectory() as directory:
+        there, pushes = asyncio.run(of_vllm(Path(directory)))
     engine.close()
 
-    bound = COPIES * size / memcpy
+    bound = COPIES * pushes["shared_memory"][1] / memcpy
     print(f"\n{work.model.name}, {dtype}; other processes took {others.share():.0%} of the machine\n")
     table(
         [
-            ("push", "MB", "seconds", "GB/s", "memcpy GB/s", f"bound, {COPIES} copies", "times the bound"),
-            (
-                "",
-                f"{size / 1e6:.0f}",
-                f"{seconds:.3f}",
-                f"{size / seconds / 1e9:.2f}",
-                f"{memcpy / 1e9:.1f}",
-                f"{bound:.3f} s",
-                f"{seconds / bound:.1f}",
+            ("push by", "MB", "seconds", "GB/s", "memcpy GB/s", f"bound, {COPIES} copies", "times the bound"),
+            *(
+                (
+                    name,
+                    f"{size / 1e6:.0f}",
+                    f"{seconds:.3f}",
+                    f"{size / seconds / 1e9:.2f}",
+                    f"{memcpy / 1e9:.1f}",
+                    f"{bound:.3f} s",
+                    f"{seconds / bound:.1f}",
+                )
+                for name, (seconds, size) in pushes.items()
             ),
         ]
     )

@@ -113,6 +113,8 @@ class Cluster:
             "engines": config.vllm.num_engines if config.rollout.engine is Engine.VLLM else 0,
         }
         self._session = RaySession(config.cluster.address, cpus=sum(self._roles.values()))
+        self.gpus = torch.cuda.is_available() or _cluster_gpus()
+        """Whether there are any."""
         self._placements: dict[str, Placement] = {}
         self._groups: list[WorkerGroup] = []
 
@@ -137,7 +139,7 @@ class Cluster:
     def engines(self, tokenizer: Any) -> EngineFleet:
         """The vLLM engines."""
         config = self._config
-        settings = vllm_settings(config, tokenizer)
+        settings = vllm_settings(config, tokenizer, gpus=self.gpus)
         options = [slot.options() for slot in self._slots("engines", self._roles["engines"])]
         engines = start_engines(len(options), settings, options=options, seconds=config.cluster.timeout)
         return EngineFleet(asyncio.run(engines))
@@ -171,7 +173,7 @@ class Cluster:
         sharing = neighbours(role, self._roles, self._config.train)
         name = " and ".join(sharing)
         if name not in self._placements:
-            gpus = float(torch.cuda.is_available() or _cluster_gpus())
+            gpus = float(self.gpus)
             if role == "engines":
                 gpus *= self._config.vllm.tensor_parallel_size
             self._placements[name] = Placement(

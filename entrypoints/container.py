@@ -20,6 +20,10 @@ from rollgrad.adapters.torch.loading import load_tokenizer
 from rollgrad.adapters.torch.models import AdapterlessReference, TorchPolicy, TorchReference
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
+from rollgrad.adapters.vllm.cuda_ipc import cuda_ipc
+from rollgrad.adapters.vllm.disk import Disk
+from rollgrad.adapters.vllm.nccl import NCCLBackend
+from rollgrad.adapters.vllm.shared_memory import shared_memory
 from rollgrad.adapters.vllm.weights import EngineWeights, FleetWeights
 from rollgrad.application.async_pipeline import AsyncPipeline
 from rollgrad.application.config import RLConfig
@@ -32,6 +36,7 @@ from rollgrad.application.pipeline import Schedule
 from rollgrad.application.rollout import RolloutService
 from rollgrad.application.rules_common import optimizer_steps_per_rollout, tokens_per_pass
 from rollgrad.application.sampling import GroupSampler
+from rollgrad.application.sync_backend import sync_backend
 from rollgrad.application.sync_pipeline import SyncPipeline
 from rollgrad.application.update import UpdateService
 from rollgrad.domain.entropy_control import EntropyController
@@ -61,6 +66,7 @@ from rollgrad.entrypoints.factories import (
     engine_kind,
     engine_model_kind,
     executor_kind,
+    has_gpu,
     make_actor_model,
     make_agent_file,
     make_command_executor,
@@ -80,6 +86,7 @@ from rollgrad.entrypoints.factories import (
     reference_model_kind,
     sleeper_kind,
     trainer_kind,
+    weights_directory,
 )
 from rollgrad.entrypoints.reward_factories import make_model_reward, make_remote_reward, reward_kind
 from rollgrad.entrypoints.served_engines import make_served_engines, make_served_fleet, make_served_weights
@@ -206,12 +213,34 @@ class Container(containers.DeclarativeContainer):
         plain=sampling_engine,
         continued=providers.Singleton(ContinuingEngine, sampling_engine),
     )
+    gpus = providers.Selector(
+        providers.Callable(trainer_kind, config),
+        process=providers.Callable(has_gpu),
+        cluster=providers.Callable(lambda cluster: cluster.gpus, cluster),
+    )
+    weight_backend = providers.Selector(
+        providers.Callable(sync_backend, config, gpus=gpus),
+        shared_memory=providers.Object(shared_memory),
+        nccl=providers.Singleton(NCCLBackend, config.provided.vllm.tensor_parallel_size),
+        cuda_ipc=providers.Object(cuda_ipc),
+        disk=providers.Singleton(Disk, providers.Callable(weights_directory, config)),
+    )
     channel = providers.Selector(
         providers.Callable(channel_kind, config),
         shared=providers.Singleton(SharedWeights, engine),
         own=providers.Singleton(CopiedWeights, embedded_engine),
-        vllm=providers.Singleton(EngineWeights, vllm_engine, temperature=config.provided.rollout.temperature),
-        fleet=providers.Singleton(FleetWeights, fleet, temperature=config.provided.rollout.temperature),
+        vllm=providers.Singleton(
+            EngineWeights,
+            vllm_engine,
+            backend=weight_backend,
+            temperature=config.provided.rollout.temperature,
+        ),
+        fleet=providers.Singleton(
+            FleetWeights,
+            fleet,
+            backend=weight_backend,
+            temperature=config.provided.rollout.temperature,
+        ),
         server=providers.Singleton(
             make_served_weights, served_engines, served_fleet, temperature=config.provided.rollout.temperature
         ),

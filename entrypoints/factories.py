@@ -40,6 +40,7 @@ from rollgrad.application.executors.served_agent import ServedAgentExecutor
 from rollgrad.application.model_config import ActorConfig, CriticConfig
 from rollgrad.application.rules_common import optimizer_steps_per_rollout
 from rollgrad.application.rules_inputs import REASONING_GYM
+from rollgrad.application.sync_backend import sync_backend
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_executor import AgentExecutor
 from rollgrad.domain.ports.agent_program import AgentProgram
@@ -54,6 +55,7 @@ from rollgrad.entrypoints.training_server import MODEL, TrainingServer
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+WEIGHTS_DIRECTORY = "weights"
 
 
 def dataset_kind(spec: str | None) -> str:
@@ -183,11 +185,25 @@ def make_engine(config: RLConfig, model: Any, tokenizer: Any, codec: TemplateCod
 
 def make_vllm_engine(config: RLConfig, tokenizer: Any) -> VLLMEngine:
     """The engine that samples in vLLM, started by this process."""
-    return VLLMEngine(**vllm_settings(config, tokenizer))
+    return VLLMEngine(**vllm_settings(config, tokenizer, gpus=has_gpu()))
 
 
-def vllm_settings(config: RLConfig, tokenizer: Any) -> dict[str, Any]:
-    """Arguments of a `VLLMEngine`, which finds the actor's number format where it runs."""
+def has_gpu() -> bool:
+    """Whether this process trains on one."""
+    return default_device().type == "cuda"
+
+
+def weights_directory(config: RLConfig) -> Path:
+    """Where weights are written that go to the engines through files."""
+    return Path(config.ckpt.output_dir).absolute() / WEIGHTS_DIRECTORY
+
+
+def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool) -> dict[str, Any]:
+    """Arguments of a `VLLMEngine`, which finds the actor's number format where it runs; `gpus` says whether it has any.
+
+    Raises:
+        ConfigurationError: weights cannot reach it as the settings want.
+    """
     name = config.actor.model_name_or_path
     return {
         "model": name,
@@ -196,6 +212,7 @@ def vllm_settings(config: RLConfig, tokenizer: Any) -> dict[str, Any]:
         "max_batch_size": config.rollout.max_batch_size,
         "tensor_parallel_size": config.vllm.tensor_parallel_size,
         "memory_fraction": config.vllm.gpu_memory_utilization,
+        "sync_backend": sync_backend(config, gpus=gpus),
     }
 
 

@@ -47,6 +47,9 @@ def translate_cluster(draft: Draft) -> None:
         _processes(draft)
         together = _sharing(draft)
         _engines(draft, together=together)
+        _transfer(draft)
+    else:
+        draft.lose("vllm.sync_backend", "without a cluster the engine reads the trained model itself")
     _adapters(draft)
     if draft.asks("vllm.enable_sleep") and not together:
         draft.lose("vllm.enable_sleep", "engines sleep where they share GPUs with models, in OpenRLHF too")
@@ -99,6 +102,16 @@ def _engines(draft: Draft, *, together: bool) -> None:
     draft.set("vllm.num_engines", engines)
     draft.set("vllm.tensor_parallel_size", size)
     draft.set("vllm.gpu_memory_utilization", draft.value("vllm.gpu_memory_utilization", GPU_MEMORY))
+
+
+def _transfer(draft: Draft) -> None:
+    """How weights get to the engines: `auto` is NCCL, and CUDA IPC where they share GPUs, as OpenRLHF's nccl."""
+    backend = draft.value("vllm.sync_backend", "nccl")
+    if backend == "gloo":
+        draft.set("vllm.sync_backend", "shared_memory")
+        draft.change("vllm.sync_backend", "through shared memory, and Ray's object store between machines")
+    elif backend != "nccl":
+        draft.lose("vllm.sync_backend", "weights go by NCCL, or by CUDA IPC where models and engines share GPUs")
 
 
 def _adapters(draft: Draft) -> None:

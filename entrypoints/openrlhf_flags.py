@@ -32,7 +32,7 @@ class Flag:
 
 
 OFFLOAD = "models stay where they are loaded"
-TRANSFER = "weights go from the trainers to the engines through shared memory"
+COLLECTIVES = "NCCL is called without Ray's collectives, which leaves the weights the same"
 GRAPHS = "on a GPU vLLM replays graphs, which leaves the results the same up to rounding"
 ZERO = "ZeRO divides over all processes of a model, with DeepSpeed's own settings"
 LORA_DROPOUT = "adapters have no dropout: the ratio of two log-probs means nothing if chance decides both"
@@ -152,8 +152,8 @@ FLAGS: dict[str, Flag] = {
     "vllm.enable_sleep": Flag(SWITCH),
     "vllm.enable_prefix_caching": Flag(SWITCH),
     "vllm.enforce_eager": Flag(SWITCH, reason=GRAPHS),
-    "vllm.sync_backend": Flag(TEXT, reason=TRANSFER),
-    "vllm.sync_with_ray": Flag(SWITCH, reason=TRANSFER),
+    "vllm.sync_backend": Flag(TEXT),
+    "vllm.sync_with_ray": Flag(SWITCH, reason=COLLECTIVES),
     "ds.zero_stage": Flag(INTEGER, "ds.zero_stage"),
     "ds.adam_offload": Flag(SWITCH, "ds.adam_offload"),
     **{

@@ -198,9 +198,9 @@ class ServedCore(Core):
         """See `Core.sleep`."""
         await self._control("/sleep?level=1")
 
-    async def wake(self) -> None:
+    async def wake(self, part: str) -> None:
         """See `Core.wake`."""
-        await self._control("/wake_up")
+        await self._control(f"/wake_up?tags={part}")
 
     async def ping(self) -> None:
         """See `Core.ping`."""

@@ -59,8 +59,8 @@ class Core(Protocol):
         """Releases what can be rebuilt."""
         ...
 
-    async def wake(self) -> None:
-        """Takes it back, and takes steps again."""
+    async def wake(self, part: str) -> None:
+        """Takes a part of it back, first `weights`, then `kv_cache`; with the last it takes steps again."""
         ...
 
     async def ping(self) -> None:

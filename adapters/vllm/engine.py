@@ -16,6 +16,7 @@ from rollgrad.adapters.vllm.core import LIVENESS_SECONDS, Core
 from rollgrad.adapters.vllm.local import LocalCore
 from rollgrad.adapters.vllm.starting import shut_down, start
 from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightsDifferError, WeightTaker
+from rollgrad.application.choices import SyncBackend
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.sampling import Generation, GenerationRequest, StopReason
@@ -47,6 +48,8 @@ class CoreEngine(RolloutEngine, WeightTaker):
         self._held = 0
         self._aborts = 0
         self._paused = self._asleep = False
+        self._without_cache = False
+        """Whether the memory of keys and values is still asleep while the weights are awake."""
         self._changing = asyncio.Lock()
         self._gate = asyncio.Event()
         self._taking = False
@@ -84,6 +87,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
         self._running.add(name)
         self._idle.clear()
         try:
+            await self._wake_cache()
             await self._announce()
             if self._broken is not None:
                 raise EngineError(self._broken)
@@ -122,19 +126,27 @@ class CoreEngine(RolloutEngine, WeightTaker):
         async with self._changing:
             if self._asleep:
                 return
+            await self._wake_cache()
             self._asleep = True
             await self._core.sleep()
 
     async def wake(self) -> None:
-        """See `RolloutEngine.wake`."""
+        """See `RolloutEngine.wake`. Keys and values get their memory back when the engine has taken weights or is asked
+        for tokens: until then a transfer has it."""
         if not self._asleep:
             return
-        await self._core.wake()
+        await self._core.wake("weights")
         self._asleep = False
-        if self._paused:
-            await self._core.freeze()
-        else:
-            await self._go_on()
+        self._without_cache = True
+        self._changed()
+
+    async def _wake_cache(self) -> None:
+        """Gives keys and values their memory, after which vLLM schedules again by itself."""
+        if self._without_cache:
+            self._without_cache = False
+            await self._core.wake("kv_cache")
+            if self._paused:
+                await self._core.freeze()
 
     async def ping(self) -> None:
         """Returns if vLLM answers.
@@ -169,6 +181,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
     async def finish_weights(self, version: int) -> None:
         """See `WeightTaker`."""
         await self._core.finish_update()
+        await self._wake_cache()
         await self._core.forget()
         self._broken = None
         self.set_version(version)
@@ -201,7 +214,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
 
     def _forget_state(self) -> None:
         """vLLM has begun anew, and nothing is in flight."""
-        self._paused = self._asleep = False
+        self._paused = self._asleep = self._without_cache = False
         self._announced = self._probe = None
         self._changed()
 
@@ -276,6 +289,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
         async with self._changing:
             if self._broken is not None:
                 await self._abort()  # what a pause froze ends as it was: it must not go on with half a model
+            await self._wake_cache()
             await self._announce()
             await self._core.thaw()
         self._changed()
@@ -297,6 +311,7 @@ class VLLMEngine(CoreEngine):
         max_batch_size: sequences decoded together.
         tensor_parallel_size: devices that share one copy of the model.
         memory_fraction: share of a GPU's memory that vLLM may take; a CPU gets 2 GiB of keys and values.
+        sync_backend: how it takes weights; shared_memory and disk are one to it.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -313,8 +328,10 @@ class VLLMEngine(CoreEngine):
         max_batch_size: int = 256,
         tensor_parallel_size: int = 1,
         memory_fraction: float = 0.9,
+        sync_backend: SyncBackend = SyncBackend.SHARED_MEMORY,
     ) -> None:
         self.llm = start(
+            sync_backend,
             model=model,
             dtype=str(resolve_dtype(dtype, default_device())).removeprefix("torch."),
             max_model_len=max_tokens,

@@ -97,9 +97,9 @@ class LocalCore(Core):
         """See `Core.sleep`."""
         await self._call(self._llm.sleep(level=1))
 
-    async def wake(self) -> None:
+    async def wake(self, part: str) -> None:
         """See `Core.wake`."""
-        await self._call(self._llm.wake_up())  # weights and caches; vLLM schedules again
+        await self._call(self._llm.wake_up(tags=[part]))
 
     async def ping(self) -> None:
         """See `Core.ping`."""

@@ -1,7 +1,17 @@
 """What vLLM loads in each of its processes: the entry point `rollgrad` of `vllm.general_plugins`."""
 
+from rollgrad.application.choices import SyncBackend
+
 BACKEND = "rollgrad"
-"""Name of our own weight transfer backend in vLLM."""
+"""Name of our own weight transfer backend in vLLM: of shared memory, and of files."""
+
+VLLM_BACKENDS = {
+    SyncBackend.SHARED_MEMORY: BACKEND,
+    SyncBackend.DISK: BACKEND,
+    SyncBackend.NCCL: "nccl",
+    SyncBackend.CUDA_IPC: "ipc",
+}
+"""What vLLM calls them."""
 
 _registered = False
 

@@ -1,12 +1,15 @@
-"""The end of the weight channel that lives in vLLM's workers: takes tensors out of shared memory, loads them.
+"""The end of the weight channel that lives in vLLM's workers: takes tensors out of shared memory, or out of files, and
+loads them.
 
 vLLM keeps the tensors of a fused layer until all its parts are there, so a tensor never stays in a bucket: the next one
 would overwrite it.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
-from attrs import define
+from attrs import define, field
+from torch import Tensor
 
 from rollgrad.adapters.vllm.buckets import Assembler, Piece, SharedMemory
 
@@ -21,11 +24,12 @@ class ReceiverSettings:
 
 @define
 class FullBucket:
-    """What the trainer says for each bucket: which one, and what lies in it; and, with no pieces, that it was the
-    last."""
+    """What the trainer says for each bucket: which one, and what lies in it, or the file that it is; and, with neither,
+    that it was the last."""
 
-    bucket: int
-    pieces: list[Piece]
+    bucket: int = 0
+    pieces: list[Piece] = field(factory=list)
+    shard: str | None = None
     last: bool = False
 
 
@@ -34,7 +38,7 @@ def receiver_class() -> type:
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    class SharedMemoryReceiver(WeightTransferEngine):  # type: ignore[misc]
+    class Receiver(WeightTransferEngine):  # type: ignore[misc]
         """See the module."""
 
         init_info_cls = ReceiverSettings
@@ -61,12 +65,18 @@ def receiver_class() -> type:
             Raises:
                 ValueError: it was the last, and a parameter did not come or was cut short.
             """
-            bucket = self._memory.bucket(update_info.bucket)
-            loaded = self.model.load_weights(self._assembler.take(bucket, update_info.pieces))
+            loaded = self.model.load_weights(self._tensors(update_info))
             self._lacking -= self._lacking if loaded is None else loaded  # a model that names nothing checks for itself
             quantized = self.model_config.quantization is not None  # its scales are made here, not sent
             if update_info.last and ((self._lacking and not quantized) or not self._assembler.whole()):
                 raise ValueError(f"these parameters did not come from the trainer: {sorted(self._lacking)[:8]}")
+
+        def _tensors(self, update: FullBucket) -> Iterable[tuple[str, Tensor]]:
+            if update.shard is not None:
+                return read_shard(update.shard, str(self.device))
+            if not update.pieces:
+                return ()
+            return self._assembler.take(self._memory.bucket(update.bucket), update.pieces)
 
         def finish_weight_update(self) -> None:
             """Repacks what waited."""
@@ -77,7 +87,24 @@ def receiver_class() -> type:
         def shutdown(self) -> None:
             """Nothing to do: the memory goes with the process."""
 
-    return SharedMemoryReceiver
+    return Receiver
+
+
+def read_shard(path: str, device: str) -> Iterable[tuple[str, Tensor]]:
+    """The tensors of a file.
+
+    Raises:
+        FileNotFoundError: it is not on this machine.
+    """
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device=device).items()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path} is not on the engine's machine: with --vllm.sync-backend disk, --ckpt.output-dir is on a file "
+            "system that all machines share"
+        ) from error
 
 
 def _repack_tied(model: Any) -> None:

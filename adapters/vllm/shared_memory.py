@@ -1,6 +1,6 @@
 """Weights through the CPU's memory: the trainer writes two buckets that the engines' workers read; see `buckets`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from rollgrad.adapters.vllm.buckets import SharedMemory, fill_at
 from rollgrad.adapters.vllm.transport import Life, Passage, Update, sent
@@ -15,7 +15,7 @@ def shared_memory(policy: PolicyModel, engines: Sequence[Life], version: int) ->
     """
     memory = SharedMemory()
 
-    def updates() -> Iterator[Update]:
+    def updates() -> Generator[Update]:
         for [(bucket, pieces)] in sent(policy, fill_at, memory.path, memory.bucket_bytes):
             yield Update(
                 {"bucket": bucket, "pieces": pieces},

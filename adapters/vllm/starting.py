@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rollgrad.adapters.vllm.plugin import BACKEND, register
+from rollgrad.adapters.vllm.plugin import VLLM_BACKENDS, register
+from rollgrad.application.choices import SyncBackend
 from rollgrad.application.cluster_config import CPU_CACHE_BYTES
 from rollgrad.domain.errors import EngineError, MissingExtraError
 
@@ -13,9 +14,9 @@ PREFILL_TOKENS = 8192
 """Prompt tokens computed in one step on a CPU, or the longest sequence where that is more."""
 
 
-def start(**settings: Any) -> Any:
-    """An `AsyncLLM`. Log-probs are of the distribution that is sampled from; prompts are computed whole on a CPU, where
-    vLLM cannot take back the random number that a part of one draws.
+def start(sync_backend: SyncBackend, **settings: Any) -> Any:
+    """An `AsyncLLM` that takes weights by `sync_backend`. Log-probs are of the distribution that is sampled from;
+    prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -23,6 +24,8 @@ def start(**settings: Any) -> Any:
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if sync_backend is SyncBackend.CUDA_IPC:
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of a GPU's memory are pickled
     try:
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -44,7 +47,7 @@ def start(**settings: Any) -> Any:
             enable_prefix_caching=True,
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            weight_transfer_config=WeightTransferConfig(backend=VLLM_BACKENDS[sync_backend]),
             disable_log_stats=True,
         )
         if not cpu:

@@ -5,7 +5,7 @@ the engines are told one after the other. The channel (`weights.py`) does the re
 the comparison, and what becomes of engines that fail.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from attrs import frozen
@@ -39,7 +39,7 @@ class Passage:
 
     infos: Sequence[dict[str, Any] | None]
     """What each engine is told before (vLLM's init info); None where it knows all."""
-    updates: Iterator[Update]
+    updates: Generator[Update]
     """Blocks. The first is asked for while the engines begin.
 
     Raises:

@@ -37,6 +37,9 @@ CALL_SECONDS = 300.0
 """Longest that an engine may take for one bucket, or to begin, finish or prove a transfer. To repack a large model
 takes seconds."""
 
+GRACE_SECONDS = 30.0
+"""Longest that engines may take to end a transfer whose way is lost."""
+
 BROKE_OFF = "A transfer of weights to vLLM broke off and left it with half a model: push again."
 
 
@@ -186,14 +189,18 @@ class Transfer:
         """
         started = time.perf_counter()
         passage = self.backend(policy, self.lives, version)
+        well = False
         try:
             await self._updates(passage)
             await self._each("finish", lambda taker: taker.finish_weights(version))
+            well = len(self.takers) == len(self.engines)
         except BaseException:
             await self.abandon(BROKE_OFF)
             raise
         finally:
-            passage.close(len(self.takers) == len(self.engines))
+            with suppress(ValueError):  # a push that was cancelled leaves its thread inside
+                await asyncio.to_thread(passage.updates.close)
+            passage.close(well)
         self.seconds = time.perf_counter() - started
 
     async def probe(self, policy: PolicyModel, temperature: float) -> Probe:
@@ -238,7 +245,9 @@ class Transfer:
             asked.cancel()
             for index in [*self.takers]:
                 self.failed[index] = error
-            await self.abandon(BROKE_OFF)
+            with suppress(TimeoutError):  # they may hang
+                async with asyncio.timeout(GRACE_SECONDS):
+                    await self.abandon(BROKE_OFF)
             self.takers.clear()
         except BaseException:
             if not begun:

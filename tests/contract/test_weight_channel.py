@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
-from rollgrad.adapters.vllm.transport import Send
-from rollgrad.adapters.vllm.weights import FleetWeights
+from rollgrad.adapters.vllm.disk import Disk
+from rollgrad.adapters.vllm.shared_memory import shared_memory
+from rollgrad.adapters.vllm.transport import Passage, Send
+from rollgrad.adapters.vllm.weights import EngineWeights, FleetWeights
 from rollgrad.application.fleet import EngineFleet
 from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.errors import EngineError
@@ -26,36 +29,53 @@ from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.ports.weight_channel import WeightChannel
 from rollgrad.domain.sampling import GenerationRequest, SamplingParams
 from tests.event_loop import run
+from tests.fakes.group_backend import FakeGroupBackend
 from tests.fakes.models import FakePolicy
 from tests.fakes.rollout_engine import FakeRolloutEngine
 from tests.fakes.weight_channel import FakeWeightChannel
 from tests.fakes.weight_taker import FakeWeightTaker
 
 FLAG = "--actor.model-name-or-path"
-VLLM = [pytest.param("vllm", marks=pytest.mark.slow)] if importlib.util.find_spec("vllm") else []
+VLLM = [pytest.param(way, marks=pytest.mark.slow) for way in ("vllm", "disk") if importlib.util.find_spec("vllm")]
+GPU = [
+    pytest.param(way, marks=[pytest.mark.slow, pytest.mark.gpu])
+    for way, gpus in (("cuda_ipc", 1), ("nccl", 3))
+    if importlib.util.find_spec("vllm") and torch.cuda.device_count() >= gpus
+]
+Parts = tuple[WeightChannel, Any, PolicyModel]
 REQUEST = GenerationRequest(prompt_token_ids=(65, 66), params=SamplingParams(max_new_tokens=100))
 
 
-@pytest.fixture(params=["fake", "fleet", "shared", "copied", *VLLM])
-def parts(request: pytest.FixtureRequest, tiny_model_dir: Path) -> tuple[WeightChannel, Any, PolicyModel]:
+@pytest.fixture(params=["fake", "fleet", "shared", "copied", *VLLM, *GPU])
+def parts(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path) -> Iterator[Parts]:
     """(channel, engine, policy)."""
+    if request.param in ("cuda_ipc", "nccl"):
+        from tests.fakes.gpu_weights import between_gpus, within_a_gpu
+
+        start = within_a_gpu if request.param == "cuda_ipc" else between_gpus
+        with start(request.getfixturevalue("wide_headed_model_dir")) as made:
+            yield made
+        return
+    yield on_a_cpu(request, tiny_model_dir, tmp_path)
+
+
+def on_a_cpu(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path) -> Parts:
     if request.param == "fake":
         engine = FakeRolloutEngine()
         return FakeWeightChannel(engine), engine, FakePolicy()
     if request.param == "fleet":
         fleet = EngineFleet([FakeWeightTaker() for _ in range(3)])
         return FleetWeights(fleet), fleet, FakePolicy()
-    if request.param == "vllm":
+    if request.param in ("vllm", "disk"):
         tiny_model_dir = request.getfixturevalue("wide_headed_model_dir")
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
     policy = TorchPolicy(model, load_tokenizer(str(tiny_model_dir), flag=FLAG), OptimizerSettings(lr=0.1))
     if request.param == "copied":
         model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
-    if request.param == "vllm":
-        from rollgrad.adapters.vllm.weights import EngineWeights
-
+    if request.param in ("vllm", "disk"):
         vllm = request.getfixturevalue("vllm_engine")
-        return EngineWeights(vllm), vllm, policy
+        backend = Disk(tmp_path / "weights") if request.param == "disk" else shared_memory
+        return EngineWeights(vllm, backend=backend), vllm, policy
     embedded = EmbeddedEngine(model, eos_token_ids=())
     channel = CopiedWeights(embedded) if request.param == "copied" else SharedWeights(embedded)
     return channel, embedded, policy
@@ -146,12 +166,15 @@ class CountedPolicy(FakePolicy):
             yield name, tensor + self.wrong
 
 
-def channel_of(size: int, *, max_restarts: int = 20) -> tuple[FleetWeights, EngineFleet, list[FakeWeightTaker]]:
+def channel_of(
+    size: int, *, max_restarts: int = 20, group: bool = False
+) -> tuple[FleetWeights, EngineFleet, list[FakeWeightTaker]]:
     members = [FakeWeightTaker() for _ in range(size)]
     FakeWeightTaker.transferring = 0
     bounds = FleetBounds(suspect_after=1000.0, dead_after=1000.0, max_restarts=max_restarts)
     fleet = EngineFleet(members, bounds=bounds, ping_seconds=PING)
-    return FleetWeights(fleet), fleet, members
+    backend = FakeGroupBackend(members) if group else shared_memory
+    return FleetWeights(fleet, backend=backend), fleet, members
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -223,6 +246,40 @@ def test_an_engine_that_restarts_after_the_policy_has_changed_waits_for_the_next
     run(scenario())
 
 
+def test_a_group_goes_on_without_an_engine_that_does_not_begin() -> None:
+    async def scenario() -> None:
+        channel, fleet, members = channel_of(3, group=True)
+        policy = CountedPolicy()
+        members[1].die_at = "begin"
+        await channel.push(policy, 1)
+        backend = channel._backend
+        assert isinstance(backend, FakeGroupBackend)
+        first, second = backend.groups[:2]
+        assert first == [(0, 0), (1, 0), (2, 0)]
+        assert {(0, 0), (2, 0)} <= set(second) <= {(0, 0), (1, 1), (2, 0)}
+        await until(lambda: fleet.health.serving == [0, 1, 2])
+        assert [member.restarts for member in members] == [0, 1, 0]
+        assert all(has_all(member, policy) for member in members)
+        await fleet.aclose()
+
+    run(scenario())
+
+
+def test_a_group_is_lost_with_an_engine_that_dies_on_the_way_and_its_replacements_take_the_weights() -> None:
+    async def scenario() -> None:
+        channel, fleet, members = channel_of(3, group=True)
+        policy = CountedPolicy()
+        members[1].die_at = "take"
+        await channel.push(policy, 1)
+        await until(lambda: fleet.health.serving == [0, 1, 2])
+        assert [member.restarts for member in members] == [1, 1, 1]
+        assert all(has_all(member, policy) for member in members)
+        assert FakeWeightTaker.transferring == 0
+        await fleet.aclose()
+
+    run(scenario())
+
+
 def test_when_all_engines_die_in_a_push_it_begins_again_with_their_replacements() -> None:
     async def scenario() -> None:
         channel, fleet, members = channel_of(2)
@@ -285,6 +342,13 @@ def test_a_transfer_that_the_trainer_breaks_off_leaves_engines_that_the_next_pus
         def fail() -> None:
             raise OSError("the trainer lost a rank")
 
+        ends: list[bool] = []
+
+        def noted(*arguments: Any) -> Passage:
+            passage = shared_memory(*arguments)
+            return evolve(passage, close=lambda well: (ends.append(well), passage.close(well)))
+
+        channel._backend = noted
         policy.during = fail
         with pytest.raises(OSError, match="lost a rank"):
             await channel.push(policy, 1)
@@ -293,6 +357,7 @@ def test_a_transfer_that_the_trainer_breaks_off_leaves_engines_that_the_next_pus
         policy.during = lambda: None
         await channel.push(policy, 1)
         assert fleet.health.serving == [0, 1]
+        assert ends == [False, True]
         assert all(has_all(member, policy) for member in members)
         assert not fleet.health.deaths
         await fleet.aclose()
@@ -328,12 +393,14 @@ def test_a_policy_that_sends_its_weights_itself_is_let_to() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_pushes_and_refreshes_never_overlap_and_who_serves_has_the_weights(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "group"), [*((seed, False) for seed in range(8)), *((seed, True) for seed in range(3))]
+)
+def test_pushes_and_refreshes_never_overlap_and_who_serves_has_the_weights(seed: int, group: bool) -> None:
     chance = random.Random(seed)
 
     async def scenario() -> None:
-        channel, fleet, members = channel_of(3, max_restarts=1000)
+        channel, fleet, members = channel_of(3, max_restarts=1000, group=group)
         policy = CountedPolicy()
         for version in range(1, 8):
             for member in members:

@@ -32,6 +32,10 @@ class FakeFleetMember(FleetMember):
     def set_version(self, version: int) -> None:
         self.engine.set_version(version)
 
+    @property
+    def dead(self) -> bool:
+        return self._dead.is_set()
+
     def kill(self) -> None:
         self._dead.set()
 

@@ -22,6 +22,8 @@ class FakeWeightTaker(FakeFleetMember, WeightTaker):
         self.weights: dict[str, torch.Tensor] = {}
         self.die_at: str | None = None
         self.broken: str | None = None
+        self.takes = 0
+        """Updates of this transfer."""
         self._taking = False
 
     async def _step(self, name: str) -> None:
@@ -43,6 +45,7 @@ class FakeWeightTaker(FakeFleetMember, WeightTaker):
             self._memory = SharedMemory(**info)
         self._assembler = Assembler(torch.device("cpu"))
         self._coming: dict[str, torch.Tensor] = {}
+        self.takes = 0
         self._taking = True
         FakeWeightTaker.transferring += 1
         return EngineModel(torch.float32, VOCABULARY)
@@ -50,6 +53,7 @@ class FakeWeightTaker(FakeFleetMember, WeightTaker):
     async def take_weights(self, update: Mapping[str, Any]) -> None:
         await self._step("take")
         self._coming |= dict(self._assembler.take(self._memory.bucket(update["bucket"]), update["pieces"]))
+        self.takes += 1
 
     async def finish_weights(self, version: int) -> None:
         await self._step("finish")

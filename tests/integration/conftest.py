@@ -8,6 +8,7 @@ NEEDS = {
     "test_engine_fleet.py": ("vllm", "ray"),
     "test_lora_cluster.py": ("deepspeed", "ray"),
     "test_sequence_parallel.py": ("deepspeed", "ray"),
+    "test_weight_backends.py": ("vllm",),
 }
 
 collect_ignore = [file for file, packages in NEEDS.items() if not all(map(importlib.util.find_spec, packages))]

@@ -14,7 +14,7 @@ import torch
 
 import rollgrad
 from rollgrad.adapters.ray.session import RaySession
-from rollgrad.application.choices import CorrectionLevel, DType, Engine
+from rollgrad.application.choices import CorrectionLevel, DType, Engine, SyncBackend
 from rollgrad.application.config import RLConfig
 from rollgrad.application.train_config import PartialRollout
 from rollgrad.domain.errors import WorkerError
@@ -114,6 +114,7 @@ def partial_rollout(config: RLConfig, reward_model: str) -> dict[str, Any]:
     config.train.partial_rollout = PartialRollout.KEEP
     config.algo.correction.level = CorrectionLevel.TOKEN
     config.train.max_steps = 4
+    config.vllm.sync_backend = SyncBackend.DISK
     return {}
 
 
@@ -134,6 +135,9 @@ def test_every_pipeline_trains_with_vllm(
         texts, rewards = zip(*((each["prompt"] + each["response"], each["reward"]) for each in samples), strict=True)
         assert len(texts) == len(lines) * config.logger.log_samples
         assert rewards == pytest.approx(cluster.reward_model(str(reward_model_dir)).score(texts), abs=1e-4)
+    else:
+        (last,) = (Path(config.ckpt.output_dir) / "weights").iterdir()
+        assert last.name == str(config.train.max_steps)
     for title in ("ray::RankWorker", "ray::EngineHost"):
         cluster.wait_for(lambda title=title: not cluster.processes(title), "the end of the run's processes")
 

@@ -15,10 +15,12 @@ import torch
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.vllm.disk import Disk
 from rollgrad.adapters.vllm.engine import VLLMEngine
+from rollgrad.adapters.vllm.receiver import read_shard
 from rollgrad.adapters.vllm.weights import EngineWeights
 from rollgrad.domain.batch import PackedBatch, pack
-from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtraError
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError, MissingExtraError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
@@ -326,6 +328,82 @@ def test_a_wrong_model_is_noticed_when_frozen_requests_go_on(
     run(scenario())
 
 
+def test_weights_through_files_are_the_trainer_s(
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    through_files = EngineWeights(vllm_engine, backend=Disk(tmp_path / "weights", shard_bytes=2**15))
+    for version in (3, 4):
+        learn(policy)
+        moved = run(through_files.push(policy, version))
+        generation = run(vllm_engine.generate(ask()))
+        assert generation.logprobs == pytest.approx(scores(policy, PROMPT, generation.token_ids), abs=TOLERANCE)
+        assert set(generation.versions) == {version}
+        (own,) = (tmp_path / "weights").iterdir()
+        files = sorted(own.iterdir())
+        assert len(files) > 3
+        written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert written.keys() == dict(policy.weights()).keys()
+        assert all(torch.equal(written[name], tensor) for name, tensor in policy.weights())
+        assert moved["bytes"] == sum(tensor.nbytes for tensor in written.values())
+
+    policy.__class__ = Lossy
+    policy.fault = "lacks a tensor"  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="did not come from the trainer"):
+        run(through_files.push(policy, 5))
+    policy.fault = ""  # type: ignore[attr-defined]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="does not take the weights for the engines"):
+        run(EngineWeights(vllm_engine, backend=Disk(tmp_path / "file")).push(policy, 5))
+
+
+def test_files_that_the_engine_does_not_see_are_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is not on the engine's machine"):
+        read_shard(str(tmp_path / "00000.safetensors"), "cpu")
+
+
+def test_keys_and_values_sleep_until_new_weights_have_come(
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def noted(name: str) -> Any:
+        call = getattr(vllm_engine.llm, name)
+
+        async def note(*arguments: Any, **settings: Any) -> Any:
+            calls.append(settings.get("tags", name))
+            return await call(*arguments, **settings)
+
+        return note
+
+    for name in ("sleep", "wake_up", "finish_weight_update", "reset_prefix_cache"):
+        monkeypatch.setattr(vllm_engine.llm, name, noted(name))
+
+    async def scenario() -> Generation:
+        await vllm_engine.sleep()
+        await vllm_engine.wake()
+        await channel.push(policy, 1)
+        await vllm_engine.generate(ask())
+        await vllm_engine.sleep()
+        await vllm_engine.wake()  # and no weights come
+        await vllm_engine.sleep()  # vLLM cannot put to sleep what sleeps in part
+        await vllm_engine.pause(PauseMode.KEEP)
+        await vllm_engine.wake()
+        await channel.push(policy, 2)
+        waiting = asyncio.create_task(vllm_engine.generate(ask()))
+        await vllm_engine.resume()
+        return await waiting
+
+    assert set(run(scenario()).versions) == {2}
+    weights, cache = ["weights"], ["kv_cache"]
+    assert calls == [
+        *("sleep", weights, "finish_weight_update", cache, "reset_prefix_cache"),
+        *("sleep", weights, cache, "sleep"),
+        *(weights, "finish_weight_update", cache, "reset_prefix_cache"),
+    ]
+
+
 def test_a_sleeping_engine_takes_no_weights(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
@@ -402,6 +480,7 @@ def test_a_run_trains_on_what_vllm_samples(
         "data.label-key": "label",
         "reward.function-path": "reward.py",
         "rollout.engine": "vllm",
+        "vllm.sync-backend": "disk",
         "rollout.temperature": "0.8",
         "rollout.batch-size": "4",
         "rollout.n-samples-per-prompt": "3",
@@ -416,6 +495,7 @@ def test_a_run_trains_on_what_vllm_samples(
     assert not alive
     steps = [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
+    assert [path.name for path in Path("out", "weights").iterdir()] == ["2"]
     for step in steps:  # the ratio is of the trainer's probability to vLLM's
         assert step["policy/ratio_mean"] == pytest.approx(1.0, abs=TOLERANCE)
         assert abs(step["policy/approx_kl"]) < TOLERANCE

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from rollgrad.application.choices import Engine
+from rollgrad.application.choices import Engine, SyncBackend
 from rollgrad.application.config import RLConfig
 from rollgrad.application.rules_cluster import cluster_problems, server_problems
 
@@ -13,6 +13,8 @@ URL = "http://127.0.0.1:8000"
 SERVER: dict[str, Any] = {"rollout.engine": Engine.SERVER, "rollout.server_urls": (URL,)}
 TOGETHER: dict[str, Any] = {"train.colocate_all": True}
 MODELS = ("actor", "critic", "ref", "reward")
+IPC: dict[str, Any] = {"vllm.sync_backend": SyncBackend.CUDA_IPC}
+NCCL: dict[str, Any] = {"vllm.sync_backend": SyncBackend.NCCL}
 
 
 def problems(settings: dict[str, Any]) -> list[str]:
@@ -42,6 +44,9 @@ def problems(settings: dict[str, Any]) -> list[str]:
         CLUSTER | MODEL | {"train.colocate_critic_reward": True, "train.colocate_actor_ref": True},
         SERVER,
         SERVER | {"train.async_enable": True, "rollout.server_urls": (URL, "https://other/v1")},
+        *(VLLM | {"vllm.sync_backend": backend} for backend in SyncBackend if backend is not SyncBackend.NCCL),
+        *(CLUSTER | VLLM | {"vllm.sync_backend": way} for way in SyncBackend if way is not SyncBackend.CUDA_IPC),
+        CLUSTER | VLLM | TOGETHER | IPC | {"vllm.num_engines": 2, "actor.num_gpus_per_node": 2},
     ],
 )
 def test_allows(settings: dict[str, Any]) -> None:
@@ -50,7 +55,12 @@ def test_allows(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("vllm.num_engines", 2), ("vllm.tensor_parallel_size", 2), ("vllm.gpu_memory_utilization", 0.5)],
+    [
+        ("vllm.num_engines", 2),
+        ("vllm.tensor_parallel_size", 2),
+        ("vllm.gpu_memory_utilization", 0.5),
+        ("vllm.sync_backend", SyncBackend.NCCL),
+    ],
 )
 def test_engines_of_vllm_need_vllm(name: str, value: Any) -> None:
     (problem,) = problems(CLUSTER | {name: value})
@@ -146,3 +156,22 @@ def test_critic_and_reward_model_share_where_both_are() -> None:
 def test_servers_are_named_once_and_are_no_clusters(settings: dict[str, Any], message: str) -> None:
     (problem,) = problems(settings)
     assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (NCCL, "on each of which NCCL allows one process"),
+        (CLUSTER | TOGETHER | NCCL, "on each of which NCCL allows one process"),
+        (CLUSTER | IPC, "trainer and engines share none"),
+        (IPC | {"vllm.tensor_parallel_size": 2}, "but 1 of the engines' GPUs have no process of the actor"),
+        (
+            CLUSTER | TOGETHER | IPC | {"vllm.num_engines": 5, "actor.num_gpus_per_node": 2},
+            "but 3 of the engines' GPUs have no process of the actor",
+        ),
+    ],
+)
+def test_weights_go_where_there_is_a_way(settings: dict[str, Any], why: str) -> None:
+    (problem,) = problems(VLLM | settings)
+    assert why in problem
+    assert "set --vllm.sync_backend auto" in problem

@@ -625,6 +625,17 @@ def test_models_and_engines_on_the_same_gpus() -> None:
     assert config_of(*flags, "--vllm_gpu_memory_utilization", "0.5").vllm.gpu_memory_utilization == 0.5
 
 
+@pytest.mark.parametrize(("flags", "backend"), [((), "auto"), (("nccl",), "auto"), (("gloo",), "shared_memory")])
+def test_the_way_of_weights(flags: tuple[str, ...], backend: str) -> None:
+    given = ("--vllm_sync_backend", *flags) if flags else ()
+    assert config_of(*EIGHT, *given).vllm.sync_backend == backend
+    assert len(notes_of(*EIGHT, *given)) == (flags == ("gloo",))
+    (note,) = notes_of(*EIGHT, "--vllm_sync_with_ray")
+    assert note.startswith("not honoured: --vllm_sync_with_ray: ")
+    (note,) = notes_of(*EIGHT, "--vllm_sync_backend", "ucc")
+    assert note.startswith("not honoured: --vllm_sync_backend ucc: ")
+
+
 def test_engines_of_an_asynchronous_run_share_no_gpu() -> None:
     flags = (*EIGHT, "--colocate_all_models", "--async_train")
     train = config_of(*flags).train

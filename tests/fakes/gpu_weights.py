@@ -1,0 +1,90 @@
+"""A policy and engines on GPUs, for the contract of weight channels: what a machine must have for it is said there."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollgrad.adapters.ray.engine import start_engines
+from rollgrad.adapters.ray.group import WorkerGroup
+from rollgrad.adapters.ray.models import RankPolicy, ShardedPolicy
+from rollgrad.adapters.ray.placement import Placement
+from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.torch.models import TorchPolicy
+from rollgrad.adapters.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.vllm.cuda_ipc import cuda_ipc
+from rollgrad.adapters.vllm.engine import VLLMEngine
+from rollgrad.adapters.vllm.nccl import NCCLBackend
+from rollgrad.adapters.vllm.weights import EngineWeights, FleetWeights
+from rollgrad.application.choices import SyncBackend
+from rollgrad.application.fleet import EngineFleet
+from rollgrad.domain.ports.models import PolicyModel
+from rollgrad.domain.ports.weight_channel import WeightChannel
+from tests.event_loop import run
+from tests.fakes.cluster import FLAG, divided
+
+SHARE = 0.3
+"""Of a GPU's memory, for the engine."""
+
+SECONDS = 300.0
+"""After which something has not started."""
+
+Parts = tuple[WeightChannel, Any, PolicyModel]
+
+
+def gpu_policy(path: str) -> TorchPolicy:
+    model = load_causal_lm(path, dtype=torch.bfloat16, device=torch.device("cuda"), flag=FLAG)
+    return TorchPolicy(model, load_tokenizer(path, flag=FLAG), OptimizerSettings(lr=0.1))
+
+
+def gpu_rank_policy(path: str, stage: int) -> RankPolicy:
+    model = load_causal_lm(path, dtype=torch.bfloat16, device=torch.device("cuda"), flag=FLAG)
+    tokenizer = load_tokenizer(path, flag=FLAG)
+    return RankPolicy(TorchPolicy(model, tokenizer, OptimizerSettings(lr=0.1), optimize=divided(stage)))
+
+
+@contextmanager
+def within_a_gpu(path: Path) -> Iterator[Parts]:
+    """One process trains and samples on one GPU."""
+    engine = VLLMEngine(
+        str(path),
+        eos_token_ids=(),
+        dtype="bfloat16",
+        max_batch_size=8,
+        memory_fraction=SHARE,
+        sync_backend=SyncBackend.CUDA_IPC,
+    )
+    try:
+        yield EngineWeights(engine, backend=cuda_ipc), engine, gpu_policy(str(path))
+    finally:
+        engine.close()
+
+
+@contextmanager
+def between_gpus(path: Path) -> Iterator[Parts]:
+    """Two training processes at ZeRO's stage 3 and one engine, each on a GPU of its own."""
+    import ray
+
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR")
+    settings = {
+        "model": str(path),
+        "eos_token_ids": (),
+        "dtype": "bfloat16",
+        "max_batch_size": 8,
+        "sync_backend": SyncBackend.NCCL,
+    }
+    placement = Placement("actor", 2, gpus=1, timeout=SECONDS)
+    group = WorkerGroup("actor", [placement.slot(rank) for rank in range(2)], threads=1, timeout=SECONDS)
+    fleet = None
+    try:
+        group.build(gpu_rank_policy, str(path), 3)
+        fleet = EngineFleet(run(start_engines(1, settings, options=[{"num_gpus": 1}], seconds=SECONDS)))
+        yield FleetWeights(fleet, backend=NCCLBackend()), fleet, ShardedPolicy(group)
+    finally:
+        if fleet is not None:
+            run(fleet.aclose())
+        group.close()
+        placement.remove()
+        ray.shutdown()

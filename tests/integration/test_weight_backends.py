@@ -1,0 +1,188 @@
+"""What the trainer says by NCCL and CUDA IPC is what vLLM's own engines expect: its classes, without its processes.
+
+Broadcasts and handles are replaced by queues and tables, for they need GPUs.
+"""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import define, field
+from vllm.distributed.weight_transfer import packed_tensor
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+from rollgrad.adapters.vllm import nccl
+from rollgrad.adapters.vllm.cuda_ipc import packed_update
+from rollgrad.adapters.vllm.nccl import Rendezvous, init_infos
+from rollgrad.adapters.vllm.packing import Packer
+from rollgrad.adapters.vllm.plugin import VLLM_BACKENDS
+from rollgrad.adapters.vllm.starting import start
+from rollgrad.application.choices import SyncBackend
+from rollgrad.domain.errors import EngineError
+
+CPU = torch.device("cpu")
+SECONDS = 60.0
+"""After which a test has hung."""
+
+
+def weights() -> Iterator[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    for index in range(12):
+        dtype = torch.bfloat16 if index % 4 else torch.float32
+        yield f"layers.{index}.weight", torch.randn(5 + 7 * (index % 3), 9, generator=generator).to(dtype)
+
+
+@define
+class Wire:
+    """Both ends of a group of two."""
+
+    device: torch.device = CPU
+    joined: list[Rendezvous] = field(factory=list)
+    sent: "queue.Queue[torch.Tensor]" = field(factory=queue.Queue)
+    arrived: "queue.Queue[None]" = field(factory=queue.Queue)
+
+    def join(self, rendezvous: Rendezvous) -> None:
+        self.joined.append(rendezvous)
+
+    def send(self, memory: torch.Tensor) -> None:
+        self.sent.put(memory)
+        self.arrived.get(timeout=SECONDS)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        """Of vLLM's end."""
+        memory = self.sent.get(timeout=SECONDS)
+        assert (src, tensor.shape, tensor.dtype) == (0, memory.shape, memory.dtype)
+        tensor.copy_(memory)
+        self.arrived.put(None)
+
+
+@pytest.fixture
+def without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's end runs without a GPU."""
+
+    class NoStream:
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: [NoStream()] * count)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("bucket_bytes", [100, 2000, 2**20])
+def test_every_bucket_is_one_broadcast_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, without_streams: None, bucket_bytes: int
+) -> None:
+    wire = Wire()
+    monkeypatch.setattr(nccl, "_group", wire)
+    monkeypatch.setattr(nccl, "Packer", lambda device: Packer(device, bucket_bytes))
+    arrived: dict[str, torch.Tensor] = {}
+
+    def take(info: dict[str, Any]) -> None:
+        update = NCCLWeightTransferEngine.update_info_cls(**info)
+        shapes = zip(update.shapes, (getattr(torch, name) for name in update.dtype_names), strict=True)
+        packed_tensor.packed_nccl_broadcast_consumer(
+            iterator=iter(zip(update.names, shapes, strict=True)),
+            group=wire,
+            src=0,
+            post_unpack_func=lambda named: arrived.update({name: tensor.clone() for name, tensor in named}),
+            buffer_size_bytes=bucket_bytes,
+            device=CPU,
+        )
+
+    reading: threading.Thread | None = None
+    for contents in nccl.broadcast(weights(), Rendezvous("127.0.0.1", 1, 2)):
+        if reading is not None:
+            reading.join(SECONDS)
+        reading = threading.Thread(target=take, args=(contents.update().info,), daemon=True)
+        reading.start()
+    assert reading is not None
+    reading.join(SECONDS)
+    assert wire.joined == [Rendezvous("127.0.0.1", 1, 2)]
+    assert wire.sent.empty()
+    expected = dict(weights())
+    assert arrived.keys() == expected.keys()
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(("engines", "workers"), [(1, 1), (3, 1), (2, 4)])
+def test_vllm_takes_the_rendezvous_and_every_worker_has_a_rank_of_its_own(engines: int, workers: int) -> None:
+    infos = init_infos(Rendezvous("10.0.0.1", 4711, 1 + engines * workers), workers)
+    parsed = [NCCLWeightTransferEngine.init_info_cls(**info) for info in infos]
+    assert len(parsed) == engines
+    taken = [0, *(info.rank_offset + worker for info in parsed for worker in range(workers))]
+    assert taken == list(range(parsed[0].world_size))
+    assert all((info.master_address, info.master_port) == ("10.0.0.1", 4711) for info in parsed)
+    assert all(info.packed for info in parsed)
+
+
+@pytest.mark.parametrize("bucket_bytes", [700, 2**20])
+def test_vllm_finds_its_own_gpu_s_bucket_among_the_handles(monkeypatch: pytest.MonkeyPatch, bucket_bytes: int) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    packers = [Packer(CPU, bucket_bytes) for _ in range(2)]
+    expected = dict(weights())
+    doubled = ((name, 2 * tensor) for name, tensor in weights())
+    arrived: list[dict[str, torch.Tensor]] = [{}, {}]
+    properties = type("Properties", (), {"uuid": ""})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert IPCWeightTransferEngine.init_info_cls(packed=True).packed
+
+    class Importer:
+        """Finds a bucket by what stands for its handle."""
+
+        def rebuild(self, handle: list[Any]) -> torch.Tensor:
+            assert handle[6] == 0, "the device is the engine's own"
+            return packers[handle[0]].memory
+
+    both = zip(packers[0].buckets(weights()), packers[1].buckets(doubled), strict=True)
+    for (contents, _), (others, _) in both:
+        handles = [{f"GPU-{number}": (number, *(None,) * 5, 7)} for number in range(2)]
+        update = packed_update(list(zip((contents, others), handles, strict=True)))
+        info = IPCWeightTransferEngine.update_info_cls(**update.info)
+        for number in range(2):
+            properties.uuid = f"GPU-{number}"  # type: ignore[attr-defined]
+            taken = packed_tensor.packed_ipc_consumer(
+                info.ipc_handles, info.names, info.shapes, info.dtype_names, info.tensor_sizes, 0, Importer()
+            )
+            arrived[number] |= dict(taken)
+    assert arrived[0].keys() == arrived[1].keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(arrived[0][name], tensor)
+        assert torch.equal(arrived[1][name], 2 * tensor)
+
+
+@pytest.mark.parametrize("backend", [backend for backend in SyncBackend if backend is not SyncBackend.AUTO])
+def test_an_engine_is_started_with_the_backend_of_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path, backend: SyncBackend
+) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "0")
+    started: list[Any] = []
+    keep: Callable[[Any], object] = started.append
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", keep)
+    start(backend, model=str(tiny_model_dir))
+    (arguments,) = started
+    name = arguments.weight_transfer_config.backend
+    assert name == VLLM_BACKENDS[backend]
+    assert name in WeightTransferEngineFactory._registry
+
+
+def test_the_group_s_error_ends_the_send_and_no_later_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Wire):
+        def send(self, memory: torch.Tensor) -> None:
+            raise EngineError("The engines took more than 120 s to take a bucket of weights by NCCL.")
+
+    monkeypatch.setattr(nccl, "_group", Broken())
+    updates = nccl.broadcast(weights(), None)
+    next(updates)
+    with pytest.raises(EngineError, match="take a bucket"):
+        next(updates)
+    assert next(updates, None) is None
