@@ -112,6 +112,13 @@ class DType(StrEnum):
     FLOAT32 = "float32"
 
 
+class Optim(StrEnum):
+    """What steps hidden matrices; embeddings, head, norms and biases are AdamW's either way."""
+
+    ADAM = "adam"
+    MUON = "muon"
+
+
 class LRScheduler(StrEnum):
     """Learning rate over the run, after warm-up."""
 

@@ -2,7 +2,7 @@
 
 from attrs import Factory, define
 
-from rollgrad.application.choices import Aggregation, DType, LRScheduler
+from rollgrad.application.choices import Aggregation, DType, LRScheduler, Optim
 
 
 @define(kw_only=True)
@@ -17,6 +17,18 @@ class AdamConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
+
+
+@define(kw_only=True)
+class MuonConfig:
+    """Muon on hidden matrices, with optim muon: each step turns all directions of a matrix alike. Its weight decay is
+    that of adam."""
+
+    lr: float = 1e-5
+    """Peak learning rate: about the length of a step in each direction. 1e-5 moves the weights of a model of a billion
+    parameters about as far as AdamW does with 1e-6."""
+    momentum: float = 0.95
+    """Decay of the momentum, which is Nesterov's."""
 
 
 ALL_LINEAR = ("all-linear",)
@@ -81,8 +93,12 @@ class ActorConfig:
     constant_length is Dr. GRPO's form."""
     lora: LoraConfig = Factory(LoraConfig)
     """Low-rank adapters; with a rank above 0 they alone are trained."""
+    optim: Optim = Optim.ADAM
+    """adam steps everything by AdamW, muon hidden matrices by Muon and the rest by AdamW."""
     adam: AdamConfig = Factory(AdamConfig)
-    """Optimizer."""
+    """AdamW."""
+    muon: MuonConfig = Factory(MuonConfig)
+    """Muon."""
     lr_scheduler: LRScheduler = LRScheduler.CONSTANT
     """Learning rate after warm-up."""
     lr_warmup_ratio: float = 0.0
@@ -106,8 +122,12 @@ class CriticConfig:
     """Processes on each of them; default: as many as the actor's."""
     freezing_steps: int = 0
     """First rollouts that train the critic alone, with the actor frozen (value warm-up)."""
+    optim: Optim = Optim.ADAM
+    """As actor.optim."""
     adam: AdamConfig = Factory(lambda: AdamConfig(lr=9e-6))
-    """Optimizer."""
+    """AdamW."""
+    muon: MuonConfig = Factory(lambda: MuonConfig(lr=9e-5))
+    """Muon."""
     lr_scheduler: LRScheduler = LRScheduler.CONSTANT
     """Learning rate after warm-up."""
     lr_warmup_ratio: float = 0.0

@@ -25,6 +25,8 @@ RANGES: dict[str, Range] = {
             "adam.betas": (lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers at least 0 and below 1"),
             "adam.eps": POSITIVE,
             "adam.weight_decay": NOT_NEGATIVE,
+            "muon.lr": NOT_NEGATIVE,
+            "muon.momentum": BELOW_ONE,
             "lr_warmup_ratio": BELOW_ONE,
             "min_lr_ratio": SHARE,
             "max_norm": NOT_NEGATIVE,

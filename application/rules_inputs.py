@@ -10,6 +10,7 @@ import attrs
 
 from rollgrad.application.choices import (
     LRScheduler,
+    Optim,
     Verifier,
 )
 from rollgrad.application.config import EvalConfig, RewardConfig, RLConfig
@@ -68,9 +69,15 @@ def range_problems(config: RLConfig) -> Iterator[str]:
 
 
 def optimizer_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with learning rates and the length of the run."""
+    """What is wrong with optimizers, learning rates and the length of the run."""
     models: tuple[tuple[str, ActorConfig | CriticConfig], ...] = (("actor", config.actor), ("critic", config.critic))
     for name, model in models:
+        muon = first_change(model.muon, type(model)().muon)
+        if muon is not None and model.optim is not Optim.MUON:
+            yield (
+                f"{name}.muon.{muon} is set, but {name}.optim is {model.optim}: set --{name}.optim muon, or leave "
+                f"--{name}.muon.{muon} out."
+            )
         if model.lr_scheduler is LRScheduler.CONSTANT and model.min_lr_ratio != ActorConfig().min_lr_ratio:
             yield (
                 f"{name}.min_lr_ratio is {model.min_lr_ratio}, but a constant learning rate has no floor: set "

@@ -42,5 +42,9 @@ class NonFiniteUpdateError(RollgradError, FloatingPointError):
     """Loss or gradient norm became NaN or infinite; the step was not applied."""
 
 
+class UntrainedParameterError(RollgradError, RuntimeError):
+    """A parameter that is to be trained takes no part in what the model computes; the step was not applied."""
+
+
 class WorkerError(RollgradError, RuntimeError):
     """A training process died, or did not answer before its deadline; the message names it."""

@@ -24,6 +24,7 @@ from rollgrad.adapters.torch.loading import (
 )
 from rollgrad.adapters.torch.lora import add_lora
 from rollgrad.adapters.torch.models import Optimize, TorchValue
+from rollgrad.adapters.torch.muon import MuonSettings
 from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.tracking.console import ConsoleSink
 from rollgrad.adapters.tracking.jsonl import JsonlSink
@@ -33,7 +34,7 @@ from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.adapters.vllm.engine import VLLMEngine
 from rollgrad.application.agents.service import SessionLimits
 from rollgrad.application.agents.tool_environment import ToolEnvironment
-from rollgrad.application.choices import Engine
+from rollgrad.application.choices import Engine, Optim
 from rollgrad.application.config import RLConfig
 from rollgrad.application.executors.multi_turn import EnvironmentFactory, MultiTurnExecutor
 from rollgrad.application.executors.served_agent import ServedAgentExecutor
@@ -85,6 +86,7 @@ def make_optimizer(section: ActorConfig | CriticConfig, config: RLConfig, rollou
         min_lr_ratio=section.min_lr_ratio,
         max_norm=section.max_norm,
         total_steps=trained * optimizer_steps_per_rollout(config),
+        muon=MuonSettings(lr=section.muon.lr, momentum=section.muon.momentum) if section.optim is Optim.MUON else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""The algorithm of an OpenRLHF command: advantages, KL, losses, critic, schedules and corrections."""
+"""The algorithm of an OpenRLHF command: advantages, KL, losses, critic, optimizers, schedules and corrections."""
 
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.openrlhf_draft import Draft
@@ -12,12 +12,15 @@ SCHEDULERS = {
 }
 """Hugging Face's name: ours, whether it warms up, and its floor if it is fixed. Others are cosine_with_min_lr."""
 
+MUON_DEFAULTS = {"lr": 0.02, "momentum": 0.95}
+"""Of OpenRLHF."""
+
 CORRECTIONS = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("geometric", "mask")}
 """OpenRLHF's type: level and mode here."""
 
 
 def translate_algorithm(draft: Draft) -> None:
-    """Sets `algo`, `critic`, and the actor's loss and schedule.
+    """Sets `algo`, `critic`, and the actor's loss, optimizer and schedule.
 
     Raises:
         ConfigurationError: a value is none of OpenRLHF's.
@@ -26,6 +29,7 @@ def translate_algorithm(draft: Draft) -> None:
     _kl(draft)
     _policy_loss(draft)
     _critic(draft)
+    _optimizer(draft, "actor")
     _schedule(draft, "actor")
     _correction(draft)
 
@@ -105,7 +109,20 @@ def _critic(draft: Draft) -> None:
     if frozen_steps >= 0:
         draft.set("critic.freezing_steps", frozen_steps + 1)
         draft.change("critic.freezing_steps", f"{frozen_steps + 1} rollouts, since OpenRLHF counts from 0")
+    _optimizer(draft, "critic")
     _schedule(draft, "critic")
+
+
+def _optimizer(draft: Draft, model: str) -> None:
+    optim = draft.value(f"{model}.optim", "adam")
+    draft.set(f"{model}.optim", optim)
+    for key, default in MUON_DEFAULTS.items():
+        if optim == "muon":
+            draft.set(f"{model}.muon.{key}", draft.value(f"{model}.muon.{key}", default))
+        else:
+            draft.lose(f"{model}.muon.{key}", f"the optimizer is AdamW without --{model}.optim muon, in OpenRLHF too")
+    if optim == "muon" and draft.value(f"{model}.max_norm", 1.0) > 0:
+        draft.change(f"{model}.optim", "gradients are clipped before Muon turns them into steps, in OpenRLHF after it")
 
 
 def _schedule(draft: Draft, model: str) -> None:

@@ -41,7 +41,7 @@ CHECKPOINTS = (
 )
 WANDB = "metrics go to metrics.jsonl, and to TensorBoard with --use_tensorboard; wandb is not there yet"
 VISION = "prompts and replies are text; images are not there yet"
-MUON = "the optimizer is AdamW; Muon is not there yet"
+MUON = "Muon takes five steps of Newton-Schulz on Nesterov's momentum, in OpenRLHF too whatever is set"
 MICRO = "micro-batches are filled up to train.max_tokens_per_micro_batch tokens, which leaves the gradient the same"
 KERNELS = "kernels are chosen for the machine, which leaves the results the same up to rounding"
 REMOVED = "OpenRLHF itself has dropped it"
@@ -61,11 +61,11 @@ def _model(name: str) -> dict[str, Flag]:
         f"{name}.lr_scheduler": Flag(TEXT),
         f"{name}.lr_warmup_ratio": Flag(NUMBER),
         f"{name}.min_lr_ratio": Flag(NUMBER),
-        f"{name}.optim": Flag(TEXT, reason=MUON, idle=("adam",)),
-        **{
-            f"{name}.muon.{key}": Flag(kind, reason=MUON)
-            for key, kind in {"lr": NUMBER, "momentum": NUMBER, "ns_steps": INTEGER, "nesterov": SWITCH}.items()
-        },
+        f"{name}.optim": Flag(TEXT),
+        f"{name}.muon.lr": Flag(NUMBER),
+        f"{name}.muon.momentum": Flag(NUMBER),
+        f"{name}.muon.ns_steps": Flag(INTEGER, reason=MUON, idle=("5",)),
+        f"{name}.muon.nesterov": Flag(SWITCH, reason=MUON),
     }
 
 

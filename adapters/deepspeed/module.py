@@ -9,7 +9,7 @@ Does not own: the process group (`start_process_group`), nor which samples a pro
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -21,22 +21,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rollgrad.adapters.torch.forward import Scorer
+from rollgrad.adapters.torch.gradient_proof import GradientProof
+from rollgrad.adapters.torch.muon import MOMENTUM, orthogonal, whole_directions
 from rollgrad.adapters.torch.optimizer import (
+    MOMENTS,
     OptimizerSettings,
     TrainedModule,
-    decay_groups,
-    learning_rate,
+    check_moments,
+    moment_keys,
     non_finite,
-    warn_of_untrained,
+    set_rates,
+    stepping,
 )
 from rollgrad.application.cluster_config import BUCKET_NUMBERS, PARAMETERS
 from rollgrad.domain.errors import MissingExtraError
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each parameter."""
-
 ALIGNMENT = 1024
 """A multiple of what DeepSpeed wants of its buckets."""
+
+WHOLE_GROUP = 2**62
+"""Numbers of a group of parameters that are stepped together: all of them."""
 
 NEVER = 2**31 - 1
 """Steps between DeepSpeed's own reports."""
@@ -92,7 +96,7 @@ class DeepSpeedModule(TrainedModule):
 
     Args:
         module: the same in every process.
-        settings: AdamW's; its schedule goes by optimizer steps.
+        settings: of the optimizer; its schedule goes by optimizer steps.
         division: what is divided, and where it lies.
     """
 
@@ -108,8 +112,8 @@ class DeepSpeedModule(TrainedModule):
         parameters = [p for _, p in self._named]
         self._sizes = {p: p.nbytes for p in module.parameters()}
         self._device, dtype = parameters[0].device, parameters[0].dtype
-        self._largest: list[Tensor] = []
-        self._untrained = {name for name, _ in self._named}
+        self._largest: dict[str, Tensor] = {}
+        self._proof = GradientProof([name for name, _ in self._named], tells=self.first)
         for name, parameter in self._named:
             parameter.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
         if self._stage == PARAMETERS:
@@ -117,13 +121,15 @@ class DeepSpeedModule(TrainedModule):
                 for weight in (scorer.head.weight, scorer.head.bias):
                     if weight is not None:
                         deepspeed.zero.register_external_parameter(scorer, weight)
-        self._adam = _adam(decay_groups(parameters, settings), settings, division)
+        self._keys = moment_keys(module, settings)
+        adam = partial(_adam, settings=settings, division=division)
+        self._stepping = stepping(module, {p: p for p in parameters}, settings, adam, self._directions)
         plain = self._stage == 0 and dtype == torch.float32  # DeepSpeed then steps torch's own optimizer
         self._norm: float | None = None
         if plain:
-            self._adam.register_step_pre_hook(self._clip)
+            self._stepping.register_step_pre_hook(self._clip)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=module, optimizer=self._adam, config=_config(settings, division, parameters, clips=not plain)
+            model=module, optimizer=self._stepping, config=_config(settings, division, parameters, clips=not plain)
         )
         self._steps = 0
         self._make_moments()
@@ -144,15 +150,13 @@ class DeepSpeedModule(TrainedModule):
 
     def step(self) -> dict[str, float]:
         """See `TrainedModule.step`."""
-        largest = float(torch.stack(self._largest).max()) if self._largest else 0.0
+        largest = float(torch.stack(list(self._largest.values())).max()) if self._largest else 0.0
         if not self.agree(math.isfinite(largest)):
             self.clear()
             raise non_finite(self._steps, largest)
-        if self._steps == 0 and self.first:
-            warn_of_untrained(sorted(self._untrained))
-        lr = learning_rate(self._settings, self._steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        if self._proof.under_way:
+            self._proof.look(self._gradient_sizes())
+        lr = set_rates(self._optimizer, self._settings, self._steps)
         self._engine.step()
         self._largest.clear()
         self._steps += 1
@@ -186,30 +190,40 @@ class DeepSpeedModule(TrainedModule):
         state: dict[str, Any] = {"steps": self._steps, "masters": {}, "moments": {}}
         for name, parameter in self._named:
             master = self._whole(parameter)
-            moments = {key: self._whole(parameter, key) for key in MOMENTS}
+            moments = {key: self._whole(parameter, key) for key in self._keys[name]}
             if self.first:
                 state["masters"][name] = master.to("cpu", copy=True)
                 state["moments"][name] = {key: moment.to("cpu", copy=True) for key, moment in moments.items()}
-                state["moments"][name]["step"] = torch.tensor(float(self._steps))
+                if MOMENTUM not in moments:
+                    state["moments"][name]["step"] = torch.tensor(float(self._steps))
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `TrainedModule.load_state_dict`."""
+        check_moments(state, self._keys)
         self._steps = int(state["steps"])
-        for moments in self._adam.state.values():
-            moments["step"].fill_(self._steps)
+        for moments in self._stepping.state.values():
+            if "step" in moments:
+                moments["step"].fill_(self._steps)
         for name, parameter in self._named:
             self._set_whole(parameter, state["masters"][name])
-            for key in MOMENTS if name in state["moments"] else ():
+            for key in self._keys[name] if name in state["moments"] else ():
                 self._set_whole(parameter, state["moments"][name][key], key)
             with self._written([parameter]):
                 parameter.copy_(state["masters"][name])
 
     def _note_gradient(self, name: str, gradient: Tensor) -> None:
         """The largest size of its entries is not finite if one of them is not."""
-        self._untrained.discard(name)
-        self._largest.append(torch.linalg.vector_norm(gradient.detach().flatten(), math.inf).float())
+        size = torch.linalg.vector_norm(gradient.detach().flatten(), math.inf).float()
+        self._largest[name] = torch.maximum(size, self._largest[name]) if name in self._largest else size
+
+    def _gradient_sizes(self) -> dict[str, float]:
+        """The largest absolute entries of the gradients in any process, of parameters that got one in any."""
+        nothing = torch.tensor(-1.0, device=self._device)
+        sizes = torch.stack([self._largest.get(name, nothing) for name, _ in self._named])
+        torch.distributed.all_reduce(sizes, op=torch.distributed.ReduceOp.MAX)
+        return {name: size for (name, _), size in zip(self._named, sizes.tolist(), strict=True) if size >= 0}
 
     def _clip(self, *_: Any) -> None:
         """Before torch's own optimizer steps."""
@@ -223,29 +237,49 @@ class DeepSpeedModule(TrainedModule):
         written: AbstractContextManager[None] = _deepspeed().zero.GatheredParameters(list(parameters), modifier_rank=0)
         return written
 
-    def _masters(self) -> Sequence[Tensor]:
-        """The float32 tensors that AdamW steps on in this process."""
+    def _masters(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """The float32 tensors that are stepped on in this process, and their parameter groups."""
+        groups = self._stepping.param_groups
         if self._stage == PARAMETERS:
-            flat: Sequence[Tensor] = self._optimizer.fp32_partitioned_groups_flat
-            return flat
-        return [parameter for group in self._adam.param_groups for parameter in group["params"]]
+            owner = self._optimizer.sub_group_to_group_id
+            for index, flat in enumerate(self._optimizer.fp32_partitioned_groups_flat):
+                yield flat, groups[owner[index]]
+        else:
+            for group in groups:
+                for master in group["params"]:
+                    yield master, group
 
     def _make_moments(self) -> None:
-        """What AdamW otherwise makes in its first step, when DeepSpeed would link those of the first group alone."""
-        for master in self._masters():
-            self._adam.state[master] = {
-                "step": torch.tensor(0.0),
-                **{key: torch.zeros_like(master) for key in MOMENTS},
-            }
+        """What the optimizer otherwise makes in its first step, when DeepSpeed would link those of the first group
+        alone."""
+        for master, group in self._masters():
+            if "matrices" in group:
+                self._stepping.state[master] = {MOMENTUM: torch.zeros_like(master)}
+            else:
+                moments = {key: torch.zeros_like(master) for key in MOMENTS}
+                self._stepping.state[master] = {"step": torch.tensor(0.0), **moments}
         if hasattr(self._optimizer, "_lazy_init_hp_params_optimizer_state"):
             self._optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _directions(self, parameters: Sequence[nn.Parameter], master: Tensor, momentum: Tensor) -> Tensor:
+        """Muon's, for which matrices must be whole: they are put together one after the other in the memory of the
+        weights, where DeepSpeed knows its way."""
+        if self._optimizer is self._stepping:
+            return whole_directions(parameters, master, momentum)
+        weights = master.clone()
+        master.copy_(momentum)
+        for parameter in parameters:
+            self._set_whole(parameter, orthogonal(self._whole(parameter)))
+        directions = master.clone()
+        master.copy_(weights)
+        return directions
 
     def _whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
         """A parameter's float32 weight, or one of its moments."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        if self._optimizer is self._adam:
-            value = parameter.detach() if key is None else self._adam.state[parameter][key]
+        if self._optimizer is self._stepping:
+            value = parameter.detach() if key is None else self._stepping.state[parameter][key]
         elif key is None:
             value = safe_get_full_fp32_param(parameter)
         else:
@@ -256,8 +290,8 @@ class DeepSpeedModule(TrainedModule):
     def _set_whole(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        if self._optimizer is self._adam:
-            (parameter if key is None else self._adam.state[parameter][key]).copy_(value)
+        if self._optimizer is self._stepping:
+            (parameter if key is None else self._stepping.state[parameter][key]).copy_(value)
             return
         value = value.to(self._device)
         if self._stage == PARAMETERS:
@@ -287,8 +321,8 @@ class DeepSpeedModule(TrainedModule):
             safe_set_local_optimizer_state(parameter, mine, key)
 
 
-def _adam(groups: list[dict[str, Any]], settings: OptimizerSettings, division: DeepSpeedSettings) -> Any:
-    constants: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+def _adam(groups: list[dict[str, Any]], *, settings: OptimizerSettings, division: DeepSpeedSettings) -> Any:
+    constants: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
     if division.adam_offload and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -311,6 +345,8 @@ def _config(
         zero["offload_optimizer"] = offload
     if division.param_offload:
         zero["offload_param"] = offload
+    if division.zero_stage == PARAMETERS and settings.muon is not None:
+        zero["sub_group_size"] = WHOLE_GROUP
     half = {"bf16": {"enabled": True}} if parameters[0].dtype == torch.bfloat16 else {}
     return {
         "train_micro_batch_size_per_gpu": 1,

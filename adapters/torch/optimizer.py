@@ -1,29 +1,39 @@
-"""AdamW on float32 master weights under a model that computes in another format.
+"""AdamW, or Muon beside it, on float32 master weights under a model that computes in another format.
 
 Invariants: gradients of all micro-batches of a step are summed in float32; a step with a non-finite gradient changes
 nothing; after `step` the compute weights equal the rounded masters.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
-import structlog
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from rollgrad.domain.errors import NonFiniteUpdateError
+from rollgrad.adapters.torch.gradient_proof import GradientProof
+from rollgrad.adapters.torch.muon import (
+    MOMENTUM,
+    Directions,
+    MuonSettings,
+    MuonWithAdam,
+    hidden_matrices,
+    whole_directions,
+)
+from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.schedule import lr_factor
 
-log = structlog.get_logger(__name__)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each parameter."""
 
 
 @frozen(kw_only=True)
 class OptimizerSettings:
     """Learning rate (peak), AdamW's constants, schedule over `total_steps` optimizer steps, and the norm to clip at
-    (0: never)."""
+    (0: never); with `muon`, hidden matrices are stepped by Muon."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
@@ -34,6 +44,7 @@ class OptimizerSettings:
     min_lr_ratio: float = 0.1
     max_norm: float = 1.0
     total_steps: int = 1
+    muon: MuonSettings | None = None
 
 
 class TrainedModule(Protocol):
@@ -62,6 +73,7 @@ class TrainedModule(Protocol):
 
         Raises:
             NonFiniteUpdateError: the gradient is not finite; nothing has changed.
+            UntrainedParameterError: a parameter has none; nothing has changed.
         """
         ...
 
@@ -78,38 +90,91 @@ class TrainedModule(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """`steps` taken, `masters` (float32 weights) and `moments` (what AdamW keeps) by parameter name: the same
-        however the module is divided. Where it is divided, of the first process; the others' may be empty."""
+        """`steps` taken, `masters` (float32 weights) and `moments` (what the optimizer keeps) by parameter name: the
+        same however the module is divided. Where it is divided, of the first process; the others' may be empty."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict` of any division."""
+        """Continues from a `state_dict` of any division.
+
+        Raises:
+            CheckpointError: it is of another optimizer.
+        """
         ...
 
 
-def decay_groups(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> list[dict[str, Any]]:
-    """AdamW's parameter groups: matrices decay, biases and norm weights do not."""
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+def stepping(
+    module: nn.Module,
+    masters: Mapping[nn.Parameter, Tensor],
+    settings: OptimizerSettings,
+    adam: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    directions: Directions = whole_directions,
+) -> torch.optim.Optimizer:
+    """What steps `masters`, the tensors that stand for the trainable parameters of `module`: matrices decay, biases and
+    norm weights do not.
+
+    `adam` makes AdamW of parameter groups; `directions` is Muon's, see `MuonWithAdam`.
+    """
+    matrices = hidden_matrices(module) if settings.muon else []
+    chosen = set(matrices)
+    rest = [(parameter, master) for parameter, master in masters.items() if parameter not in chosen]
+    kinds = (
+        ([master for parameter, master in rest if parameter.ndim > 1], settings.weight_decay),
+        ([master for parameter, master in rest if parameter.ndim <= 1], 0.0),
+    )
+    groups = [
+        {"params": members, "weight_decay": decay, "lr": settings.lr, "peak": settings.lr}
+        for members, decay in kinds
+        if members
     ]
+    if settings.muon is None:
+        return adam(groups)
+    lr = settings.muon.lr
+    return MuonWithAdam(
+        {"params": [masters[p] for p in matrices], "weight_decay": settings.weight_decay, "lr": lr, "peak": lr},
+        matrices,
+        adam(groups) if groups else None,
+        momentum=settings.muon.momentum,
+        directions=directions,
+    )
 
 
-def learning_rate(settings: OptimizerSettings, step: int) -> float:
-    """Of the `step`-th optimizer step, from 0."""
-    return settings.lr * lr_factor(
+def set_rates(optimizer: Any, settings: OptimizerSettings, step: int) -> float:
+    """The learning rates of the `step`-th optimizer step, from 0; returns AdamW's."""
+    factor = lr_factor(
         settings.scheduler,
         step,
         total_steps=settings.total_steps,
         warmup_ratio=settings.warmup_ratio,
         min_ratio=settings.min_lr_ratio,
     )
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * factor
+    return settings.lr * factor
 
 
-def warn_of_untrained(names: Sequence[str]) -> None:
-    """Says which trainable parameters the first step had no gradient for: they would silently stay what they are."""
-    if names:
-        log.warning("parameters without a gradient in the first step", count=len(names), first=list(names[:5]))
+def moment_keys(module: nn.Module, settings: OptimizerSettings) -> dict[str, tuple[str, ...]]:
+    """What the optimizer keeps of each trainable parameter, by its name."""
+    chosen = set(hidden_matrices(module) if settings.muon else [])
+    return {
+        name: (MOMENTUM,) if parameter in chosen else MOMENTS
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def check_moments(state: Mapping[str, Any], keys: Mapping[str, Sequence[str]]) -> None:
+    """Whether a `TrainedModule.state_dict` is of the same optimizer, whose `moment_keys` are `keys`.
+
+    Raises:
+        CheckpointError: it is of another one.
+    """
+    for name, moments in state["moments"].items():
+        if not set(keys.get(name, ())) <= set(moments):
+            raise CheckpointError(
+                f"The state to continue from has {', '.join(sorted(moments))} of {name}, which another optimizer "
+                "keeps: set --actor.optim (--critic.optim) to what it was."
+            )
 
 
 def non_finite(steps: int, norm: float) -> NonFiniteUpdateError:
@@ -136,9 +201,10 @@ class MasterOptimizer:
         for param, master in zip(self._params, self._masters, strict=True):
             if param is not master:
                 param.register_post_accumulate_grad_hook(_move_gradient_to(master))
-        self._adam = torch.optim.AdamW(
-            decay_groups(self._masters, settings), lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
-        )
+        self._keys = moment_keys(module, settings)
+        adam = partial(torch.optim.AdamW, betas=settings.betas, eps=settings.eps, fused=True)
+        self._stepping = stepping(module, dict(zip(self._params, self._masters, strict=True)), settings, adam)
+        self._proof = GradientProof(self._names)
         self._steps = 0
 
     def __call__(self, *inputs: Any) -> Any:
@@ -158,22 +224,20 @@ class MasterOptimizer:
 
         Raises:
             NonFiniteUpdateError: the gradient norm is NaN or infinite; weights are untouched, gradients cleared.
+            UntrainedParameterError: a parameter has no gradient in the first step; weights are untouched.
         """
         gradients = [m.grad for m in self._masters if m.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
         if not math.isfinite(norm):
             self.clear()
             raise non_finite(self._steps, norm)
-        if self._steps == 0:
-            pairs = zip(self._names, self._masters, strict=True)
-            warn_of_untrained([name for name, master in pairs if master.grad is None])
+        if self._proof.under_way:
+            self._proof.look(self._gradient_sizes())
         limit = self._settings.max_norm
         if limit and norm > limit:
             torch._foreach_mul_(gradients, limit / norm)
-        lr = learning_rate(self._settings, self._steps)
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-        self._adam.step()
+        lr = set_rates(self._stepping, self._settings, self._steps)
+        self._stepping.step()
         self.clear()
         self._publish()
         self._steps += 1
@@ -199,21 +263,22 @@ class MasterOptimizer:
             "steps": self._steps,
             "masters": {name: master.detach().clone() for name, master in named},
             "moments": {
-                name: {key: value.clone() for key, value in self._adam.state[master].items()}
+                name: {key: value.clone() for key, value in self._stepping.state[master].items()}
                 for name, master in named
-                if master in self._adam.state
+                if master in self._stepping.state
             },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `TrainedModule.load_state_dict`; restores the compute weights too."""
+        check_moments(state, self._keys)
         self._steps = int(state["steps"])
-        self._adam.state.clear()
+        self._stepping.state.clear()
         with torch.no_grad():
             for name, master in zip(self._names, self._masters, strict=True):
                 master.copy_(state["masters"][name])
                 if name in state["moments"]:
-                    self._adam.state[master] = {
+                    self._stepping.state[master] = {
                         key: value.to(master.device, copy=True) for key, value in state["moments"][name].items()
                     }
         self._publish()
@@ -221,6 +286,16 @@ class MasterOptimizer:
     def masters(self) -> dict[str, Tensor]:
         """Master weights by parameter name."""
         return dict(zip(self._names, (m.detach() for m in self._masters), strict=True))
+
+    def _gradient_sizes(self) -> dict[str, float]:
+        """Of each gradient the largest absolute entry."""
+        names, gradients = [], []
+        for name, master in zip(self._names, self._masters, strict=True):
+            if master.grad is not None:
+                names.append(name)
+                gradients.append(master.grad)
+        sizes = torch._foreach_norm(gradients, math.inf) if gradients else ()
+        return dict(zip(names, map(float, sizes), strict=True))
 
     @torch.no_grad()
     def _publish(self) -> None:

@@ -160,7 +160,10 @@ def test_the_same_seed_gives_the_same_run(workspace: Path) -> None:
 
 RESUMABLE = {
     "grpo": ("--algo.kl.init_coef", "0.1", "--algo.kl.target", "0.001", "--reward.normalize", "running"),
-    "ppo": ("--algo.advantage.estimator", "gae", "--train.batch_size", "5", "--actor.lr_scheduler", "linear"),
+    "ppo": (
+        *("--algo.advantage.estimator", "gae", "--train.batch_size", "5", "--actor.lr_scheduler", "linear"),
+        *("--actor.optim", "muon"),
+    ),
     "bf16": ("--actor.dtype", "bfloat16", "--data.curriculum_range", "0.0", "0.4"),
 }
 

@@ -19,6 +19,7 @@ from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.torch import models
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.torch.models import Optimize, TorchPolicy, TorchReference, TorchValue
+from rollgrad.adapters.torch.muon import MuonSettings
 from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.torch.reward_model import RewardModel
 from rollgrad.domain.batch import PackedBatch, pack
@@ -28,6 +29,8 @@ from tests.fakes.agent_executor import make_trajectory
 FLAG = "--actor.model-name-or-path"
 SETTINGS = OptimizerSettings(lr=1e-2, total_steps=10, scheduler="linear", weight_decay=0.1, max_norm=0.5)
 """Everything that an optimizer step knows is in play: the gradients of `batch` exceed the norm."""
+
+MUON_SETTINGS = evolve(SETTINGS, muon=MuonSettings(lr=2e-2))
 
 
 @contextmanager
@@ -42,9 +45,15 @@ def worker_group(size: int, *, timeout: float = 300) -> Iterator[WorkerGroup]:
         placement.remove()
 
 
-def policy(path: str, optimize: Optimize = MasterOptimizer) -> TorchPolicy:
-    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
-    return TorchPolicy(model, load_tokenizer(path, flag=FLAG), SETTINGS, optimize=optimize)
+def policy(
+    path: str,
+    optimize: Optimize = MasterOptimizer,
+    *,
+    settings: OptimizerSettings = SETTINGS,
+    dtype: torch.dtype = torch.float32,
+) -> TorchPolicy:
+    model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=FLAG)
+    return TorchPolicy(model, load_tokenizer(path, flag=FLAG), settings, optimize=optimize)
 
 
 def value(path: str, optimize: Optimize = MasterOptimizer) -> TorchValue:
@@ -52,8 +61,21 @@ def value(path: str, optimize: Optimize = MasterOptimizer) -> TorchValue:
     return TorchValue(model, load_tokenizer(path, flag=FLAG), SETTINGS, optimize=optimize)
 
 
-def rank_policy(path: str, stage: int, offload: bool = False) -> RankPolicy:
-    return RankPolicy(policy(path, divided(stage, offload)))
+def rank_policy(
+    path: str,
+    stage: int,
+    offload: bool = False,
+    settings: OptimizerSettings = SETTINGS,
+    dtype: torch.dtype = torch.float32,
+) -> RankPolicy:
+    return RankPolicy(policy(path, divided(stage, offload), settings=settings, dtype=dtype))
+
+
+def rank_policy_with_a_spare(path: str, stage: int) -> RankPolicy:
+    """Its model has a weight that it does not compute with."""
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
+    model.spare = torch.nn.Linear(4, 4)
+    return RankPolicy(TorchPolicy(model, load_tokenizer(path, flag=FLAG), SETTINGS, optimize=divided(stage)))
 
 
 def doomed_policy(path: str, stage: int) -> "DoomedPolicy":

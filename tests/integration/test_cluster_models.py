@@ -21,6 +21,7 @@ from rollgrad.domain.errors import (
     ConfigurationError,
     NonFiniteUpdateError,
     RewardError,
+    UntrainedParameterError,
     WorkerError,
 )
 from rollgrad.domain.prompts import Prompt
@@ -104,6 +105,13 @@ def test_every_division_trains_as_one_process(
         policy.save(tmp_path / "file" / "model")
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_weight_that_no_gradient_reaches_ends_the_run(group: WorkerGroup, stage: int, tiny_model_dir: Path) -> None:
+    group.build(cluster.rank_policy_with_a_spare, str(tiny_model_dir), stage)
+    with pytest.raises(UntrainedParameterError, match=r"2 of \d+ .*\(model\.spare\.bias, model\.spare\.weight\)"):
+        trained(ShardedPolicy(group), 1)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_state_continues_in_any_division(
     group: WorkerGroup, stage: int, expected: dict[str, Any], tiny_model_dir: Path
@@ -120,6 +128,25 @@ def test_a_state_continues_in_any_division(
     assert trained(ended, 1)["lr"] == expected["metrics"]["lr"]
     for name, tensor in ended.weights():
         torch.testing.assert_close(tensor, expected["weights"][name], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.float32), (2, torch.float32), (3, torch.bfloat16)])
+def test_muon_steps_divided_matrices_as_whole_ones(
+    group: WorkerGroup, stage: int, dtype: torch.dtype, tiny_model_dir: Path
+) -> None:
+    """Its second step, after a first one in one process."""
+    lone = cluster.policy(str(tiny_model_dir), settings=cluster.MUON_SETTINGS, dtype=dtype)
+    trained(lone, 1)
+    group.build(cluster.rank_policy, str(tiny_model_dir), stage, False, cluster.MUON_SETTINGS, dtype)
+    policy = ShardedPolicy(group)
+    policy.load_state_dict(lone.state_dict())
+    assert trained(policy, 1) == pytest.approx(trained(lone, 1), rel=1e-2)
+    found, wanted = policy.state_dict(), lone.state_dict()
+    for name, moments in wanted["moments"].items():
+        assert (moments.keys() == {"momentum_buffer"}) == ("_proj" in name)
+        torch.testing.assert_close(found["moments"][name], moments, rtol=1e-2, atol=1e-3)
+    for name, master in wanted["masters"].items():
+        torch.testing.assert_close(found["masters"][name], master, rtol=0, atol=1e-3)
 
 
 def test_weights_that_nobody_reads_to_the_end_hold_nobody_up(group: WorkerGroup, tiny_model_dir: Path) -> None:

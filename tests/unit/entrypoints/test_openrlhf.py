@@ -427,7 +427,20 @@ def test_optimizer() -> None:
         assert (model.adam.betas, model.adam.weight_decay, model.max_norm) == ((0.8, 0.9), 0.1, 0.5)
         assert model.adam.lr == lr
     assert notes_of("--actor.optim", "adam") == []
-    assert len(notes_of("--actor.optim", "muon", "--actor.muon.lr", "0.02")) == 2
+
+
+def test_muon() -> None:
+    config = config_of("--actor.optim", "muon", "--actor.max_norm", "0", "--critic.optim", "muon")
+    assert (config.actor.optim, config.critic.optim) == ("muon", "muon")
+    assert (config.actor.muon.lr, config.actor.muon.momentum) == (0.02, 0.95)
+    given = ("--actor.optim", "muon", "--actor.muon.lr", "0.01", "--actor.muon.momentum", "0.9")
+    assert (config_of(*given).actor.muon.lr, config_of(*given).actor.muon.momentum) == (0.01, 0.9)
+    assert notes_of(*given, "--actor.max_norm", "0", "--actor.muon.ns_steps", "5") == []
+    (clipped,) = notes_of(*given)
+    assert clipped.startswith("not identical: --actor.optim muon: gradients are clipped before")
+    (ignored,) = notes_of("--actor.muon.lr", "0.01")
+    assert ignored.startswith("not honoured: --actor.muon.lr 0.01: ")
+    assert config_of("--actor.muon.lr", "0.01") == config_of()
 
 
 def test_data() -> None:
