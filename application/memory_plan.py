@@ -179,10 +179,12 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     gradients = trained * FLOAT32_BYTES
     moments = ADAM_MOMENTS * trained * FLOAT32_BYTES
     masters = trained * FLOAT32_BYTES
+    average = trained * FLOAT32_BYTES if role == "actor" and config.train.enable_ema else 0  # in the machine's memory
     passes = _activations(config, role, shape, compute_bytes)
     if not config.cluster.enable or ds.zero_stage == 0:
         optimizer = moments + (masters if compute_bytes < FLOAT32_BYTES else 0)
-        return evolve(where, weights=weights, gradients=gradients, optimizer=optimizer, passes=passes)
+        row = evolve(where, weights=weights, gradients=gradients, optimizer=optimizer, passes=passes)
+        return evolve(row, offloaded=average) if machine.gpu else evolve(row, optimizer=optimizer + average)
     size = where.processes
     optimizer = math.ceil((masters + moments) / size)  # ZeRO keeps masters of float32 weights too
     passes += min(BUCKET_NUMBERS, trained) * compute_bytes
@@ -191,7 +193,9 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     if ds.zero_stage == PARAMETERS:
         passes += min(GATHERED_NUMBERS * compute_bytes, weights)
         weights = math.ceil(weights / size)
-    offloaded = 0
+    average = math.ceil(average / size)
+    optimizer += 0 if machine.gpu else average
+    offloaded = average if machine.gpu else 0
     if machine.gpu and ds.adam_offload:
         offloaded += optimizer + gradients
         optimizer = gradients = 0

@@ -98,6 +98,7 @@ RANGES: dict[str, Range] = {
     "train.max_epochs": COUNT,
     "train.max_staleness": NOT_NEGATIVE,
     "train.max_tokens_per_micro_batch": COUNT,
+    "train.ema_beta": BELOW_ONE,
     "train.seed": NOT_NEGATIVE,
     "data.max_prompt_tokens": COUNT,
     "data.max_samples": COUNT,

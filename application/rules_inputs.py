@@ -83,6 +83,11 @@ def optimizer_problems(config: RLConfig) -> Iterator[str]:
                 f"{name}.min_lr_ratio is {model.min_lr_ratio}, but a constant learning rate has no floor: set "
                 f"--{name}.lr_scheduler to linear or cosine_with_min_lr, or leave --{name}.min_lr_ratio out."
             )
+    if not config.train.enable_ema and config.train.ema_beta != TrainConfig().ema_beta:
+        yield (
+            f"train.ema_beta is {config.train.ema_beta}, but no moving average is kept: set --train.enable_ema, or "
+            "leave --train.ema_beta out."
+        )
     if config.train.max_steps is not None and config.train.num_episodes != TrainConfig().num_episodes:
         yield (
             f"train.max_steps is {config.train.max_steps} and train.num_episodes is {config.train.num_episodes}, but a "

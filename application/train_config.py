@@ -49,6 +49,11 @@ class TrainConfig:
     partial_rollout: PartialRollout = PartialRollout.NONE
     """What becomes of replies in flight when the weights change: they are finished first (none), or go on under the new
     weights with their old keys and values (keep) or with new ones (recompute)."""
+    enable_ema: bool = False
+    """Keep a moving average of the actor's weights, in the CPU's memory; every saved model has it in the directory
+    ema."""
+    ema_beta: float = 0.992
+    """Its decay per optimizer step."""
     colocate_all: bool = False
     """Let all models and engines share the same GPUs, with cluster.enable; engines sleep while models train. Without it
     each has its own."""

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from rollgrad.adapters.deepspeed.module import DeepSpeedModule, DeepSpeedSettings
+from rollgrad.adapters.deepspeed.module import DeepSpeedModule
+from rollgrad.adapters.deepspeed.settings import DeepSpeedSettings
 from rollgrad.adapters.ray.engine import start_engines
 from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.models import RankPolicy, ShardedPolicy, ShardedReference, ShardedValue, reward_copies

@@ -87,6 +87,7 @@ def make_optimizer(section: ActorConfig | CriticConfig, config: RLConfig, rollou
         max_norm=section.max_norm,
         total_steps=trained * optimizer_steps_per_rollout(config),
         muon=MuonSettings(lr=section.muon.lr, momentum=section.muon.momentum) if section.optim is Optim.MUON else None,
+        ema_beta=config.train.ema_beta if config.train.enable_ema and section is config.actor else None,
     )
 
 

@@ -45,7 +45,6 @@ MUON = "Muon takes five steps of Newton-Schulz on Nesterov's momentum, in OpenRL
 MICRO = "micro-batches are filled up to train.max_tokens_per_micro_batch tokens, which leaves the gradient the same"
 KERNELS = "kernels are chosen for the machine, which leaves the results the same up to rounding"
 REMOVED = "OpenRLHF itself has dropped it"
-EMA = "no moving average of the weights is kept"
 
 SWITCH, INTEGER, NUMBER, TEXT, PAIR = Kind.SWITCH, Kind.INTEGER, Kind.NUMBER, Kind.TEXT, Kind.PAIR
 
@@ -134,8 +133,8 @@ FLAGS: dict[str, Flag] = {
     "train.async_queue_size": Flag(INTEGER),
     "train.partial_rollout_enable": Flag(SWITCH),
     "train.agent_func_path": Flag(TEXT, "train.agent_func_path"),
-    "train.enable_ema": Flag(SWITCH, reason=EMA),
-    "train.ema_beta": Flag(NUMBER, reason=EMA),
+    "train.enable_ema": Flag(SWITCH, "train.enable_ema"),
+    "train.ema_beta": Flag(NUMBER),
     "train.colocate_all": Flag(SWITCH),
     "train.colocate_actor_ref": Flag(SWITCH),
     "train.colocate_critic_reward": Flag(SWITCH),

@@ -36,6 +36,13 @@ def _batches(draft: Draft) -> None:
     else:
         draft.lose("train.max_tokens_per_gpu", "OpenRLHF reads it with --use_dynamic_batch only")
     _overlap(draft, prompts)
+    if draft.value("train.enable_ema", False):
+        draft.set("train.ema_beta", draft.value("train.ema_beta", 0.992))
+        draft.change(
+            "train.enable_ema", "the averages are saved in ema below the trained model, in OpenRLHF instead of it"
+        )
+    else:
+        draft.lose("train.ema_beta", "no average is kept without --enable_ema, in OpenRLHF neither")
 
 
 def _overlap(draft: Draft, prompts: int) -> None:

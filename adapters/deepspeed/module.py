@@ -10,16 +10,17 @@ Does not own: the process group (`start_process_group`), nor which samples a pro
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rollgrad.adapters.deepspeed.settings import DeepSpeedSettings, engine_config, make_adam
+from rollgrad.adapters.torch.averages import MovingAverage
 from rollgrad.adapters.torch.forward import Scorer
 from rollgrad.adapters.torch.gradient_proof import GradientProof
 from rollgrad.adapters.torch.muon import MOMENTUM, orthogonal, whole_directions
@@ -27,33 +28,14 @@ from rollgrad.adapters.torch.optimizer import (
     MOMENTS,
     OptimizerSettings,
     TrainedModule,
-    check_moments,
+    check_state,
     moment_keys,
     non_finite,
     set_rates,
     stepping,
 )
-from rollgrad.application.cluster_config import BUCKET_NUMBERS, PARAMETERS
+from rollgrad.application.cluster_config import PARAMETERS
 from rollgrad.domain.errors import MissingExtraError
-
-ALIGNMENT = 1024
-"""A multiple of what DeepSpeed wants of its buckets."""
-
-WHOLE_GROUP = 2**62
-"""Numbers of a group of parameters that are stepped together: all of them."""
-
-NEVER = 2**31 - 1
-"""Steps between DeepSpeed's own reports."""
-
-
-@frozen(kw_only=True)
-class DeepSpeedSettings:
-    """`zero_stage` 0 copies everything, 1 divides the optimizer's state, 2 gradients too, 3 parameters too;
-    `adam_offload` keeps the optimizer's state, `param_offload` (stage 3) the parameters in the CPU's memory."""
-
-    zero_stage: int = 2
-    adam_offload: bool = False
-    param_offload: bool = False
 
 
 def start_process_group(*, rank: int, size: int, host: str, port: int, local_rank: int, timeout: float) -> None:
@@ -122,17 +104,21 @@ class DeepSpeedModule(TrainedModule):
                     if weight is not None:
                         deepspeed.zero.register_external_parameter(scorer, weight)
         self._keys = moment_keys(module, settings)
-        adam = partial(_adam, settings=settings, division=division)
+        adam = partial(make_adam, settings=settings, division=division)
         self._stepping = stepping(module, {p: p for p in parameters}, settings, adam, self._directions)
         plain = self._stage == 0 and dtype == torch.float32  # DeepSpeed then steps torch's own optimizer
         self._norm: float | None = None
         if plain:
             self._stepping.register_step_pre_hook(self._clip)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=module, optimizer=self._stepping, config=_config(settings, division, parameters, clips=not plain)
+            model=module,
+            optimizer=self._stepping,
+            config=engine_config(settings, division, parameters, clips=not plain),
         )
         self._steps = 0
         self._make_moments()
+        masters = [master for master, _ in self._masters()]
+        self._average = None if settings.ema_beta is None else MovingAverage(masters, settings.ema_beta)
 
     def __call__(self, *inputs: Any) -> Any:
         """The module's forward pass."""
@@ -158,6 +144,8 @@ class DeepSpeedModule(TrainedModule):
             self._proof.look(self._gradient_sizes())
         lr = set_rates(self._optimizer, self._settings, self._steps)
         self._engine.step()
+        if self._average is not None:
+            self._average.follow()
         self._largest.clear()
         self._steps += 1
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
@@ -185,23 +173,33 @@ class DeepSpeedModule(TrainedModule):
         gathered: AbstractContextManager[None] = _deepspeed().zero.GatheredParameters(list(parameters))
         return gathered
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """See `TrainedModule.averaged`."""
+        assert self._average is not None
+        with self._average.in_place():
+            self._publish()
+            yield
+        self._publish()
+
     def state_dict(self) -> dict[str, Any]:
         """See `TrainedModule.state_dict`: the first process has it whole, the others have empty ones."""
-        state: dict[str, Any] = {"steps": self._steps, "masters": {}, "moments": {}}
+        state: dict[str, Any] = {"steps": self._steps, "masters": self._whole_masters(), "moments": {}}
         for name, parameter in self._named:
-            master = self._whole(parameter)
             moments = {key: self._whole(parameter, key) for key in self._keys[name]}
             if self.first:
-                state["masters"][name] = master.to("cpu", copy=True)
                 state["moments"][name] = {key: moment.to("cpu", copy=True) for key, moment in moments.items()}
                 if MOMENTUM not in moments:
                     state["moments"][name]["step"] = torch.tensor(float(self._steps))
+        if self._average is not None:
+            with self._average.in_place():
+                state["averages"] = self._whole_masters()
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `TrainedModule.load_state_dict`."""
-        check_moments(state, self._keys)
+        check_state(state, self._keys, self._settings)
         self._steps = int(state["steps"])
         for moments in self._stepping.state.values():
             if "step" in moments:
@@ -210,8 +208,28 @@ class DeepSpeedModule(TrainedModule):
             self._set_whole(parameter, state["masters"][name])
             for key in self._keys[name] if name in state["moments"] else ():
                 self._set_whole(parameter, state["moments"][name][key], key)
+        if self._average is not None:
+            with self._average.in_place():
+                for name, parameter in self._named:
+                    self._set_whole(parameter, state["averages"][name])
+        self._publish()
+
+    def _whole_masters(self) -> dict[str, Tensor]:
+        """Copies on the CPU, by name, in the first process; every process has its part in them."""
+        masters = {}
+        for name, parameter in self._named:
+            master = self._whole(parameter)
+            if self.first:
+                masters[name] = master.to("cpu", copy=True)
+        return masters
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Copies the masters to the weights that the module computes with."""
+        for _, parameter in self._named:
+            master = self._whole(parameter)
             with self._written([parameter]):
-                parameter.copy_(state["masters"][name])
+                parameter.copy_(master)
 
     def _note_gradient(self, name: str, gradient: Tensor) -> None:
         """The largest size of its entries is not finite if one of them is not."""
@@ -319,44 +337,3 @@ class DeepSpeedModule(TrainedModule):
             safe_set_local_fp32_param(parameter, mine)
         else:
             safe_set_local_optimizer_state(parameter, mine, key)
-
-
-def _adam(groups: list[dict[str, Any]], *, settings: OptimizerSettings, division: DeepSpeedSettings) -> Any:
-    constants: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
-    if division.adam_offload and torch.cuda.is_available():
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam(groups, **constants, adamw_mode=True)
-    return torch.optim.AdamW(groups, **constants)
-
-
-def _config(
-    settings: OptimizerSettings, division: DeepSpeedSettings, parameters: Sequence[nn.Parameter], *, clips: bool
-) -> dict[str, Any]:
-    offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    numbers = sum(parameter.numel() for parameter in parameters)
-    bucket = min(BUCKET_NUMBERS, -(-numbers // ALIGNMENT) * ALIGNMENT)  # its memory is taken at once
-    zero: dict[str, Any] = {
-        "stage": division.zero_stage,
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": bucket,
-    }
-    if division.adam_offload:
-        zero["offload_optimizer"] = offload
-    if division.param_offload:
-        zero["offload_param"] = offload
-    if division.zero_stage == PARAMETERS and settings.muon is not None:
-        zero["sub_group_size"] = WHOLE_GROUP
-    half = {"bf16": {"enabled": True}} if parameters[0].dtype == torch.bfloat16 else {}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "managed_gradient_accumulation": False,  # any number of backward passes, then a step
-        "gradient_clipping": settings.max_norm if clips else 0.0,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
-        "steps_per_print": NEVER,
-        **half,
-    }

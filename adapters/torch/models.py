@@ -40,6 +40,9 @@ Optimize = Callable[[nn.Module, OptimizerSettings], TrainedModule]
 ADAPTER_DIRECTORY = "adapter"
 """Below the directory of a saved policy: its adapters alone."""
 
+AVERAGE_DIRECTORY = "ema"
+"""Below the directory of a saved policy: the same with the moving averages of its weights."""
+
 GATHERED_BYTES = 64 * 2**20
 """Weights that are divided over processes are put together so many bytes at a time."""
 
@@ -128,6 +131,7 @@ class TorchPolicy(PolicyModel):
         self._checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._averages = settings.ema_beta is not None
         self._trained = optimize(PackedLM(model, temperature=temperature), settings)
         self.steps = 0
         """Optimizer steps begun."""
@@ -162,7 +166,14 @@ class TorchPolicy(PolicyModel):
         return _values(plain_weights(self.module), self._trained)
 
     def save(self, path: Path) -> None:
-        """See `PolicyModel.save`; adapters alone are in `adapter` below, in peft's format."""
+        """See `PolicyModel.save`; adapters alone are in `adapter` below, in peft's format, and the model of averaged
+        weights, if they are kept, in `ema`."""
+        self._save(path)
+        if self._averages:
+            with self._trained.averaged():
+                self._save(path / AVERAGE_DIRECTORY)
+
+    def _save(self, path: Path) -> None:
         trained, adapters = self._trained, adapter_weights(self.module)
         if not trained.divided and not adapters:
             _save_pretrained(self.module, self._tokenizer, path, None)

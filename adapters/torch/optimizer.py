@@ -5,8 +5,8 @@ nothing; after `step` the compute weights equal the rounded masters.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from rollgrad.adapters.torch.averages import MovingAverage
 from rollgrad.adapters.torch.gradient_proof import GradientProof
 from rollgrad.adapters.torch.muon import (
     MOMENTUM,
@@ -33,7 +34,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 @frozen(kw_only=True)
 class OptimizerSettings:
     """Learning rate (peak), AdamW's constants, schedule over `total_steps` optimizer steps, and the norm to clip at
-    (0: never); with `muon`, hidden matrices are stepped by Muon."""
+    (0: never); with `muon`, hidden matrices are stepped by Muon, with `ema_beta` a moving average is kept."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
@@ -45,6 +46,7 @@ class OptimizerSettings:
     max_norm: float = 1.0
     total_steps: int = 1
     muon: MuonSettings | None = None
+    ema_beta: float | None = None
 
 
 class TrainedModule(Protocol):
@@ -89,16 +91,21 @@ class TrainedModule(Protocol):
         """Inside, the parameters are whole."""
         ...
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the module computes with the moving averages of its weights."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
-        """`steps` taken, `masters` (float32 weights) and `moments` (what the optimizer keeps) by parameter name: the
-        same however the module is divided. Where it is divided, of the first process; the others' may be empty."""
+        """`steps` taken, `masters` (float32 weights), `moments` (what the optimizer keeps) and, if they are kept,
+        `averages` by parameter name: the same however the module is divided. Where it is divided, of the first process;
+        the others' may be empty."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state_dict` of any division.
 
         Raises:
-            CheckpointError: it is of another optimizer.
+            CheckpointError: it is of another optimizer, or has averages where none are kept, or none where they are.
         """
         ...
 
@@ -163,7 +170,7 @@ def moment_keys(module: nn.Module, settings: OptimizerSettings) -> dict[str, tup
     }
 
 
-def check_moments(state: Mapping[str, Any], keys: Mapping[str, Sequence[str]]) -> None:
+def check_state(state: Mapping[str, Any], keys: Mapping[str, Sequence[str]], settings: OptimizerSettings) -> None:
     """Whether a `TrainedModule.state_dict` is of the same optimizer, whose `moment_keys` are `keys`.
 
     Raises:
@@ -175,6 +182,11 @@ def check_moments(state: Mapping[str, Any], keys: Mapping[str, Sequence[str]]) -
                 f"The state to continue from has {', '.join(sorted(moments))} of {name}, which another optimizer "
                 "keeps: set --actor.optim (--critic.optim) to what it was."
             )
+    if ("averages" in state) != (settings.ema_beta is not None):
+        raise CheckpointError(
+            f"The state to continue from has {'a' if 'averages' in state else 'no'} moving average of the weights: set "
+            "--train.enable_ema to what it was."
+        )
 
 
 def non_finite(steps: int, norm: float) -> NonFiniteUpdateError:
@@ -204,6 +216,7 @@ class MasterOptimizer:
         self._keys = moment_keys(module, settings)
         adam = partial(torch.optim.AdamW, betas=settings.betas, eps=settings.eps, fused=True)
         self._stepping = stepping(module, dict(zip(self._params, self._masters, strict=True)), settings, adam)
+        self._average = None if settings.ema_beta is None else MovingAverage(self._masters, settings.ema_beta)
         self._proof = GradientProof(self._names)
         self._steps = 0
 
@@ -238,6 +251,8 @@ class MasterOptimizer:
             torch._foreach_mul_(gradients, limit / norm)
         lr = set_rates(self._stepping, self._settings, self._steps)
         self._stepping.step()
+        if self._average is not None:
+            self._average.follow()
         self.clear()
         self._publish()
         self._steps += 1
@@ -256,10 +271,19 @@ class MasterOptimizer:
         """See `TrainedModule.gathered`."""
         return nullcontext()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """See `TrainedModule.averaged`."""
+        assert self._average is not None
+        with self._average.in_place():
+            self._publish()
+            yield
+        self._publish()
+
     def state_dict(self) -> dict[str, Any]:
         """See `TrainedModule.state_dict`."""
         named = list(zip(self._names, self._masters, strict=True))
-        return {
+        state = {
             "steps": self._steps,
             "masters": {name: master.detach().clone() for name, master in named},
             "moments": {
@@ -268,10 +292,14 @@ class MasterOptimizer:
                 if master in self._stepping.state
             },
         }
+        if self._average is not None:
+            with self._average.in_place():
+                state["averages"] = {name: master.detach().clone() for name, master in named}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `TrainedModule.load_state_dict`; restores the compute weights too."""
-        check_moments(state, self._keys)
+        check_state(state, self._keys, self._settings)
         self._steps = int(state["steps"])
         self._stepping.state.clear()
         with torch.no_grad():
@@ -281,6 +309,10 @@ class MasterOptimizer:
                     self._stepping.state[master] = {
                         key: value.to(master.device, copy=True) for key, value in state["moments"][name].items()
                     }
+            if self._average is not None:
+                with self._average.in_place():
+                    for name, master in zip(self._names, self._masters, strict=True):
+                        master.copy_(state["averages"][name])
         self._publish()
 
     def masters(self) -> dict[str, Tensor]:

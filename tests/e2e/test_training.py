@@ -162,7 +162,7 @@ RESUMABLE = {
     "grpo": ("--algo.kl.init_coef", "0.1", "--algo.kl.target", "0.001", "--reward.normalize", "running"),
     "ppo": (
         *("--algo.advantage.estimator", "gae", "--train.batch_size", "5", "--actor.lr_scheduler", "linear"),
-        *("--actor.optim", "muon"),
+        *("--actor.optim", "muon", "--train.enable_ema"),
     ),
     "bf16": ("--actor.dtype", "bfloat16", "--data.curriculum_range", "0.0", "0.4"),
 }
@@ -188,8 +188,9 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(
     monkeypatch.setattr(SharedWeights, "push", push)
     assert train(*stated, "--ckpt.resume") == 0
     assert timeless(metrics()) == timeless(metrics("whole"))
-    resumed, whole = weights(Path("out/model")), weights(Path("whole/model"))
-    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    for model in ("model", "model/ema") if "--train.enable_ema" in flags else ("model",):
+        resumed, whole = weights(Path("out", model)), weights(Path("whole", model))
+        assert all(torch.equal(resumed[name], whole[name]) for name in whole)
     assert Path("out/samples.jsonl").read_text() == Path("whole/samples.jsonl").read_text()
 
 

@@ -12,7 +12,8 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.deepspeed.module import DeepSpeedModule, DeepSpeedSettings
+from rollgrad.adapters.deepspeed.module import DeepSpeedModule
+from rollgrad.adapters.deepspeed.settings import DeepSpeedSettings
 from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.models import RankPolicy
 from rollgrad.adapters.ray.placement import Placement
@@ -27,7 +28,7 @@ from rollgrad.domain.ports.models import LossOutput, TokenScores
 from tests.fakes.agent_executor import make_trajectory
 
 FLAG = "--actor.model-name-or-path"
-SETTINGS = OptimizerSettings(lr=1e-2, total_steps=10, scheduler="linear", weight_decay=0.1, max_norm=0.5)
+SETTINGS = OptimizerSettings(lr=1e-2, total_steps=10, scheduler="linear", weight_decay=0.1, max_norm=0.5, ema_beta=0.7)
 """Everything that an optimizer step knows is in play: the gradients of `batch` exceed the norm."""
 
 MUON_SETTINGS = evolve(SETTINGS, muon=MuonSettings(lr=2e-2))

@@ -99,7 +99,14 @@ def test_every_division_trains_as_one_process(
         torch.testing.assert_close(state["moments"][name], moments, rtol=1e-3, atol=1e-6)
     policy.save(tmp_path / "deep" / "model")
     saved = weights(cluster.policy(str(tmp_path / "deep" / "model")))
-    assert all(torch.equal(saved[name], tensor) for name, tensor in after.items())
+    averages = weights(cluster.policy(str(tmp_path / "deep" / "model" / "ema")))
+    now = weights(policy)
+    for name, tensor in after.items():
+        assert torch.equal(saved[name], tensor)
+        assert torch.equal(now[name], tensor)
+        wanted = expected["state"]["averages"][f"model.{name}"]
+        torch.testing.assert_close(averages[name], wanted, rtol=0, atol=TOLERANCE)
+        assert not torch.allclose(averages[name], tensor, rtol=0, atol=TOLERANCE)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError):
         policy.save(tmp_path / "file" / "model")
@@ -126,8 +133,11 @@ def test_a_state_continues_in_any_division(
     ended = cluster.policy(str(tiny_model_dir))
     ended.load_state_dict(policy.state_dict())
     assert trained(ended, 1)["lr"] == expected["metrics"]["lr"]
+    averages = ended.state_dict()["averages"]
     for name, tensor in ended.weights():
         torch.testing.assert_close(tensor, expected["weights"][name], rtol=0, atol=TOLERANCE)
+        wanted = expected["state"]["averages"][f"model.{name}"]
+        torch.testing.assert_close(averages[f"model.{name}"], wanted, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, torch.float32), (2, torch.float32), (3, torch.bfloat16)])

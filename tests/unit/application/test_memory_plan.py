@@ -72,6 +72,19 @@ def test_float32_weights_are_their_own_masters() -> None:
     assert plan(small_config(), compute_bytes=4)["actor"].optimizer == 8000
 
 
+def test_a_moving_average_is_float32_in_the_machines_memory() -> None:
+    config = small_config()
+    config.train.enable_ema = True
+    assert plan(config)["actor"].optimizer == 12_000 + 4000
+    on_a_gpu = plan(config, GPU)["actor"]
+    assert (on_a_gpu.optimizer, on_a_gpu.offloaded) == (12_000, 4000)
+    divided = cluster_config()
+    divided.train.enable_ema = True
+    for machine in (CPU, GPU):
+        row = plan(divided, machine)["actor"]
+        assert (row.optimizer, row.offloaded) == ((3000, 1000) if machine is GPU else (4000, 0))
+
+
 def test_other_models_appear_where_they_are_used() -> None:
     config = small_config()
     assert plan(config).keys() == {"actor", "engines"}

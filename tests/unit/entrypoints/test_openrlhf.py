@@ -429,6 +429,13 @@ def test_optimizer() -> None:
     assert notes_of("--actor.optim", "adam") == []
 
 
+def test_moving_averages() -> None:
+    train = config_of("--enable_ema", "--ema_beta", "0.9").train
+    assert (train.enable_ema, train.ema_beta) == (True, 0.9)
+    (note,) = notes_of("--enable_ema")
+    assert note.startswith("not identical: --enable_ema: the averages are saved in ema")
+
+
 def test_muon() -> None:
     config = config_of("--actor.optim", "muon", "--actor.max_norm", "0", "--critic.optim", "muon")
     assert (config.actor.optim, config.critic.optim) == ("muon", "muon")
@@ -495,7 +502,7 @@ def test_evaluation() -> None:
         ("--load_in_4bit",),
         ("--load_checkpoint",),
         ("--use_wandb", "key"),
-        ("--enable_ema",),
+        ("--ema_beta", "0.9"),
         ("--aux_loss_coef", "0.1"),
         ("--data.max_images_per_prompt", "2"),
         ("--ref_reward_offload",),

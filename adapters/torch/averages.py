@@ -1,0 +1,42 @@
+"""An exponential moving average of master weights: average <- beta x average + (1 - beta) x weight, after each step.
+
+Invariants: it starts at the weights that training starts from; it is float32, in the CPU's memory, and divided as the
+masters are, so that keeping it sends nothing. Does not own: the masters, nor the weights that a model computes with.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class MovingAverage:
+    """Of `masters`, float32 tensors on any device that stay the same objects; `beta` is its decay."""
+
+    def __init__(self, masters: Sequence[Tensor], beta: float) -> None:
+        self._masters = masters
+        self._beta = beta
+        self._averages = [master.detach().to("cpu", copy=True) for master in masters]
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """After an optimizer step."""
+        for average, master in zip(self._averages, self._masters, strict=True):
+            average.lerp_(master.to("cpu"), 1 - self._beta)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, the masters hold the averages, which may be written."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for average, master in zip(self._averages, self._masters, strict=True):
+            weight = master.to("cpu", copy=True)
+            master.copy_(average)
+            average.copy_(weight)
