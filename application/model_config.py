@@ -88,6 +88,9 @@ class ActorConfig:
     """How much the adaptive weight moves each rollout."""
     positive_nll_coef: float = 0.0
     """Weight of the likelihood of replies that passed, as an additional loss (VAPO)."""
+    aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss of a mixture of experts (Switch Transformers), over all tokens of an optimizer
+    step; above 0 it takes one more forward pass."""
     loss_aggregation: Aggregation | None = None
     """How token losses become one number; default: the loss's own (ppo token_mean, gspo sequence_mean, ...);
     constant_length is Dr. GRPO's form."""

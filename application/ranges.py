@@ -47,6 +47,7 @@ RANGES: dict[str, Range] = {
     "actor.entropy_target": POSITIVE,
     "actor.entropy_coef_step": POSITIVE,
     "actor.positive_nll_coef": NOT_NEGATIVE,
+    "actor.aux_loss_coef": NOT_NEGATIVE,
     "actor.dual_clip": (lambda value: value > 1, "greater than 1"),
     "actor.entropy_coef": NOT_NEGATIVE,
     "critic.value_clip": POSITIVE,

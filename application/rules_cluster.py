@@ -105,8 +105,13 @@ def _sync_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _division_problems(config: RLConfig) -> Iterator[str]:
-    """Models whose processes do not make whole groups."""
+    """Models whose processes do not make whole groups, and what groups cannot compute."""
     size = config.ds.sequence_parallel_size
+    if size > 1 and config.actor.aux_loss_coef > 0:
+        yield (
+            f"actor.aux_loss_coef is {config.actor.aux_loss_coef} with ds.sequence_parallel_size {size}, but routers "
+            "are balanced over whole sequences: leave one of --actor.aux_loss_coef and --ds.sequence_parallel_size out."
+        )
     for model in ("actor", "critic", "ref"):
         if ranks(config, model) % size:
             yield (

@@ -14,7 +14,7 @@ from rollgrad.domain.batching import minibatches
 from rollgrad.domain.losses.aggregation import loss_weights
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
 
-NOT_MEANS = frozenset({"loss", "policy_loss", "positive_nll", "grad_norm", "lr"})
+NOT_MEANS = frozenset({"loss", "policy_loss", "positive_nll", "aux_loss", "grad_norm", "lr"})
 """Results of an update that are no weighted means over tokens."""
 
 TURNS_SHOWN = 8

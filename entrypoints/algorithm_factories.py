@@ -100,6 +100,7 @@ def advantage_is_all(config: RLConfig) -> bool:
         actor.entropy_coef == 0
         and actor.entropy_target is None
         and actor.positive_nll_coef == 0
+        and actor.aux_loss_coef == 0
         and not config.algo.kl.use_loss
         and policy_loss_traits(actor.policy_loss_type).proportional
     )

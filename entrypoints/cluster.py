@@ -51,6 +51,7 @@ def rank_policy(config: RLConfig, rollouts: int) -> RankPolicy:
             make_optimizer(config.actor, config, rollouts),
             temperature=config.rollout.temperature,
             gradient_checkpointing=config.actor.gradient_checkpointing,
+            aux_loss_coef=config.actor.aux_loss_coef,
             optimize=_divided(config),
         )
     )

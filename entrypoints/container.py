@@ -154,6 +154,7 @@ class Container(containers.DeclarativeContainer):
             providers.Callable(make_optimizer, config.provided.actor, config, rollouts),
             temperature=config.provided.rollout.temperature,
             gradient_checkpointing=config.provided.actor.gradient_checkpointing,
+            aux_loss_coef=config.provided.actor.aux_loss_coef,
         ),
         cluster=providers.Singleton(lambda cluster, rollouts: cluster.policy(rollouts), cluster, rollouts),
     )

@@ -77,9 +77,7 @@ FLAGS: dict[str, Flag] = {
     "actor.eps_clip_low_high": Flag(PAIR),
     "actor.dual_clip": Flag(NUMBER),
     "actor.entropy_coef": Flag(NUMBER, "actor.entropy_coef"),
-    "actor.aux_loss_coef": Flag(
-        NUMBER, reason="the balancing loss of mixtures of experts is not there yet", idle=("0", "0.0")
-    ),
+    "actor.aux_loss_coef": Flag(NUMBER, "actor.aux_loss_coef"),
     "actor.gradient_checkpointing_enable": Flag(SWITCH, "actor.gradient_checkpointing"),
     "actor.gradient_checkpointing_reentrant": Flag(SWITCH, reason=KERNELS),
     "actor.freeze_visual_encoder": Flag(SWITCH, reason=VISION),

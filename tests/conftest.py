@@ -94,6 +94,24 @@ def reward_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFacto
     return saved(model, tiny_tokenizer, tmp_path_factory.mktemp("models") / "tiny-reward-model")
 
 
+@pytest.fixture(scope="session")
+def tiny_mixture_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved Qwen3 with four experts in each of its two layers, and heads that vLLM's attention has on a CPU."""
+    model = tiny_model(
+        "Qwen3MoeForCausalLM",
+        tiny_tokenizer,
+        hidden_size=64,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tiny_tokenizer.eos_token_id,
+    )
+    return saved(model, tiny_tokenizer, tmp_path_factory.mktemp("models") / "tiny-mixture")
+
+
 def _tiny_llama(tokenizer: Any, path: Path, *, head_dim: int) -> Path:
     model = tiny_model(
         "LlamaForCausalLM",

@@ -99,6 +99,9 @@ class DeepSpeedModule(TrainedModule):
         for name, parameter in self._named:
             parameter.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
         if self._stage == PARAMETERS:
+            mixtures = {type(part) for part in module.modules() if hasattr(part, "experts")}
+            if mixtures:  # processes send tokens to different experts, but must fetch the same parameters
+                deepspeed.utils.set_z3_leaf_modules(module, list(mixtures))
             for scorer in (part for part in module.modules() if isinstance(part, Scorer)):
                 for weight in (scorer.head.weight, scorer.head.bias):
                     if weight is not None:
@@ -129,6 +132,12 @@ class DeepSpeedModule(TrainedModule):
         flag = torch.tensor([float(well)], device=self._device)
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
         return bool(flag)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """See `TrainedModule.summed`."""
+        total = values.clone()
+        torch.distributed.all_reduce(total)
+        return total
 
     def backward(self, loss: Tensor) -> None:
         """See `TrainedModule.backward`."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rollgrad.adapters.torch.attention import ForestAttention
 from rollgrad.adapters.torch.head import token_logprobs
 from rollgrad.adapters.torch.layout import build_layout
+from rollgrad.adapters.torch.routing import routed, token_counts
 from rollgrad.adapters.torch.sequence_parallel import SequenceGroup, sequence_group
 from rollgrad.domain.batch import PackedBatch
 
@@ -28,19 +29,23 @@ class ActionRows:
     targets_B: Tensor
     actions_B: Tensor
     count: int
+    routing: tuple[Tensor, ...] = ()
+    """If it was asked for, what `routing.routed` says of all tokens."""
 
 
-def action_hidden(model: Any, batch: PackedBatch, group: SequenceGroup) -> ActionRows:
-    """The model's last hidden states of `batch`, which every process of `group` has."""
+def action_hidden(model: Any, batch: PackedBatch, group: SequenceGroup, *, routing: bool = False) -> ActionRows:
+    """The model's last hidden states of `batch`, which every process of `group` has; `routing` needs a group of one."""
     weight = next(model.parameters())
     layout = group.padded(build_layout(batch))
     plan = ForestAttention(layout.nodes, device=weight.device, dtype=weight.dtype)
-    hidden_CH = model.base_model(
+    output = model.base_model(
         input_ids=group.share(layout.tokens_M)[None].to(weight.device),
         position_ids=group.share(layout.positions_M)[None].to(weight.device),
         use_cache=False,
         attention_plan=group.plan(plan, len(layout.tokens_M), weight.device),
-    ).last_hidden_state[0]
+        **({"output_router_logits": True} if routing else {}),
+    )
+    hidden_CH = output.last_hidden_state[0]
     action_A = batch.action_mask_N.nonzero()[:, 0]
     actions_B, rows_B = group.actions(layout.index_N[action_A - 1])
     return ActionRows(
@@ -48,6 +53,9 @@ def action_hidden(model: Any, batch: PackedBatch, group: SequenceGroup) -> Actio
         targets_B=batch.tokens_N[action_A[actions_B]].to(weight.device),
         actions_B=actions_B.to(weight.device),
         count=len(action_A),
+        routing=routed(output.router_logits, token_counts(layout, batch), model.config.num_experts_per_tok)
+        if routing
+        else (),
     )
 
 
@@ -58,7 +66,8 @@ def scatter(values_A: Tensor, batch: PackedBatch) -> Tensor:
 
 
 class PackedLM(nn.Module):
-    """`forward(batch)` gives (logprobs_A, entropy_A) of the action tokens under softmax(logits / temperature), float32.
+    """`forward(batch)` gives (logprobs_A, entropy_A) of the action tokens under softmax(logits / temperature), float32;
+    `forward(batch, True)` also (tokens_E, probabilities_E) of its routers to experts, see `routing.routed`.
 
     `model` is a causal language model with packed attention installed (`loading.py`).
     """
@@ -69,12 +78,12 @@ class PackedLM(nn.Module):
         self._group = sequence_group(model)
         self.scorer = Scorer(model.get_output_embeddings(), temperature)
 
-    def forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: PackedBatch, routing: bool = False) -> tuple[Tensor, ...]:
         """See the class."""
-        rows = action_hidden(self.model, batch, self._group)
+        rows = action_hidden(self.model, batch, self._group, routing=routing)
         columns_B = self.scorer(rows.hidden_BH, rows.targets_B)
         logprobs_A, entropy_A = self._group.gathered(rows.actions_B, rows.count, *columns_B)
-        return logprobs_A, entropy_A
+        return logprobs_A, entropy_A, *rows.routing
 
 
 class Scorer(nn.Module):

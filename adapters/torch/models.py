@@ -6,6 +6,7 @@ Does not own: losses (the objective is handed in), batching, nor what the weight
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rollgrad.adapters.torch.lora import (
     without_adapters,
 )
 from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings, TrainedModule
+from rollgrad.adapters.torch.routing import balance_weights, check_routers
 from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import (
@@ -96,7 +98,7 @@ def _copied(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict[str, T
     return {name: tensor.to("cpu", copy=True) for name, tensor in weights if keep}
 
 
-def _token_scores(scored: tuple[Tensor, Tensor], batch: PackedBatch) -> TokenScores:
+def _token_scores(scored: Sequence[Tensor], batch: PackedBatch) -> TokenScores:
     logprobs_A, entropy_A = scored
     return TokenScores(logprobs_N=scatter(logprobs_A, batch), entropy_N=scatter(entropy_A, batch))
 
@@ -113,7 +115,12 @@ class TorchPolicy(PolicyModel):
         settings: of the optimizer.
         temperature: of the distribution whose log-probs are meant.
         gradient_checkpointing: recompute activations in the backward pass.
+        aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`routing.py`), which takes another
+            forward pass.
         optimize: puts the model under an optimizer.
+
+    Raises:
+        ConfigurationError: there is such a weight, but no mixture of experts.
     """
 
     def __init__(
@@ -124,9 +131,13 @@ class TorchPolicy(PolicyModel):
         *,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
+        aux_loss_coef: float = 0.0,
         optimize: Optimize = MasterOptimizer,
     ) -> None:
+        if aux_loss_coef:
+            check_routers(model, aux_loss_coef)
         self.module = model
+        self._aux_loss_coef = aux_loss_coef
         self._tokenizer = tokenizer
         self._checkpointing = gradient_checkpointing
         if gradient_checkpointing:
@@ -150,9 +161,28 @@ class TorchPolicy(PolicyModel):
         if self._checkpointing:
             self._train_without_dropout()
         try:
-            return _optimizer_step(micro_batches, lambda batch: objective(self._scores(batch), batch), self._trained)
+            if not self._aux_loss_coef:
+                scored = self._scores
+                return _optimizer_step(micro_batches, lambda batch: objective(scored(batch), batch), self._trained)
+            weights_E = self._balance_weights(micro_batches)
+            balanced = partial(self._balanced, objective=objective, weights_E=weights_E)
+            return _optimizer_step(micro_batches, balanced, self._trained)
         finally:
             self.module.eval()
+
+    @torch.no_grad()
+    def _balance_weights(self, micro_batches: Sequence[PackedBatch]) -> Tensor:
+        """Of the whole step, in all processes: its routers' choices have to be known before any gradient."""
+        tokens_E = torch.stack([self._trained(batch, True)[2] for batch in micro_batches]).sum(0)
+        return balance_weights(self._trained.summed(tokens_E), self.module.config.num_experts_per_tok)
+
+    def _balanced(self, batch: PackedBatch, *, objective: PolicyObjective, weights_E: Tensor) -> LossOutput:
+        """The objective, and the batch's share of the load-balancing loss."""
+        *scored, _, probabilities_E = self._trained(batch, True)
+        output = objective(_token_scores(scored, batch), batch)
+        share = (weights_E * probabilities_E).sum().to(output.loss.device)
+        loss = output.loss + self._aux_loss_coef * share
+        return LossOutput(loss=loss, metrics={**output.metrics, "aux_loss": share.detach()})
 
     def _train_without_dropout(self) -> None:
         """transformers recomputes activations in train mode only, but ratios need a deterministic policy."""

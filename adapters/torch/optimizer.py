@@ -66,6 +66,10 @@ class TrainedModule(Protocol):
         """Whether all processes are well."""
         ...
 
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum of what all processes have."""
+        ...
+
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of `loss` to that of the step."""
         ...
@@ -227,6 +231,10 @@ class MasterOptimizer:
     def agree(self, well: bool) -> bool:
         """See `TrainedModule.agree`."""
         return well
+
+    def summed(self, values: Tensor) -> Tensor:
+        """See `TrainedModule.summed`."""
+        return values
 
     def backward(self, loss: Tensor) -> None:
         """See `TrainedModule.backward`."""

@@ -31,6 +31,9 @@ FLAG = "--actor.model-name-or-path"
 SETTINGS = OptimizerSettings(lr=1e-2, total_steps=10, scheduler="linear", weight_decay=0.1, max_norm=0.5, ema_beta=0.7)
 """Everything that an optimizer step knows is in play: the gradients of `batch` exceed the norm."""
 
+AUX_LOSS_COEF = 5.0
+"""Large enough to be seen beside `likelihood`."""
+
 MUON_SETTINGS = evolve(SETTINGS, muon=MuonSettings(lr=2e-2))
 
 
@@ -52,9 +55,11 @@ def policy(
     *,
     settings: OptimizerSettings = SETTINGS,
     dtype: torch.dtype = torch.float32,
+    aux_loss_coef: float = 0.0,
 ) -> TorchPolicy:
     model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=FLAG)
-    return TorchPolicy(model, load_tokenizer(path, flag=FLAG), settings, optimize=optimize)
+    tokenizer = load_tokenizer(path, flag=FLAG)
+    return TorchPolicy(model, tokenizer, settings, aux_loss_coef=aux_loss_coef, optimize=optimize)
 
 
 def value(path: str, optimize: Optimize = MasterOptimizer) -> TorchValue:
@@ -70,6 +75,10 @@ def rank_policy(
     dtype: torch.dtype = torch.float32,
 ) -> RankPolicy:
     return RankPolicy(policy(path, divided(stage, offload), settings=settings, dtype=dtype))
+
+
+def rank_mixture(path: str, stage: int) -> RankPolicy:
+    return RankPolicy(policy(path, divided(stage), aux_loss_coef=AUX_LOSS_COEF))
 
 
 def rank_policy_with_a_spare(path: str, stage: int) -> RankPolicy:

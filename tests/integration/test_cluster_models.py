@@ -159,6 +159,22 @@ def test_muon_steps_divided_matrices_as_whole_ones(
         torch.testing.assert_close(found["masters"][name], master, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_divided_mixture_of_experts_trains_as_one_process(
+    group: WorkerGroup, stage: int, tiny_mixture_dir: Path
+) -> None:
+    """Its routers are balanced over the samples of all processes."""
+    lone = cluster.policy(str(tiny_mixture_dir), aux_loss_coef=cluster.AUX_LOSS_COEF)
+    group.build(cluster.rank_mixture, str(tiny_mixture_dir), stage)
+    policy = ShardedPolicy(group)
+    found, wanted = trained(policy), trained(lone)
+    assert found == pytest.approx(wanted, rel=1e-3)
+    assert wanted["aux_loss"] > 2  # with two of four experts a token, 2 is balance
+    after = weights(policy)
+    for name, tensor in lone.weights():
+        torch.testing.assert_close(after[name], tensor, rtol=0, atol=TOLERANCE)
+
+
 def test_weights_that_nobody_reads_to_the_end_hold_nobody_up(group: WorkerGroup, tiny_model_dir: Path) -> None:
     group.build(cluster.rank_policy, str(tiny_model_dir), 3)
     policy = ShardedPolicy(group)

@@ -69,6 +69,13 @@ def test_engines_of_vllm_need_vllm(name: str, value: Any) -> None:
     )
 
 
+def test_routers_are_balanced_over_whole_sequences() -> None:
+    settings = CLUSTER | {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 2, "actor.aux_loss_coef": 0.1}
+    (problem,) = problems(settings)
+    assert "leave one of --actor.aux_loss_coef and --ds.sequence_parallel_size out" in problem
+    assert problems(settings | {"actor.aux_loss_coef": 0.0}) == []
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

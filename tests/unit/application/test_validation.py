@@ -298,6 +298,7 @@ OUT_OF_RANGE = {
     "adam.weight_decay": -0.1,
     "muon.lr": -0.1,
     "muon.momentum": 1.0,
+    "aux_loss_coef": -0.1,
     "ema_beta": 1.0,
     "lr_warmup_ratio": 1.0,
     "min_lr_ratio": 1.1,

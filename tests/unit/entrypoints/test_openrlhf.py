@@ -429,6 +429,11 @@ def test_optimizer() -> None:
     assert notes_of("--actor.optim", "adam") == []
 
 
+def test_experts_are_balanced() -> None:
+    assert config_of("--aux_loss_coef", "0.1").actor.aux_loss_coef == 0.1
+    assert notes_of("--aux_loss_coef", "0.1") == []
+
+
 def test_moving_averages() -> None:
     train = config_of("--enable_ema", "--ema_beta", "0.9").train
     assert (train.enable_ema, train.ema_beta) == (True, 0.9)
@@ -503,7 +508,6 @@ def test_evaluation() -> None:
         ("--load_checkpoint",),
         ("--use_wandb", "key"),
         ("--ema_beta", "0.9"),
-        ("--aux_loss_coef", "0.1"),
         ("--data.max_images_per_prompt", "2"),
         ("--ref_reward_offload",),
         ("--flash_attn",),
@@ -519,7 +523,7 @@ def test_what_has_no_counterpart_is_one_line_that_says_why(flags: tuple[str, ...
     "flags",
     [
         *(("--lora_rank", "0"), ("--zpg", "1"), ("--ring_attn_size", "1"), ("--logging_steps", "1")),
-        *(("--aux_loss_coef", "0"), ("--save_hf_ckpt",), ("--ckpt.best_metric_key", "none")),
+        *(("--save_hf_ckpt",), ("--ckpt.best_metric_key", "none")),
         ("--enable_prefix_caching",),
     ],
 )

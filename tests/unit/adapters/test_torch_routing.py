@@ -1,0 +1,105 @@
+"""The load-balancing loss of mixtures of experts, against transformers' own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.torch.models import TorchPolicy
+from rollgrad.adapters.torch.optimizer import OptimizerSettings
+from rollgrad.domain.batch import PackedBatch
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.ports.models import LossOutput, TokenScores
+from rollgrad.domain.sharding import weightless
+from tests.fakes import cluster
+from tests.tiny_models import saved, tiny_model
+
+SETTINGS = OptimizerSettings(lr=1e-2, betas=(0.5, 0.9), max_norm=0.0)
+COEF = 0.3
+
+
+@pytest.fixture(params=["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
+def mixture(request: pytest.FixtureRequest, tiny_mixture_dir: Path, tiny_tokenizer: Any, tmp_path: Path) -> str:
+    if request.param == "Qwen3MoeForCausalLM":
+        return str(tiny_mixture_dir)
+    return str(saved(tiny_model(request.param, tiny_tokenizer, num_local_experts=4), tiny_tokenizer, tmp_path))
+
+
+def policy(path: str, coef: float = COEF, **options: Any) -> TorchPolicy:
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag="--actor.model-name-or-path")
+    tokenizer = load_tokenizer(path, flag="--actor.model-name-or-path")
+    return TorchPolicy(model, tokenizer, SETTINGS, aux_loss_coef=coef, **options)
+
+
+def nothing(scores: TokenScores, part: PackedBatch) -> LossOutput:
+    """So that the load-balancing loss is all there is."""
+    return LossOutput(loss=0 * scores.logprobs_N.sum())
+
+
+def transformers_loss(model: Any, batch: PackedBatch) -> Tensor:
+    """On the batch with padding, before every sample's tokens and behind them."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    longest = int(batch.lengths_S.max())
+    tokens, mask = torch.zeros(2, len(batch), longest, dtype=torch.int64)
+    for row, (start, length) in enumerate(zip(batch.starts_S.tolist(), batch.lengths_S.tolist(), strict=True)):
+        tokens[row, :length] = batch.tokens_N[start : start + length]
+        mask[row, :length] = 1
+    logits = model.base_model(input_ids=tokens, attention_mask=mask, output_router_logits=True).router_logits
+    loss = load_balancing_loss_func(logits, logits[0].shape[-1], model.config.num_experts_per_tok, mask)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def test_loss_and_gradient_are_transformers_in_any_split(mixture: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(mixture)
+    batch = cluster.batch()
+    expected = transformers_loss(theirs, batch)
+    expected.backward()
+    unlike = transformers_loss(theirs, batch.select([0]))
+    assert abs(float((unlike - expected).detach())) > 1e-2, "samples must differ, or any mean would do"
+    for parts in ([[0, 1, 2, 3, 4]], [[3], [0, 4], [1, 2]], [[0], [1], [2], [3], [4]]):
+        mine = policy(mixture)
+        result = mine.update([batch.select(part) for part in parts], nothing)
+        assert result["aux_loss"] == pytest.approx(float(expected), rel=1e-5)
+        assert result["loss"] == pytest.approx(COEF * float(expected), rel=1e-5)
+        moments = mine.state_dict()["moments"]
+        for name, parameter in theirs.named_parameters():
+            wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(moments[f"model.{name}"]["exp_avg"], 0.5 * COEF * wanted, rtol=1e-3, atol=1e-7)
+
+
+def test_it_joins_the_objective_under_checkpointing(mixture: str) -> None:
+    batch = cluster.batch()
+    plain, balanced = policy(mixture, 0.0), policy(mixture, gradient_checkpointing=True)
+    alone, both = plain.update([batch], cluster.likelihood), balanced.update([batch], cluster.likelihood)
+    assert both["likelihood"] == pytest.approx(alone["likelihood"], rel=1e-5)
+    assert both["loss"] == pytest.approx(alone["loss"] + COEF * both["aux_loss"], rel=1e-5)
+    assert "aux_loss" not in alone
+
+
+def test_samples_that_weigh_nothing_are_not_counted(mixture: str) -> None:
+    batch = cluster.batch()
+    expected = policy(mixture).update([batch.select([0, 1])], nothing)
+    found = policy(mixture).update([batch.select([0, 1]), weightless(batch.select([4]))], nothing)
+    assert found == pytest.approx(expected, rel=1e-5)
+    all_idle = evolve(batch, loss_weights_N=torch.zeros(batch.token_count))
+    assert policy(mixture).update([all_idle], nothing)["aux_loss"] == 0
+
+
+def test_balance_is_learned(mixture: str) -> None:
+    mine, batch = policy(mixture), cluster.batch()
+    losses = [mine.update([batch], nothing)["aux_loss"] for _ in range(30)]
+    assert losses[-1] < losses[0]
+    assert losses[-1] >= mine.module.config.num_experts_per_tok * 0.99
+
+
+def test_a_model_without_experts_is_refused(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"aux_loss_coef is 0\.3, but LlamaForCausalLM has no routers"):
+        policy(str(tiny_model_dir))
