@@ -10,7 +10,7 @@ Does not own: the process group (`start_process_group`), nor which samples a pro
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -182,14 +182,10 @@ class DeepSpeedModule(TrainedModule):
         gathered: AbstractContextManager[None] = _deepspeed().zero.GatheredParameters(list(parameters))
         return gathered
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """See `TrainedModule.averaged`."""
         assert self._average is not None
-        with self._average.in_place():
-            self._publish()
-            yield
-        self._publish()
+        return self._average.published(self._publish)
 
     def state_dict(self) -> dict[str, Any]:
         """See `TrainedModule.state_dict`: the first process has it whole, the others have empty ones."""

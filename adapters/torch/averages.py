@@ -4,7 +4,7 @@ Invariants: it starts at the weights that training starts from; it is float32, i
 masters are, so that keeping it sends nothing. Does not own: the masters, nor the weights that a model computes with.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -33,6 +33,16 @@ class MovingAverage:
             yield
         finally:
             self._exchange()
+
+    @contextmanager
+    def published(self, publish: Callable[[], None]) -> Iterator[None]:
+        """Inside, what `publish` makes of the masters is made of the averages."""
+        try:
+            with self.in_place():
+                publish()
+                yield
+        finally:
+            publish()
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -5,8 +5,8 @@ nothing; after `step` the compute weights equal the rounded masters.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -279,14 +279,10 @@ class MasterOptimizer:
         """See `TrainedModule.gathered`."""
         return nullcontext()
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """See `TrainedModule.averaged`."""
         assert self._average is not None
-        with self._average.in_place():
-            self._publish()
-            yield
-        self._publish()
+        return self._average.published(self._publish)
 
     def state_dict(self) -> dict[str, Any]:
         """See `TrainedModule.state_dict`."""
