@@ -194,6 +194,14 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(
     assert Path("out/samples.jsonl").read_text() == Path("whole/samples.jsonl").read_text()
 
 
+def test_a_mixture_of_experts_is_trained_and_balanced(workspace: Path, tiny_mixture_dir: Path) -> None:
+    flags = ("--actor.model_name_or_path", str(tiny_mixture_dir), "--actor.aux_loss_coef", "0.1")
+    assert train(*flags, "--train.max_tokens_per_micro_batch", "200") == 0
+    for row in metrics():
+        assert 2 <= row["policy/aux_loss"] <= 4, "two of four experts a token"
+    assert moved(tiny_mixture_dir, Path("out/model")) > 0
+
+
 def test_resuming_from_nothing_or_something_else_is_refused(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
