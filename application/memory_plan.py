@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from attrs import evolve, frozen
 
 from rollgrad.application.choices import Engine, KLAgainst
-from rollgrad.application.cluster_config import BUCKET_NUMBERS, CPU_CACHE_BYTES, PARAMETERS
+from rollgrad.application.cluster_config import BUCKET_NUMBERS, CPU_CACHE_BYTES, GRADIENTS, PARAMETERS
 from rollgrad.application.config import RLConfig
 from rollgrad.application.model_config import REWARD_TOKENS
 from rollgrad.application.rules_common import ranks
@@ -181,16 +181,17 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     masters = trained * FLOAT32_BYTES
     average = trained * FLOAT32_BYTES if role == "actor" and config.train.enable_ema else 0  # in the machine's memory
     passes = _activations(config, role, shape, compute_bytes)
-    if not config.cluster.enable or ds.zero_stage == 0:
+    stage = ds.zero_stage if compute_bytes == FLOAT32_BYTES else max(ds.zero_stage, GRADIENTS)
+    if not config.cluster.enable or stage == 0:
         optimizer = moments + (masters if compute_bytes < FLOAT32_BYTES else 0)
         row = evolve(where, weights=weights, gradients=gradients, optimizer=optimizer, passes=passes)
         return evolve(row, offloaded=average) if machine.gpu else evolve(row, optimizer=optimizer + average)
     size = where.processes
     optimizer = math.ceil((masters + moments) / size)  # ZeRO keeps masters of float32 weights too
     passes += min(BUCKET_NUMBERS, trained) * compute_bytes
-    if ds.zero_stage >= PARAMETERS - 1:
+    if stage >= GRADIENTS:
         gradients = math.ceil(gradients / size)
-    if ds.zero_stage == PARAMETERS:
+    if stage == PARAMETERS:
         passes += min(GATHERED_NUMBERS * compute_bytes, weights)
         weights = math.ceil(weights / size)
     average = math.ceil(average / size)

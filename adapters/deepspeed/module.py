@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -34,7 +35,7 @@ from rollgrad.adapters.torch.optimizer import (
     set_rates,
     stepping,
 )
-from rollgrad.application.cluster_config import PARAMETERS
+from rollgrad.application.cluster_config import GRADIENTS, PARAMETERS
 from rollgrad.domain.errors import MissingExtraError
 
 
@@ -87,13 +88,15 @@ class DeepSpeedModule(TrainedModule):
     def __init__(self, module: nn.Module, settings: OptimizerSettings, *, division: DeepSpeedSettings) -> None:
         deepspeed = _deepspeed()
         self._settings = settings
-        self._stage = division.zero_stage
         self._size = deepspeed.comm.get_world_size()
         self.first = deepspeed.comm.get_rank() == 0
         self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         parameters = [p for _, p in self._named]
         self._sizes = {p: p.nbytes for p in module.parameters()}
         self._device, dtype = parameters[0].device, parameters[0].dtype
+        if dtype == torch.bfloat16:  # DeepSpeed has other optimizers below, or none with float32 masters
+            division = evolve(division, zero_stage=max(division.zero_stage, GRADIENTS))
+        self._stage = division.zero_stage
         self._largest: dict[str, Tensor] = {}
         self._proof = GradientProof([name for name, _ in self._named], tells=self.first)
         for name, parameter in self._named:

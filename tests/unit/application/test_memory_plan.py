@@ -143,14 +143,20 @@ def test_an_asynchronous_run_holds_the_engines_copy_and_both_phases() -> None:
 
 
 def test_zero_divides_optimizer_then_gradients_then_weights() -> None:
-    held = {stage: plan(cluster_config(stage))["actor"] for stage in range(4)}
+    held = {stage: plan(cluster_config(stage), compute_bytes=4)["actor"] for stage in range(4)}
     kept = {stage: (row.weights, row.gradients, row.optimizer) for stage, row in held.items()}
-    assert kept == {0: (2000, 4000, 12_000), 1: (2000, 4000, 3000), 2: (2000, 1000, 3000), 3: (500, 1000, 3000)}
-    bucket, gathered = 2000, 2000
-    activations = 32 * 3 * LAYER * 2
+    assert kept == {0: (4000, 4000, 8000), 1: (4000, 4000, 3000), 2: (4000, 1000, 3000), 3: (1000, 1000, 3000)}
+    bucket, gathered = 4000, 4000
+    activations = 32 * 3 * LAYER * 4
     assert [row.passes - activations for row in held.values()] == [0, bucket, bucket, bucket + gathered]
-    assert plan(cluster_config(), compute_bytes=4)["actor"].optimizer == 3000, "masters of float32 weights too"
     assert {row.processes for row in held.values()} == {4}
+
+
+def test_bfloat16_is_divided_at_least_at_stage_two() -> None:
+    rows = [plan(cluster_config(stage))["actor"] for stage in range(4)]
+    assert rows[0] == rows[1] == rows[2]
+    assert parts(rows[2]) == (2000, 1000, 3000, 2000 + 32 * 3 * LAYER * 2)
+    assert parts(rows[3]) == (500, 1000, 3000, 4000 + 32 * 3 * LAYER * 2)
 
 
 def test_large_models_are_gathered_in_part() -> None:
@@ -179,14 +185,14 @@ def test_processes_that_share_a_sequence_divide_its_tokens() -> None:
     config = cluster_config(0)
     config.train.max_tokens_per_micro_batch = 1
     config.ds.sequence_parallel_size = 2
-    assert plan(config)["actor"].passes == 8 * 3 * LAYER * 2
+    assert plan(config, compute_bytes=4)["actor"].passes == 8 * 3 * LAYER * 4
 
 
 def test_a_critic_of_fewer_processes_has_more_tokens_in_each() -> None:
     config = cluster_config(0, processes=2)
     config.algo.advantage.estimator = "gae"
     config.critic.num_gpus_per_node = 1
-    rows = plan(config)
+    rows = plan(config, compute_bytes=4)
     assert rows["critic"].passes == 2 * rows["actor"].passes
     assert rows["critic"].processes == 1
 
