@@ -198,10 +198,16 @@ class TorchPolicy(PolicyModel):
     def save(self, path: Path) -> None:
         """See `PolicyModel.save`; adapters alone are in `adapter` below, in peft's format, and the model of averaged
         weights, if they are kept, in `ema`."""
-        self._save(path)
-        if self._averages:
+        error: OSError | None = None
+        try:
+            self._save(path)
+        except OSError as raised:
+            error = raised
+        if self._averages and self._trained.agree(error is None):  # one process writes, but all have parts of averages
             with self._trained.averaged():
                 self._save(path / AVERAGE_DIRECTORY)
+        if error is not None:
+            raise error
 
     def _save(self, path: Path) -> None:
         trained, adapters = self._trained, adapter_weights(self.module)

@@ -35,6 +35,10 @@ STEPS = 3
 TOLERANCE = 1e-4
 """Of a weight after steps of 1e-2: sums are taken in another order, and AdamW divides small gradients by their size."""
 
+MUON_GAP = {torch.float32: 0.2, torch.bfloat16: 0.6}
+"""Of a step, in its own length: Muon raises what rounding leaves in directions without a gradient. Parts that were made
+orthogonal apart would be 1 away."""
+
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[RaySession]:
@@ -149,14 +153,16 @@ def test_muon_steps_divided_matrices_as_whole_ones(
     trained(lone, 1)
     group.build(cluster.rank_policy, str(tiny_model_dir), stage, False, cluster.MUON_SETTINGS, dtype)
     policy = ShardedPolicy(group)
-    policy.load_state_dict(lone.state_dict())
+    begun = lone.state_dict()
+    policy.load_state_dict(begun)
     assert trained(policy, 1) == pytest.approx(trained(lone, 1), rel=1e-2)
     found, wanted = policy.state_dict(), lone.state_dict()
     for name, moments in wanted["moments"].items():
         assert (moments.keys() == {"momentum_buffer"}) == ("_proj" in name)
         torch.testing.assert_close(found["moments"][name], moments, rtol=1e-2, atol=1e-3)
     for name, master in wanted["masters"].items():
-        torch.testing.assert_close(found["masters"][name], master, rtol=0, atol=1e-3)
+        gap, step = found["masters"][name] - master, master - begun["masters"][name]
+        assert gap.norm() < MUON_GAP[dtype] * step.norm()
 
 
 @pytest.mark.parametrize("stage", [2, 3])
