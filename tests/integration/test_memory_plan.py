@@ -25,6 +25,7 @@ TOLERANCE = 0.1
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_process(tiny_model_dir: Path, dtype: torch.dtype, lora: LoraConfig) -> None:
     path, config = str(tiny_model_dir), RLConfig()
+    config.train.enable_ema = cluster.SETTINGS.ema_beta is not None
     shape = model_shape("actor.model_name_or_path", path, lora)
     planned = memory_plan(config, shape, compute_bytes=dtype.itemsize, machine=Machine(gpu=0, memory=0))[0]
     batch, found = cluster.batch(), []
