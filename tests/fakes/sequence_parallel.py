@@ -11,8 +11,10 @@ from torch import Tensor, distributed, nn
 from rollgrad.adapters.ray.models import RankPolicy
 from rollgrad.adapters.torch.attention import install_attention
 from rollgrad.adapters.torch.forward import PackedLM, PackedValue, scatter
+from rollgrad.adapters.torch.lora import add_lora
 from rollgrad.adapters.torch.models import TorchReference, TorchValue
 from rollgrad.adapters.torch.sequence_parallel import join_sequence_group
+from rollgrad.application.model_config import LoraConfig
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
@@ -46,6 +48,7 @@ class Case:
     seed: int = 0
     samples: int | None = 5
     checkpointing: bool = False
+    lora: bool = False
     dtype: torch.dtype = torch.float32
 
     @property
@@ -64,6 +67,7 @@ CASES = {
     ),
     "window": Case(family="Mistral", settings={"num_key_value_heads": 3, "sliding_window": 5}, seed=6),
     "checkpointing": Case(settings={"num_key_value_heads": 3}, seed=7, checkpointing=True),
+    "adapters": Case(settings={"num_key_value_heads": 3}, seed=9, lora=True),
     "bfloat16": Case(settings={"num_key_value_heads": 3}, seed=8, dtype=torch.bfloat16),
     "fewer_tokens_than_processes": Case(settings={"num_key_value_heads": 3}, samples=None),
 }
@@ -76,6 +80,11 @@ def model(case: Case) -> Any:
     config = getattr(transformers, f"{case.family}Config")(**{**SIZES, **case.settings})
     made = getattr(transformers, f"{case.family}ForCausalLM")(config).eval().to(case.dtype)
     install_attention(made)
+    if case.lora:
+        add_lora(made, LoraConfig(rank=4), seed=1)
+        for name, parameter in made.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(parameter, std=0.1)  # at 0, where it starts, A has no gradient
     if case.checkpointing:
         made.gradient_checkpointing_enable({"use_reentrant": False})
         made.train()
