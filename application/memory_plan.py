@@ -191,6 +191,8 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     passes += min(BUCKET_NUMBERS, trained) * compute_bytes
     if stage >= GRADIENTS:
         gradients = math.ceil(gradients / size)
+    else:
+        gradients *= 2  # DeepSpeed keeps the sum over micro-batches apart from the latest of them
     if stage == PARAMETERS:
         passes += min(GATHERED_NUMBERS * compute_bytes, weights)
         weights = math.ceil(weights / size)

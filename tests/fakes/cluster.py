@@ -26,6 +26,7 @@ from rollgrad.adapters.torch.reward_model import RewardModel
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from tests.fakes.agent_executor import make_trajectory
+from tests.tensor_bytes import tensor_bytes
 
 FLAG = "--actor.model-name-or-path"
 SETTINGS = OptimizerSettings(lr=1e-2, total_steps=10, scheduler="linear", weight_decay=0.1, max_norm=0.5, ema_beta=0.7)
@@ -122,6 +123,28 @@ def cut_short(weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> Iterator[t
 
 def die(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Idle:
+    """Holds no model."""
+
+    def held(self) -> int:
+        """Bytes of the tensors in this process."""
+        return tensor_bytes()
+
+
+class MeasuredPolicy(RankPolicy, Idle):
+    """Says what its process holds."""
+
+
+def measured_policy(path: str, stage: int) -> MeasuredPolicy:
+    return MeasuredPolicy(policy(path, divided(stage)))
+
+
+def weighing(scores: TokenScores, part: PackedBatch) -> LossOutput:
+    """`likelihood`, which also says what the process holds before its backward pass."""
+    held = torch.tensor(float(tensor_bytes()), dtype=torch.float64)
+    return evolve(likelihood(scores, part), metrics={"held": held})
 
 
 def rank_value(path: str, stage: int) -> TorchValue:

@@ -16,6 +16,8 @@ from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.vllm.buckets import SharedMemory, fill_at
+from rollgrad.application.config import RLConfig
+from rollgrad.application.memory_plan import Machine, memory_plan
 from rollgrad.domain.errors import (
     CheckpointError,
     ConfigurationError,
@@ -27,6 +29,7 @@ from rollgrad.domain.errors import (
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import RewardRequest
 from rollgrad.domain.sampling import StopReason
+from rollgrad.entrypoints.dry_run import model_shape
 from tests.fakes import cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -325,3 +328,22 @@ def test_a_divided_loss_is_that_of_the_whole_batch(group: WorkerGroup, tiny_mode
     parts = [batch.select([index]) for index in range(len(batch))]
     assert policy.update(parts, cluster.likelihood) == pytest.approx(lone.update([batch], cluster.likelihood), rel=1e-4)
     assert all(math.isfinite(float(tensor.sum())) for tensor in weights(policy).values())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_processes_hold_what_the_memory_plan_says(group: WorkerGroup, stage: int, tiny_model_dir: Path) -> None:
+    """Up to a tenth of the weights: besides, there are tables of rotations, and numbers that fill up parts."""
+    config = RLConfig()
+    config.cluster.enable, config.actor.num_gpus_per_node, config.ds.zero_stage = True, group.size, stage
+    shape = model_shape("actor.model_name_or_path", str(tiny_model_dir))
+    planned = memory_plan(config, shape, compute_bytes=4, machine=Machine(gpu=0, memory=0))[0]
+    tolerance = 0.1 * planned.weights
+    group.build(cluster.Idle)
+    idle = group.all("held")
+    group.build(cluster.measured_policy, str(tiny_model_dir), stage)
+    for before, after in zip(idle, group.all("held"), strict=True):
+        assert after - before == pytest.approx(planned.weights + planned.optimizer, abs=tolerance)
+    policy, batch = ShardedPolicy(group), cluster.batch()
+    once, twice = (policy.update([batch] * count, cluster.weighing)["held"] for count in (1, 2))
+    # The second of two micro-batches finds the gradients of the first, and else what a single one finds.
+    assert (twice - 2 * once) / group.size == pytest.approx(planned.gradients, abs=tolerance)

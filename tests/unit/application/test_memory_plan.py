@@ -145,7 +145,7 @@ def test_an_asynchronous_run_holds_the_engines_copy_and_both_phases() -> None:
 def test_zero_divides_optimizer_then_gradients_then_weights() -> None:
     held = {stage: plan(cluster_config(stage), compute_bytes=4)["actor"] for stage in range(4)}
     kept = {stage: (row.weights, row.gradients, row.optimizer) for stage, row in held.items()}
-    assert kept == {0: (4000, 4000, 8000), 1: (4000, 4000, 3000), 2: (4000, 1000, 3000), 3: (1000, 1000, 3000)}
+    assert kept == {0: (4000, 4000, 8000), 1: (4000, 8000, 3000), 2: (4000, 1000, 3000), 3: (1000, 1000, 3000)}
     bucket, gathered = 4000, 4000
     activations = 32 * 3 * LAYER * 4
     assert [row.passes - activations for row in held.values()] == [0, bucket, bucket, bucket + gathered]
