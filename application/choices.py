@@ -119,6 +119,13 @@ class Optim(StrEnum):
     MUON = "muon"
 
 
+class LoraSync(StrEnum):
+    """What of a model with adapters goes to engines."""
+
+    MERGED = "merged"
+    ADAPTER = "adapter"
+
+
 class LRScheduler(StrEnum):
     """Learning rate over the run, after warm-up."""
 

@@ -2,7 +2,7 @@
 
 from attrs import Factory, define
 
-from rollgrad.application.choices import Aggregation, DType, LRScheduler, Optim
+from rollgrad.application.choices import Aggregation, DType, LoraSync, LRScheduler, Optim
 
 
 @define(kw_only=True)
@@ -47,6 +47,9 @@ class LoraConfig:
     target_modules: tuple[str, ...] = ALL_LINEAR
     """Linear layers that get adapters, by the last parts of their names (q_proj, mlp.up_proj); all-linear is all of
     them but the vocabulary's head."""
+    sync: LoraSync = LoraSync.MERGED
+    """What engines get after an update: merged is all weights with the adapters added; adapter is the adapters alone,
+    which vLLM then computes beside the weights of actor.model_name_or_path."""
 
 
 @define(kw_only=True)

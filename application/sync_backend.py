@@ -1,6 +1,6 @@
 """Which way weights go from the trainer to vLLM's engines, by who shares a GPU with whom."""
 
-from rollgrad.application.choices import SyncBackend
+from rollgrad.application.choices import LoraSync, SyncBackend
 from rollgrad.application.config import RLConfig
 from rollgrad.application.rules_common import ranks
 from rollgrad.domain.errors import ConfigurationError
@@ -33,6 +33,7 @@ def sync_backend(config: RLConfig, *, gpus: bool) -> SyncBackend:
         )
     if asked is not SyncBackend.AUTO:
         return asked
-    if not gpus or (shares_gpus(config) and engines_without_actor(config)):
+    adapter = config.actor.lora.sync is LoraSync.ADAPTER
+    if adapter or not gpus or (shares_gpus(config) and engines_without_actor(config)):
         return SyncBackend.SHARED_MEMORY
     return SyncBackend.CUDA_IPC if shares_gpus(config) else SyncBackend.NCCL

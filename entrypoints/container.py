@@ -23,7 +23,7 @@ from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
 from rollgrad.adapters.vllm.cuda_ipc import cuda_ipc
 from rollgrad.adapters.vllm.disk import Disk
 from rollgrad.adapters.vllm.nccl import NCCLBackend
-from rollgrad.adapters.vllm.shared_memory import shared_memory
+from rollgrad.adapters.vllm.shared_memory import shared_memory, shared_memory_adapter
 from rollgrad.adapters.vllm.weights import EngineWeights, FleetWeights
 from rollgrad.application.async_pipeline import AsyncPipeline
 from rollgrad.application.config import RLConfig
@@ -36,7 +36,6 @@ from rollgrad.application.pipeline import Schedule
 from rollgrad.application.rollout import RolloutService
 from rollgrad.application.rules_common import optimizer_steps_per_rollout, tokens_per_pass
 from rollgrad.application.sampling import GroupSampler
-from rollgrad.application.sync_backend import sync_backend
 from rollgrad.application.sync_pipeline import SyncPipeline
 from rollgrad.application.update import UpdateService
 from rollgrad.domain.entropy_control import EntropyController
@@ -86,6 +85,7 @@ from rollgrad.entrypoints.factories import (
     reference_model_kind,
     sleeper_kind,
     trainer_kind,
+    weight_backend_kind,
     weights_directory,
 )
 from rollgrad.entrypoints.reward_factories import make_model_reward, make_remote_reward, reward_kind
@@ -220,7 +220,8 @@ class Container(containers.DeclarativeContainer):
         cluster=providers.Callable(lambda cluster: cluster.gpus, cluster),
     )
     weight_backend = providers.Selector(
-        providers.Callable(sync_backend, config, gpus=gpus),
+        providers.Callable(weight_backend_kind, config, gpus=gpus),
+        adapter=providers.Object(shared_memory_adapter),
         shared_memory=providers.Object(shared_memory),
         nccl=providers.Singleton(NCCLBackend, config.provided.vllm.tensor_parallel_size),
         cuda_ipc=providers.Object(cuda_ipc),

@@ -34,7 +34,7 @@ from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.adapters.vllm.engine import VLLMEngine
 from rollgrad.application.agents.service import SessionLimits
 from rollgrad.application.agents.tool_environment import ToolEnvironment
-from rollgrad.application.choices import Engine, Optim
+from rollgrad.application.choices import Engine, LoraSync, Optim
 from rollgrad.application.config import RLConfig
 from rollgrad.application.executors.multi_turn import EnvironmentFactory, MultiTurnExecutor
 from rollgrad.application.executors.served_agent import ServedAgentExecutor
@@ -216,6 +216,7 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool) -> dict[str, 
         "tensor_parallel_size": config.vllm.tensor_parallel_size,
         "memory_fraction": config.vllm.gpu_memory_utilization,
         "sync_backend": sync_backend(config, gpus=gpus),
+        "lora": config.actor.lora if config.actor.lora.sync is LoraSync.ADAPTER else None,
     }
 
 
@@ -250,6 +251,15 @@ def channel_kind(config: RLConfig) -> str:
     """How weights reach the engine."""
     kind = engine_kind(config)
     return engine_model_kind(config) if kind == Engine.EMBEDDED else kind
+
+
+def weight_backend_kind(config: RLConfig, *, gpus: bool) -> str:
+    """How weights reach vLLM; `gpus` says whether there are any.
+
+    Raises:
+        ConfigurationError: weights cannot reach it as the settings want.
+    """
+    return "adapter" if config.actor.lora.sync is LoraSync.ADAPTER else str(sync_backend(config, gpus=gpus))
 
 
 def executor_kind(config: RLConfig, environment: Any) -> str:

@@ -48,8 +48,11 @@ class RankPolicy:
 
     def open_weights(self, send: Send, *arguments: Any) -> None:
         """Weights go the way of `send` from now on."""
-        self._weights = self.policy.weights()
-        self._updates = send(self._weights, *arguments)
+        self._open(self.policy.weights(), send, *arguments)
+
+    def open_adapter(self, send: Send, *arguments: Any) -> None:
+        """The adapters' weights alone go that way."""
+        self._open(self.policy.adapter(), send, *arguments)
 
     def next_update(self) -> Any:
         """What is said of the next update; None after the last."""
@@ -65,6 +68,15 @@ class RankPolicy:
         """This process's part in what another one sends."""
         for _ in self.policy.weights():
             pass
+
+    def gather_adapter(self) -> None:
+        """The same of the adapters."""
+        for _ in self.policy.adapter():
+            pass
+
+    def _open(self, weights: Iterator[tuple[str, Tensor]], send: Send, *arguments: Any) -> None:
+        self._weights = weights
+        self._updates = send(weights, *arguments)
 
 
 class _Trained:
@@ -105,16 +117,19 @@ class ShardedPolicy(_Trained, PolicyModel):
         self.steps += 1
         return self._parts.update(micro_batches, objective)
 
-    def sent(self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,)) -> Iterator[list[Any]]:
+    def sent(
+        self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,), adapter: bool = False
+    ) -> Iterator[list[Any]]:
         """See `DividedPolicy.sent`."""
+        what = "adapter" if adapter else "weights"
         yield from self._group.read(
-            "open_weights",
+            f"open_{what}",
             send,
             *arguments,
             ranks=ranks,
             following="next_update",
             rest="skip_weights",
-            others="gather_weights",
+            others=f"gather_{what}",
         )
 
     def address(self) -> tuple[str, int]:

@@ -195,6 +195,10 @@ class TorchPolicy(PolicyModel):
         """See `PolicyModel.weights`."""
         return _values(plain_weights(self.module), self._trained)
 
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters' own weights, as peft names them in files; nothing without adapters."""
+        return _values(adapter_weights(self.module), self._trained)
+
     def save(self, path: Path) -> None:
         """See `PolicyModel.save`; adapters alone are in `adapter` below, in peft's format, and the model of averaged
         weights, if they are kept, in `ema`."""
@@ -210,12 +214,12 @@ class TorchPolicy(PolicyModel):
             raise error
 
     def _save(self, path: Path) -> None:
-        trained, adapters = self._trained, adapter_weights(self.module)
-        if not trained.divided and not adapters:
+        trained = self._trained
+        if not trained.divided and not adapter_weights(self.module):
             _save_pretrained(self.module, self._tokenizer, path, None)
             return
         weights = _copied(self.weights(), keep=trained.first)
-        of_adapters = _copied(_values(adapters, trained), keep=trained.first)
+        of_adapters = _copied(self.adapter(), keep=trained.first)
         if trained.first:
             _save_pretrained(self.module, self._tokenizer, path, weights | plain_buffers(self.module))
             if of_adapters:

@@ -1,6 +1,7 @@
 """vLLM as an engine sees it: a model that samples, stops and takes weights, told in values of ours.
 
-One is in processes of this machine (`adapters.vllm.local`), another behind a URL (`adapters.served.core`).
+One is in processes of this machine (`adapters.vllm.local`), which may take adapters alone (`adapters.vllm.adapter`),
+another behind a URL (`adapters.served.core`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

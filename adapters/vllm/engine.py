@@ -12,11 +12,13 @@ from contextlib import suppress
 from typing import Any
 
 from rollgrad.adapters.torch.loading import default_device, resolve_dtype
+from rollgrad.adapters.vllm.adapter import AdapterCore, lora_settings
 from rollgrad.adapters.vllm.core import LIVENESS_SECONDS, Core
 from rollgrad.adapters.vllm.local import LocalCore
 from rollgrad.adapters.vllm.starting import shut_down, start
 from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightsDifferError, WeightTaker
 from rollgrad.application.choices import SyncBackend
+from rollgrad.application.model_config import LoraConfig
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.sampling import Generation, GenerationRequest, StopReason
@@ -312,9 +314,11 @@ class VLLMEngine(CoreEngine):
         tensor_parallel_size: devices that share one copy of the model.
         memory_fraction: share of a GPU's memory that vLLM may take; a CPU gets 2 GiB of keys and values.
         sync_backend: how it takes weights; shared_memory and disk are one to it.
+        lora: of the adapter that transfers bring, and no weights.
 
     Raises:
         MissingExtraError: vLLM is not installed.
+        ConfigurationError: vLLM computes no adapters in that number format here.
         EngineError: vLLM does not start.
     """
 
@@ -329,18 +333,23 @@ class VLLMEngine(CoreEngine):
         tensor_parallel_size: int = 1,
         memory_fraction: float = 0.9,
         sync_backend: SyncBackend = SyncBackend.SHARED_MEMORY,
+        lora: LoraConfig | None = None,
     ) -> None:
+        device = default_device()
+        number_format = resolve_dtype(dtype, device)
         self.llm = start(
             sync_backend,
             model=model,
-            dtype=str(resolve_dtype(dtype, default_device())).removeprefix("torch."),
+            dtype=str(number_format).removeprefix("torch."),
             max_model_len=max_tokens,
             max_num_seqs=max_batch_size,
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=memory_fraction,
+            **({} if lora is None else lora_settings(lora, number_format, device)),
         )
         self._end = weakref.finalize(self, shut_down, self.llm)
-        super().__init__(LocalCore(self.llm), eos_token_ids=eos_token_ids)
+        core = LocalCore(self.llm) if lora is None else AdapterCore(self.llm, lora)
+        super().__init__(core, eos_token_ids=eos_token_ids)
 
     def close(self) -> None:
         """Ends vLLM's processes; may be called again, and happens by itself when Python ends."""

@@ -26,6 +26,9 @@ class LocalCore(Core):
         llm: an `AsyncLLM`, as `starting.start` makes them.
     """
 
+    _lora_request: Any = None
+    """Goes with everything that is generated."""
+
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         config = llm.model_config
@@ -151,7 +154,8 @@ class LocalCore(Core):
 
         last = None
         try:
-            async for output in self._llm.generate(tokens_input(list(prompt)), params, name):
+            asked = self._llm.generate(tokens_input(list(prompt)), params, name, lora_request=self._lora_request)
+            async for output in asked:
                 take(output)
                 last = output
         except Exception as error:

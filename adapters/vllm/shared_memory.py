@@ -13,10 +13,19 @@ def shared_memory(policy: PolicyModel, engines: Sequence[Life], version: int) ->
     Raises:
         ConfigurationError: /dev/shm is too small.
     """
+    return _passage(policy, engines, adapter=False)
+
+
+def shared_memory_adapter(policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
+    """The same of the adapters alone, to engines that take nothing else (`VLLMEngine`'s `lora`)."""
+    return _passage(policy, engines, adapter=True)
+
+
+def _passage(policy: PolicyModel, engines: Sequence[Life], *, adapter: bool) -> Passage:
     memory = SharedMemory()
 
     def updates() -> Generator[Update]:
-        for [(bucket, pieces)] in sent(policy, fill_at, memory.path, memory.bucket_bytes):
+        for [(bucket, pieces)] in sent(policy, fill_at, memory.path, memory.bucket_bytes, adapter=adapter):
             yield Update(
                 {"bucket": bucket, "pieces": pieces},
                 bytes=sum(piece["size"] for piece in pieces),

@@ -56,7 +56,12 @@ def start(sync_backend: SyncBackend, **settings: Any) -> Any:
         with _without_compiler():
             return AsyncLLM.from_engine_args(arguments)
     except Exception as error:
-        raise EngineError(f"vLLM did not start with {settings}: {type(error).__name__}: {error}") from error
+        hint = (
+            " If its log says that the model does not support LoRA, set --actor.lora.sync merged."
+            if settings.get("enable_lora")
+            else ""
+        )
+        raise EngineError(f"vLLM did not start with {settings}: {type(error).__name__}: {error}{hint}") from error
 
 
 def shut_down(llm: Any) -> None:

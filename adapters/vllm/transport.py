@@ -6,9 +6,10 @@ the comparison, and what becomes of engines that fail.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from attrs import frozen
+from torch import Tensor
 
 from rollgrad.domain.ports.models import PolicyModel
 
@@ -63,8 +64,11 @@ Backend: TypeAlias = Callable[[PolicyModel, Sequence[Life], int], Passage]
 class DividedPolicy(Protocol):
     """A policy whose weights lie in several processes, which send them themselves."""
 
-    def sent(self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,)) -> Iterator[list[Any]]:
-        """What `send(weights, *arguments)` yields in each of `ranks`, which run side by side."""
+    def sent(
+        self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,), adapter: bool = False
+    ) -> Iterator[list[Any]]:
+        """What `send(weights, *arguments)` yields in each of `ranks`, which run side by side; `adapter` sends the
+        adapters in place of the weights."""
         ...
 
     def address(self) -> tuple[str, int]:
@@ -72,10 +76,22 @@ class DividedPolicy(Protocol):
         ...
 
 
-def sent(policy: PolicyModel, send: Send, *arguments: Any, ranks: Sequence[int] = (0,)) -> Iterator[list[Any]]:
-    """What `send(weights, *arguments)` yields where the weights are."""
+class AdaptedPolicy(Protocol):
+    """A policy that gives its adapters (LoRA) apart from the weights."""
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Every matrix of the adapters once, by the name that peft's files have for it; none without adapters."""
+        ...
+
+
+def sent(
+    policy: PolicyModel, send: Send, *arguments: Any, ranks: Sequence[int] = (0,), adapter: bool = False
+) -> Iterator[list[Any]]:
+    """What `send(weights, *arguments)` yields where the weights are; `adapter` sends those of an `AdaptedPolicy`'s
+    adapters in their place."""
     if isinstance(policy, DividedPolicy):
-        yield from policy.sent(send, *arguments, ranks=ranks)
+        yield from policy.sent(send, *arguments, ranks=ranks, adapter=adapter)
         return
-    for message in send(policy.weights(), *arguments):
+    weights = cast(AdaptedPolicy, policy).adapter() if adapter else policy.weights()
+    for message in send(weights, *arguments):
         yield [message]

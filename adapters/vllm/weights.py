@@ -1,6 +1,7 @@
 """The trainer's weights into vLLM's processes, by vLLM's own weight transfer calls and one of several backends.
 
-Every transfer moves the whole model, bucket by bucket, and every bucket once to all engines (`transport.py`).
+Every transfer moves the whole model, or its adapters, bucket by bucket, and every bucket once to all engines
+(`transport.py`).
 Afterwards engines and trainer score the same tokens; what they may differ by is rounding.
 """
 

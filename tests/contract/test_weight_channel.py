@@ -17,7 +17,7 @@ from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
 from rollgrad.adapters.vllm.disk import Disk
-from rollgrad.adapters.vllm.shared_memory import shared_memory
+from rollgrad.adapters.vllm.shared_memory import shared_memory, shared_memory_adapter
 from rollgrad.adapters.vllm.transport import Passage, Send
 from rollgrad.adapters.vllm.weights import EngineWeights, FleetWeights
 from rollgrad.application.fleet import EngineFleet
@@ -46,7 +46,17 @@ Parts = tuple[WeightChannel, Any, PolicyModel]
 REQUEST = GenerationRequest(prompt_token_ids=(65, 66), params=SamplingParams(max_new_tokens=100))
 
 
-@pytest.fixture(params=["fake", "fleet", "shared", "copied", *VLLM, *GPU])
+class AdaptedPolicy(FakePolicy):
+    """All that is trained is an adapter."""
+
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().weights()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise AssertionError("the adapter alone is wanted")
+
+
+@pytest.fixture(params=["fake", "fleet", "adapters", "shared", "copied", *VLLM, *GPU])
 def parts(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path) -> Iterator[Parts]:
     """(channel, engine, policy)."""
     if request.param in ("cuda_ipc", "nccl"):
@@ -66,6 +76,9 @@ def on_a_cpu(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Pat
     if request.param == "fleet":
         fleet = EngineFleet([FakeWeightTaker() for _ in range(3)])
         return FleetWeights(fleet), fleet, FakePolicy()
+    if request.param == "adapters":
+        fleet = EngineFleet([FakeWeightTaker() for _ in range(3)])
+        return FleetWeights(fleet, backend=shared_memory_adapter), fleet, AdaptedPolicy()
     if request.param in ("vllm", "disk"):
         tiny_model_dir = request.getfixturevalue("wide_headed_model_dir")
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
@@ -368,8 +381,11 @@ def test_a_transfer_that_the_trainer_breaks_off_leaves_engines_that_the_next_pus
 class ShardedPolicy(CountedPolicy):
     """Sends its weights itself, as one whose weights lie in other processes."""
 
-    def sent(self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,)) -> Iterator[list[Any]]:
+    def sent(
+        self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,), adapter: bool = False
+    ) -> Iterator[list[Any]]:
         assert ranks == (0,)
+        assert not adapter
         for message in send(super().weights(), *arguments):
             yield [message]
 

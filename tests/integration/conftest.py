@@ -6,7 +6,7 @@ NEEDS = {
     "test_vllm_engine.py": ("vllm",),
     "test_served_engine.py": ("vllm",),
     "test_engine_fleet.py": ("vllm", "ray"),
-    "test_lora_cluster.py": ("deepspeed", "ray"),
+    "test_lora_cluster.py": ("vllm", "deepspeed", "ray"),
     "test_sequence_parallel.py": ("deepspeed", "ray"),
     "test_weight_backends.py": ("vllm",),
 }

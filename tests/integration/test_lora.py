@@ -17,22 +17,27 @@ from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
+from rollgrad.adapters.vllm.shared_memory import shared_memory_adapter
+from rollgrad.application.choices import Engine, LoraSync, SyncBackend
 from rollgrad.application.config import RLConfig
 from rollgrad.application.model_config import LoraConfig
 from rollgrad.application.validation import validate
 from rollgrad.domain.batch import pack
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
-from rollgrad.domain.ports.rollout_engine import RolloutEngine
+from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.ports.weight_channel import WeightChannel
-from rollgrad.domain.sampling import GenerationRequest, SamplingParams
+from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams
+from rollgrad.entrypoints.factories import vllm_settings, weight_backend_kind
 from tests.event_loop import run
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.reward_source import FakeRewardSource
 
 FLAG = "--actor.model-name-or-path"
-VLLM = [pytest.param("vllm", marks=pytest.mark.slow)] if importlib.util.find_spec("vllm") else []
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+VLLM = [pytest.param(way, marks=pytest.mark.slow) for way in ("vllm", "vllm_adapter") if HAS_VLLM]
 PROMPT = (65, 66, 67)
+LORA = LoraConfig(rank=4)
 
 TOLERANCE = 1e-4
 """Largest difference of a float32 log-prob: products are summed in another order, no more."""
@@ -50,13 +55,33 @@ def plain(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
+@pytest.fixture(scope="module")
+def adapter_engine(wide_headed_model_dir: Path) -> Iterator[Any]:
+    """vLLM that takes adapters alone."""
+    from rollgrad.adapters.vllm.engine import VLLMEngine
+
+    engine = VLLMEngine(
+        str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_tokens=512, max_batch_size=8, lora=LORA
+    )
+    yield engine
+    engine.close()
+
+
 @pytest.fixture(params=["shared", "copied", *VLLM])
 def parts(request: pytest.FixtureRequest, wide_headed_model_dir: Path) -> Iterator[Parts]:
     """A policy with adapters, whose head is tied, and an engine. Afterwards the engine has the checkpoint's weights."""
     model = loaded(wide_headed_model_dir)
-    add_lora(model, LoraConfig(rank=4), seed=0)
+    add_lora(model, LORA, seed=0)
     tokenizer = load_tokenizer(str(wide_headed_model_dir), flag=FLAG)
     policy = TorchPolicy(model, tokenizer, OptimizerSettings(lr=0.02))
+    if request.param == "vllm_adapter":
+        from rollgrad.adapters.vllm.weights import EngineWeights
+
+        with_adapter = request.getfixturevalue("adapter_engine")
+        yield policy, with_adapter, EngineWeights(with_adapter, backend=shared_memory_adapter)
+        run(with_adapter.pause(PauseMode.ABORT))
+        run(with_adapter.resume())
+        return
     if request.param == "vllm":
         from rollgrad.adapters.vllm.weights import EngineWeights
 
@@ -82,20 +107,25 @@ def learn(policy: TorchPolicy) -> None:
         policy.update([batch], likelihood)
 
 
-def gaps(policy: TorchPolicy, engine: RolloutEngine, version: int) -> list[float]:
+def ask(seed: int, new_tokens: int, prompt: tuple[int, ...] = PROMPT) -> GenerationRequest:
+    return GenerationRequest(prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=new_tokens, seed=seed))
+
+
+def scores(policy: TorchPolicy, prompt: tuple[int, ...], generation: Generation) -> list[float]:
+    """The trainer's log-probs of the reply."""
+    return policy.score(pack([make_trajectory(prompt, generation.token_ids)])).logprobs_N[len(prompt) :].tolist()
+
+
+def gaps(policy: TorchPolicy, engine: RolloutEngine, version: int, prompt: tuple[int, ...] = PROMPT) -> list[float]:
     """Trainer's log-probs less the engine's, of what the engine samples for several requests at once."""
 
     async def sample() -> Any:
-        params = [SamplingParams(max_new_tokens=16, seed=seed) for seed in range(4)]
-        requests = [GenerationRequest(prompt_token_ids=PROMPT, params=each) for each in params]
-        return await asyncio.gather(*map(engine.generate, requests))
+        return await asyncio.gather(*(engine.generate(ask(seed, 16, prompt)) for seed in range(4)))
 
     found: list[float] = []
     for generation in run(sample()):
         assert set(generation.versions) == {version}
-        batch = pack([make_trajectory(PROMPT, generation.token_ids)])
-        scores = policy.score(batch).logprobs_N[len(PROMPT) :]
-        found += (scores - torch.tensor(generation.logprobs)).tolist()
+        found += (torch.tensor(scores(policy, prompt, generation)) - torch.tensor(generation.logprobs)).tolist()
     return found
 
 
@@ -109,6 +139,100 @@ def test_the_engine_samples_what_the_trainer_computes(parts: Parts) -> None:
         assert max(map(abs, gaps(policy, engine, version))) < TOLERANCE
     after = policy.score(pack([make_trajectory(PROMPT, [7, 8, 9])])).logprobs_N
     assert (after - before).abs().max() > 0.5, "the adapters have learnt"
+
+
+needs_vllm = pytest.mark.parametrize("parts", VLLM[1:], indirect=True)
+"""Of the engine that takes adapters alone."""
+
+
+@needs_vllm
+def test_what_is_sent_is_the_adapter_and_no_old_keys_are_used(parts: Parts) -> None:
+    """The prompt fills blocks of the prefix cache."""
+    policy, engine, channel = parts
+    long = tuple(20 + index % 200 for index in range(300))
+    for version in (11, 12):
+        learn(policy)
+        moved = run(channel.push(policy, version))
+        assert moved["bytes"] == sum(tensor.nbytes for _, tensor in policy.adapter())  # B and A of 14 layers
+        assert max(map(abs, gaps(policy, engine, version, long))) < TOLERANCE
+    assert 0 < moved["bytes"] < sum(tensor.nbytes for _, tensor in policy.weights()) / 2
+    assert not list(Path("/dev/shm").glob("rollgrad-adapter-*"))
+
+
+@needs_vllm
+def test_a_frozen_request_goes_on_under_the_new_adapter(parts: Parts) -> None:
+    policy, engine, channel = parts
+
+    async def scenario() -> Generation:
+        await channel.push(policy, 21)
+        task = asyncio.create_task(engine.generate(ask(0, 200)))
+        await engine.generate(ask(1, 20))
+        await engine.pause(PauseMode.KEEP)
+        learn(policy)
+        await channel.push(policy, 22)
+        await engine.resume()
+        return await task
+
+    learn(policy)
+    before = {name: tensor.clone() for name, tensor in policy.adapter()}
+    generation = run(scenario())
+    versions = list(generation.versions)
+    switch = versions.index(22)
+    assert versions == [21] * switch + [22] * (200 - switch)
+    assert switch >= 20
+    new = scores(policy, PROMPT, generation)
+    assert generation.logprobs[switch:] == pytest.approx(new[switch:], abs=TOLERANCE)
+    with torch.no_grad():
+        for name, tensor in policy.adapter():
+            tensor.copy_(before[name])
+    old = scores(policy, PROMPT, generation)
+    assert generation.logprobs[:switch] == pytest.approx(old[:switch], abs=TOLERANCE)
+
+
+class Strange(TorchPolicy):
+    """Sends something other than its adapters."""
+
+    fault = ""
+
+    def adapter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in super().adapter() if self.fault != "nothing" else ():
+            wrong = self.fault == "wrong numbers" and "down_proj.lora_B" in name
+            layer = "embedding" if self.fault == "unknown layer" else "down_proj"
+            yield name.replace("down_proj", layer), tensor * 3 if wrong else tensor
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("wrong numbers", "differ from the trainer's by"),
+        ("unknown layer", r"did not take the adapter.*embedding.*--actor\.lora\.target-modules.*--actor\.lora\.sync"),
+        ("nothing", "No adapter came from the trainer"),
+    ],
+)
+def test_an_adapter_that_does_not_arrive_is_noticed_and_the_next_push_heals(
+    parts: Parts, fault: str, message: str
+) -> None:
+    policy, engine, channel = parts
+    learn(policy)
+    policy.__class__ = Strange
+    policy.fault = fault  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match=message):
+        run(channel.push(policy, 31))
+    with pytest.raises(EngineError):
+        run(engine.generate(ask(0, 4)))
+    policy.fault = ""  # type: ignore[attr-defined]
+    run(channel.push(policy, 32))
+    assert max(map(abs, gaps(policy, engine, 32))) < TOLERANCE
+
+
+@needs_vllm
+def test_a_full_shared_memory_is_one_sentence(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, _, channel = parts
+    full = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: full)
+    with pytest.raises(ConfigurationError, match=r"/dev/shm has no room .* the adapter.*--shm-size"):
+        run(channel.push(policy, 41))
 
 
 @pytest.fixture
@@ -200,6 +324,12 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(make: Callable[...,
         ),
         ({"target_modules": ("q_proj",)}, "leave --actor.lora.target_modules out."),
         ({"rank": 4, "target_modules": ("all-linear", "q_proj")}, "all-linear already means every linear layer"),
+        ({"sync": LoraSync.ADAPTER}, "leave --actor.lora.sync out."),
+        (
+            {"rank": 4, "sync": LoraSync.ADAPTER},
+            "actor.lora.sync is adapter, but rollout.engine is embedded, and vLLM alone takes adapters without weights:"
+            " set --rollout.engine vllm, or leave --actor.lora.sync out.",
+        ),
         ({"rank": -1}, "actor.lora.rank is -1, but it must be at least 0"),
         ({"rank": 4, "alpha": 0}, "actor.lora.alpha is 0, but it must be greater than 0"),
         ({"rank": 4, "target_modules": ()}, "but it must be at least one name"),
@@ -213,6 +343,31 @@ def test_settings_that_say_nothing_or_two_things_are_refused(
     with pytest.raises(ConfigurationError) as error:
         validate(config, has_reward=True)
     assert message in str(error.value)
+
+
+def test_a_rank_that_vllm_does_not_compute_is_refused(make: Callable[..., RLConfig]) -> None:
+    config = make("out")
+    config.rollout.engine, config.actor.lora = Engine.VLLM, LoraConfig(rank=513, sync=LoraSync.ADAPTER)
+    with pytest.raises(ConfigurationError, match=r"rank is 513.* 512 at most: lower --actor\.lora\.rank"):
+        validate(config, has_reward=True)
+    config.actor.lora.rank = 512
+    validate(config, has_reward=True)
+
+
+def test_vllm_starts_for_adapters_if_they_alone_are_sent(make: Callable[..., RLConfig], tiny_tokenizer: Any) -> None:
+    config = make("out")
+    config.rollout.engine = Engine.VLLM
+    assert vllm_settings(config, tiny_tokenizer, gpus=True)["lora"] is None
+    assert weight_backend_kind(config, gpus=True) == "cuda_ipc"
+    config.actor.lora.sync = LoraSync.ADAPTER
+    settings = vllm_settings(config, tiny_tokenizer, gpus=True)
+    assert settings["lora"] == config.actor.lora
+    assert settings["sync_backend"] == "shared_memory"
+    assert weight_backend_kind(config, gpus=True) == "adapter"
+    validate(config, has_reward=True)
+    config.vllm.sync_backend = SyncBackend.NCCL
+    with pytest.raises(ConfigurationError, match="adapters reach vLLM through shared memory alone"):
+        validate(config, has_reward=True)
 
 
 def test_a_layer_that_the_model_does_not_have_is_refused(make: Callable[..., RLConfig]) -> None:

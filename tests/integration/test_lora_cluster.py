@@ -1,5 +1,6 @@
 """A policy with adapters that is divided over processes by Ray and DeepSpeed is that of one process."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,20 @@ import pytest
 import torch
 
 import rollgrad
+from rollgrad.adapters.ray.engine import start_engines
 from rollgrad.adapters.ray.group import WorkerGroup
 from rollgrad.adapters.ray.models import ShardedPolicy
 from rollgrad.adapters.ray.session import RaySession
+from rollgrad.adapters.vllm.shared_memory import shared_memory_adapter
+from rollgrad.adapters.vllm.weights import FleetWeights
 from rollgrad.application.config import RLConfig
+from rollgrad.application.fleet import EngineFleet
+from rollgrad.domain.batch import pack
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
+from rollgrad.domain.fleet import FleetBounds
+from rollgrad.domain.sampling import GenerationRequest, SamplingParams
 from tests.fakes import cluster, lora
+from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.reward_source import FakeRewardSource
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -156,3 +165,46 @@ def test_a_whole_run_in_two_processes_is_the_run_in_one(
     for name, tensor in lone.items():
         torch.testing.assert_close(divided[name], tensor, rtol=0, atol=1e-3)
     assert (tmp_path / "divided" / "model" / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_adapters_reach_vllm_without_weights_from_every_division_and_an_engine_that_is_replaced(
+    group: WorkerGroup, wide_headed_model_dir: Path
+) -> None:
+    """One engine serves all divisions: adapters are all that they leave in it."""
+    path = str(wide_headed_model_dir)
+    settings = {"model": path, "eos_token_ids": (), "dtype": "float32", "max_batch_size": 8, "lora": lora.LORA}
+    prompt = (65, 66, 67)
+    size = sum(tensor.nbytes for _, tensor in lora.policy(path).adapter())
+
+    async def agrees(fleet: EngineFleet, policy: ShardedPolicy, version: int) -> None:
+        request = GenerationRequest(prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=24, seed=version))
+        generation = await fleet.generate(request)
+        scores = policy.score(pack([make_trajectory(prompt, generation.token_ids)])).logprobs_N[len(prompt) :]
+        assert list(generation.logprobs) == pytest.approx(scores.tolist(), abs=TOLERANCE)
+        assert set(generation.versions) == {version}
+
+    async def scenario() -> None:
+        members = await start_engines(1, settings, seconds=300)
+        bounds = FleetBounds(suspect_after=60, dead_after=300, max_restarts=1)
+        fleet = EngineFleet(members, bounds=bounds, ping_seconds=0.5)
+        channel = FleetWeights(fleet, backend=shared_memory_adapter)
+        policy = None
+        for version, stage in enumerate((0, 2, 3), 1):
+            group.build(lora.rank_policy, path, stage)
+            policy = ShardedPolicy(group)
+            trained(policy, version)
+            assert (await channel.push(policy, version))["bytes"] == size
+            await agrees(fleet, policy, version)
+        assert policy is not None
+        await members[0].close()  # the next ping finds it dead
+        while fleet.health.deaths.total() == 0 or fleet.health.serving != [0]:
+            assert fleet.health.failure is None
+            await asyncio.sleep(0.1)
+        await agrees(fleet, policy, 3)
+        await fleet.aclose()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(500):
+            await scenario()
+
+    asyncio.run(bounded())
