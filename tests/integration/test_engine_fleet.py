@@ -1,8 +1,10 @@
 """Two vLLM engines in Ray actors behind one: what they say is what the trainer computes, also when they are killed."""
 
 import asyncio
+import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,11 @@ from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.vllm.weights import FleetWeights
 from rollgrad.application.fleet import EngineFleet
 from rollgrad.domain.batch import PackedBatch, pack
-from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.errors import ConfigurationError, EngineError, WorkerError
 from rollgrad.domain.fleet import Death, FleetBounds
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams
+from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.fakes.agent_executor import make_trajectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -229,43 +231,127 @@ def test_all_answers_arrive_when_an_engine_is_killed_and_are_those_of_an_undistu
     agrees(world, world.run(world.members[0].generate(ask())))  # with the weights of the last push, not the checkpoint
 
 
-class Deadly(TorchPolicy):
-    """Kills an engine while its weights are read."""
+class Interrupted(TorchPolicy):
+    """Something happens while its weights are read."""
 
-    victim: RayVLLMEngine | None = None
+    event: Callable[[], object]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, weight in enumerate(super().weights()):
-            if index == 3 and self.victim is not None:
-                kill(self.victim)
-                self.victim = None
+            if index == 3:
+                self.event()
             yield weight
 
 
+@contextmanager
+def interrupted(policy: TorchPolicy, event: Callable[[], object]) -> Iterator[None]:
+    policy.__class__ = Interrupted
+    policy.event = event  # type: ignore[attr-defined]
+    yield
+    policy.__class__ = TorchPolicy
+
+
+async def kill_in_the_middle(member: RayVLLMEngine, work: Awaitable[Any]) -> None:
+    """Ends the actor when it has begun `work`, which vLLM cannot finish: it is stopped."""
+    host = host_of(member)
+    stopped = host.children(recursive=True)
+    for process in stopped:
+        process.suspend()
+    task = asyncio.ensure_future(work)
+    await asyncio.sleep(0)
+    await member._actor.handle.__ray_ready__.remote()  # it answers in turn: `work` has begun there
+    host.kill()
+    for process in stopped:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+    await task
+
+
 @pytest.mark.chaos
-def test_an_engine_that_is_killed_in_a_push_takes_the_weights_when_it_is_replaced(world: World) -> None:
+def test_engines_that_are_killed_in_a_push_take_the_weights_when_they_are_replaced(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One as it takes a bucket, the other as it finishes: the push begins again with the first replacement."""
     learn(world.policy)
     deaths = world.fleet.health.deaths.total()
-    world.policy.__class__ = Deadly
-    world.policy.victim = world.members[1]  # type: ignore[attr-defined]
-    world.run(world.push())
-    world.policy.__class__ = TorchPolicy
-    assert world.fleet.health.serving == [0]
-    assert world.fleet.health.deaths.total() == deaths + 1
+    doomed, finishing = [world.members[1]], world.members[0]
+    finish = finishing.finish_weights
+
+    def finish_once(version: int) -> Awaitable[None]:
+        monkeypatch.undo()
+        return kill_in_the_middle(finishing, finish(version))
+
+    monkeypatch.setattr(finishing, "finish_weights", finish_once)
+    with interrupted(world.policy, lambda: doomed and kill(doomed.pop())):
+        world.run(world.push())
+    assert world.fleet.health.deaths.total() == deaths + 2
     agrees(world, world.run(world.fleet.generate(ask())))
     world.run(world.both_serve())
-    agrees(world, world.run(world.members[1].generate(ask())))
+    for member in world.members:
+        agrees(world, world.run(member.generate(ask())))
 
 
 @pytest.mark.chaos
-def test_a_killed_engine_leaves_no_process(world: World) -> None:
-    host = host_of(world.members[0])
-    children = host.children(recursive=True)
-    assert children
-    host.kill()
-    _, alive = psutil.wait_procs(children, timeout=60)
+def test_engines_that_are_killed_asleep_and_on_waking_say_nothing_before_they_have_the_weights(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a colocated run's: the push after it waits for the first replacement. Nothing of theirs outlives them."""
+    fleet, health, (sleeping, waking) = world.fleet, world.fleet.health, world.members
+    wake = waking.wake
+    monkeypatch.setattr(waking, "wake", lambda: kill_in_the_middle(waking, wake()))
+    family = [process for member in world.members for process in host_of(member).children(recursive=True)]
+    assert len(family) >= 2
+
+    async def scenario() -> Generation:
+        await fleet.sleep()
+        kill(sleeping)
+        while health.alive(0):
+            await asyncio.sleep(0.1)
+        assert health.to_restart == [0], "what starts now would take the memory that models train in"
+        asked = asyncio.create_task(fleet.generate(ask()))
+        learn(world.policy)
+        await fleet.wake()
+        assert health.living == []
+        await world.push()
+        return await asked
+
+    agrees(world, world.run(scenario()))
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
-    world.run(world.fleet.generate(ask()))
+    world.run(world.both_serve())
+    for member in world.members:
+        agrees(world, world.run(member.generate(ask())))
+
+
+@pytest.mark.chaos
+def test_when_the_trainer_dies_in_a_push_nothing_is_sampled_from_half_a_model(world: World) -> None:
+    """Requests that a pause froze end with what the old weights said, new ones wait for the next push."""
+    fleet, old, version = world.fleet, copy.deepcopy(world.policy), world.version
+
+    def lose() -> None:
+        raise WorkerError("rank 1 died")
+
+    async def scenario() -> tuple[list[Generation], Generation]:
+        tasks = [asyncio.create_task(fleet.generate(ask(s, max_new_tokens=400))) for s in range(6)]
+        await fleet.generate(ask(max_new_tokens=4))
+        await fleet.pause(PauseMode.KEEP)
+        learn(world.policy)
+        with interrupted(world.policy, lose), pytest.raises(WorkerError):
+            await world.push()
+        await fleet.resume()
+        cut = await asyncio.gather(*tasks)
+        assert fleet.health.serving == []
+        asked = asyncio.create_task(fleet.generate(ask()))
+        await world.push()
+        return cut, await asked
+
+    cut, asked = world.run(scenario())
+    for generation in cut:
+        assert generation.stop_reason is StopReason.ABORTED
+        assert set(generation.versions) == {version}
+        expected = scores(old, PROMPT, generation.token_ids)
+        assert list(generation.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+    agrees(world, asked)
 
 
 def test_an_engine_that_cannot_start_says_why(world: World, tmp_path: Path) -> None:
