@@ -21,6 +21,7 @@ from rollgrad.domain.errors import WorkerError
 from rollgrad.domain.ports.metric_sink import MetricSink
 from rollgrad.domain.rewards import RewardRequest
 from rollgrad.entrypoints.config_io import dump_config
+from tests.accounts import nothing_is_lost
 from tests.fakes import cluster
 from tests.fakes.reward_source import FakeRewardSource
 
@@ -42,12 +43,13 @@ def letters(request: RewardRequest) -> float:
     return sum(character.isalpha() for character in request.response) / (1 + len(request.response))
 
 
-@pytest.fixture
-def make(wide_headed_model_dir: Path, tmp_path: Path) -> Callable[..., RLConfig]:
+@pytest.fixture(scope="module")
+def make(wide_headed_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RLConfig]:
+    tmp_path = tmp_path_factory.mktemp("runs")
     rows = [{"input": f"What is {a} plus {b}?", "label": str(a + b)} for a in range(1, 4) for b in range(1, 4)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
-    def config(name: str, *, vllm: bool = False, **cluster_settings: Any) -> RLConfig:
+    def config(name: str, *, vllm: bool = False) -> RLConfig:
         made = RLConfig()
         made.actor.model_name_or_path, made.actor.dtype = str(wide_headed_model_dir), DType.FLOAT32
         made.actor.adam.lr = 1e-3
@@ -85,67 +87,32 @@ def without_cluster(config: RLConfig) -> RLConfig:
     return config
 
 
-def test_a_run_in_several_processes_is_the_run_in_one(make: Callable[..., RLConfig]) -> None:
-    lone, divided = without_cluster(make("lone")), make("divided")
-    divided.ds.zero_stage = 3
-    expected, found = train(lone), train(divided)
-    for one, other in zip(expected, found, strict=True):
+def divided(config: RLConfig) -> RLConfig:
+    config.ds.zero_stage, config.ckpt.state_steps = 3, 1
+    return config
+
+
+@pytest.fixture(scope="module")
+def finished(make: Callable[..., RLConfig]) -> RLConfig:
+    """A run in two processes that nothing disturbed."""
+    config = divided(make("divided"))
+    train(config)
+    return config
+
+
+def test_a_run_in_several_processes_is_the_run_in_one(make: Callable[..., RLConfig], finished: RLConfig) -> None:
+    lone = without_cluster(make("lone"))
+    for one, other in zip(train(lone), steps(finished), strict=True):
         for key in ("reward/mean", "rollout/entropy", "policy/loss", "policy/grad_norm"):
             assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5)
     for name, tensor in model(lone).items():
-        torch.testing.assert_close(model(divided)[name], tensor, rtol=0, atol=1e-3)
-
-
-def ppo_colocated(config: RLConfig, reward_model: str) -> dict[str, Any]:
-    """Actor, critic, reference, reward model and engine share what there is, and take turns."""
-    config.algo.advantage.estimator = "gae"
-    config.algo.kl.init_coef = 0.01
-    config.critic.num_gpus_per_node = config.ref.num_gpus_per_node = 1
-    config.reward.model_name_or_path, config.reward.timeout, config.reward.num_gpus_per_node = reward_model, 300, 2
-    config.train.colocate_all = True
-    config.ds.zero_stage = 3
-    config.logger.log_samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    return {"reward": None}
-
-
-def partial_rollout(config: RLConfig, reward_model: str) -> dict[str, Any]:
-    """Two engines sample while the model is trained, and go on with its new weights."""
-    config.train.async_enable, config.train.max_staleness = True, 2
-    config.train.partial_rollout = PartialRollout.KEEP
-    config.algo.correction.level = CorrectionLevel.TOKEN
-    config.train.max_steps = 4
-    config.vllm.sync_backend = SyncBackend.DISK
-    return {}
-
-
-@pytest.mark.parametrize("arrange", [ppo_colocated, partial_rollout])
-def test_every_pipeline_trains_with_vllm(
-    make: Callable[..., RLConfig], arrange: Callable[[RLConfig, str], dict[str, Any]], reward_model_dir: Path
-) -> None:
-    config = make(arrange.__name__, vllm=True)
-    lines = train(config, **arrange(config, str(reward_model_dir)))
-    assert len(lines) == config.train.max_steps
-    fresh = [line for line in lines if line.get("staleness/max", 0.0) == 0]
-    assert all(line["policy/mismatch_kl"] < 1e-5 for line in fresh), "engine and trainer agree on what they sample"
-    assert all(line["sync/bytes"] > 0 for line in lines)
-    assert (Path(config.ckpt.output_dir) / "model" / "model.safetensors").exists()
-    if arrange is ppo_colocated:
-        assert all(line["critic/loss"] > 0 for line in lines)
-        samples = map(json.loads, (Path(config.ckpt.output_dir) / "samples.jsonl").read_text().splitlines())
-        texts, rewards = zip(*((each["prompt"] + each["response"], each["reward"]) for each in samples), strict=True)
-        assert len(texts) == len(lines) * config.logger.log_samples
-        assert rewards == pytest.approx(cluster.reward_model(str(reward_model_dir)).score(texts), abs=1e-4)
-    else:
-        (last,) = (Path(config.ckpt.output_dir) / "weights").iterdir()
-        assert last.name == str(config.train.max_steps)
-    for title in ("ray::RankWorker", "ray::EngineHost"):
-        cluster.wait_for(lambda title=title: not cluster.processes(title), "the end of the run's processes")
+        torch.testing.assert_close(model(finished)[name], tensor, rtol=0, atol=1e-3)
 
 
 class Killer(MetricSink):
     """Kills one of the processes with a title when a step is reported: whatever is called next finds it dead."""
 
-    def __init__(self, number: int, step: int, title: str = "ray::RankWorker") -> None:
+    def __init__(self, number: int, step: int, title: str) -> None:
         self.number, self.step, self.title = number, step, title
         self.lines: list[Mapping[str, float]] = []
         self.steps: list[int] = []
@@ -158,52 +125,119 @@ class Killer(MetricSink):
                 cluster.kill([cluster.processes(self.title)[self.number]])
 
 
+def ppo_colocated(config: RLConfig, reward_model: str) -> dict[str, Any]:
+    """Actor, critic, reference, reward model and the only engine share what there is, and take turns."""
+    config.algo.advantage.estimator = "gae"
+    config.algo.kl.init_coef = 0.01
+    config.critic.num_gpus_per_node = config.ref.num_gpus_per_node = 1
+    config.reward.model_name_or_path, config.reward.timeout, config.reward.num_gpus_per_node = reward_model, 300, 2
+    config.train.colocate_all = True
+    config.ds.zero_stage = 3
+    config.logger.log_samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    return {"reward": None}
+
+
+def partial_rollout(config: RLConfig, reward_model: str) -> dict[str, Any]:
+    """The engine samples while the model is trained, and goes on with its new weights."""
+    config.train.async_enable, config.train.max_staleness = True, 2
+    config.train.partial_rollout = PartialRollout.KEEP
+    config.algo.correction.level = CorrectionLevel.TOKEN
+    config.train.max_steps = 4
+    config.vllm.sync_backend = SyncBackend.DISK
+    return {}
+
+
 @pytest.mark.chaos
-def test_a_lost_rank_ends_the_run_which_continues(make: Callable[..., RLConfig]) -> None:
+@pytest.mark.parametrize("arrange", [ppo_colocated, partial_rollout])
+def test_every_pipeline_trains_with_vllm_and_goes_on_when_it_loses_its_engine(
+    make: Callable[..., RLConfig], arrange: Callable[[RLConfig, str], dict[str, Any]], reward_model_dir: Path
+) -> None:
+    """The run goes on when the replacement has the weights of the step before."""
+    config = make(arrange.__name__, vllm=True)
+    adapters = arrange(config, str(reward_model_dir))
+    config.ckpt.state_steps = 1
+    killer = Killer(0, step=1, title="ray::EngineHost")
+    rollgrad.train(config, **{"reward": FakeRewardSource(letters), "sink": killer} | adapters)
+    lines = killer.lines
+    assert killer.steps == list(range(1, config.train.max_steps + 1))
+    fresh = [line for line in lines if line.get("staleness/max", 0.0) == 0]
+    assert all(line["policy/mismatch_kl"] < 1e-5 for line in fresh), "engine and trainer agree on what they sample"
+    assert all(line["sync/bytes"] > 0 for line in lines)
+    assert all(line["rollout/samples"] == 8 for line in lines), "the lost engine's replies are played again"
+    assert (Path(config.ckpt.output_dir) / "model" / "model.safetensors").exists()
+    if arrange is ppo_colocated:
+        assert all(line["critic/loss"] > 0 for line in lines)
+        samples = map(json.loads, (Path(config.ckpt.output_dir) / "samples.jsonl").read_text().splitlines())
+        texts, rewards = zip(*((each["prompt"] + each["response"], each["reward"]) for each in samples), strict=True)
+        assert len(texts) == len(lines) * config.logger.log_samples
+        assert rewards == pytest.approx(cluster.reward_model(str(reward_model_dir)).score(texts), abs=1e-4)
+    else:
+        nothing_is_lost(config)
+        (last,) = (Path(config.ckpt.output_dir) / "weights").iterdir()
+        assert last.name == str(config.train.max_steps)
+    for title in ("ray::RankWorker", "ray::EngineHost"):
+        cluster.wait_for(lambda title=title: not cluster.processes(title), "the end of the run's processes")
+
+
+@pytest.mark.chaos
+def test_a_lost_rank_ends_the_run_which_continues(make: Callable[..., RLConfig], finished: RLConfig) -> None:
     """In bounded time, with an error that names it, and with a state from which the run goes on as if nothing was."""
-    whole, broken = make("whole"), make("broken")
-    whole.ckpt.state_steps = broken.ckpt.state_steps = broken.ckpt.save_steps = 1
-    train(whole)
-    with pytest.raises(WorkerError, match=r"training processes of actor, rank \d died while"):
-        train(broken, sink=Killer(1, step=2))
+    broken = divided(make("broken"))
+    broken.ckpt.save_steps = 1
+    killer = Killer(1, step=2, title="ray::RankWorker")
+    with pytest.raises(WorkerError, match=r"training processes of actor, rank \d died while 'save' was under way"):
+        rollgrad.train(broken, reward=FakeRewardSource(letters), sink=killer)
     cluster.wait_for(lambda: not cluster.processes("ray::RankWorker"), "the end of the others")
     cluster.policy(str(Path(broken.ckpt.output_dir) / "step_1"))  # loads
     broken.ckpt.resume = True
     train(broken)
-    for name, tensor in model(whole).items():
+    for name, tensor in model(finished).items():
         torch.testing.assert_close(model(broken)[name], tensor, rtol=0, atol=1e-6)
 
 
-@pytest.mark.chaos
-def test_a_lost_engine_is_replaced_and_its_replies_are_played_again(make: Callable[..., RLConfig]) -> None:
-    """The only one: the run goes on when its replacement has the weights of the step before."""
-    config = make("engines", vllm=True)
-    killer = Killer(0, step=1, title="ray::EngineHost")
-    rollgrad.train(config, reward=FakeRewardSource(letters), sink=killer)
-    assert killer.steps == list(range(1, STEPS + 1))
-    assert all(line["policy/mismatch_kl"] < 1e-5 for line in killer.lines)
+REWARDS = """
+import pathlib, threading
+import torch
+
+save, here = torch.save, pathlib.Path(__file__).parent
+
+def half(state, path):
+    if path.with_name("training_state.pt").exists():
+        path.write_bytes(b"half of the second state")
+        (here / "writing").touch()
+        threading.Event().wait()
+    save(state, path)
+
+torch.save = half
+
+def reward_func(queries, prompts, labels):
+    return [len(query) for query in queries]
+"""
+"""Loaded by the controller, whose second training state it does not let come to its end."""
 
 
 @pytest.mark.chaos
-def test_nothing_outlives_a_killed_controller(make: Callable[..., RLConfig], tmp_path: Path) -> None:
+def test_nothing_outlives_a_controller_that_is_killed_as_it_saves_and_the_earlier_state_loads(
+    make: Callable[..., RLConfig], tmp_path: Path
+) -> None:
     config = make("controller")
-    config.ckpt.state_steps, config.train.max_steps = 1, 50
+    config.ckpt.state_steps, config.actor.num_gpus_per_node = 1, 1
     settings = tmp_path / "run.yaml"
     settings.write_text(dump_config(config))
-    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels): return [len(q) for q in queries]")
+    (tmp_path / "reward.py").write_text(REWARDS)
     command = [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl", "--config", str(settings)]
     command += ["--reward.function-path", str(tmp_path / "reward.py")]
-    state = Path(config.ckpt.output_dir) / "training_state.pt"
     with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ) | {"RAY_ADDRESS": ""}) as run:
         controller = psutil.Process(run.pid)
-        cluster.wait_for(lambda: state.exists() or run.poll() is not None, "the first training state")
+        writing = tmp_path / "writing"
+        cluster.wait_for(lambda: writing.exists() or run.poll() is not None, "the second training state")
         family = controller.children(recursive=True)
         assert any("ray::RankWorker" in " ".join(p.cmdline()) for p in family if p.is_running())
         run.kill()
     cluster.wait_for(lambda: not any(_lives(process) for process in family), "the end of all processes")
-    done = subprocess.run([*command, "--ckpt.resume", "--train.max-steps", "8"], cwd=ROOT, timeout=600)
-    assert done.returncode == 0
-    assert [line["step"] for line in steps(config)] == list(range(1, 9))
+    config = without_cluster(config)
+    config.ckpt.resume = True
+    assert [line["step"] for line in train(config)] == list(range(1, STEPS + 1))
 
 
 def _lives(process: psutil.Process) -> bool:

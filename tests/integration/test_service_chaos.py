@@ -20,6 +20,7 @@ from rollgrad.domain.circuit import Circuit
 from rollgrad.domain.errors import EngineError, RewardError
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.metric_sink import MetricSink
+from tests.accounts import nothing_is_lost
 from tests.fakes.server_process import ServerProcess
 
 pytestmark = pytest.mark.chaos
@@ -70,15 +71,6 @@ def make(tiny_model_dir: Path, tmp_path: Path) -> Callable[..., RLConfig]:
 def start() -> Iterator[Callable[..., ServerProcess]]:
     with ExitStack() as stack:
         yield lambda kind, **options: stack.enter_context(ServerProcess(kind, **options))
-
-
-def nothing_is_lost(config: RLConfig) -> None:
-    """Prompts submitted = trained + dropped by reason + in flight."""
-    import torch
-
-    run = torch.load(Path(config.ckpt.output_dir) / "training_state.pt")["run"]
-    assert run["next_group"] == run["trained"] + sum(run["dropped"].values()) + len(run["pending"])
-    assert run["trained"] == STEPS * GROUPS
 
 
 @pytest.mark.parametrize("overlapping", [False, True], ids=["sync", "async"])
