@@ -44,6 +44,9 @@ class DeepSpeedConfig:
     """Processes that share each forward and backward pass, dividing its tokens and, in the attention, its heads
     (Ulysses): for sequences that do not fit into one process. Divides the processes of every model; at most its
     key/value heads."""
+    tensor_parallel_size: int = 1
+    """Processes that share each layer, dividing its weights (AutoTP): for models whose layers do not fit into one
+    process, or whose passes are to be faster. Divides the processes of every model; at most its key/value heads."""
 
 
 @define(kw_only=True)

@@ -24,6 +24,9 @@ ACTIVATIONS_PER_HIDDEN = 17
 """Numbers kept a token, layer and hidden unit for the backward pass when attention keeps no scores: 34 bytes of 16-bit
 numbers (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 1)."""
 
+WHOLE_ACTIVATIONS_PER_HIDDEN = 5
+"""Those of them that tensor parallelism does not divide (the same, equation 2)."""
+
 CHECKPOINTED_ACTIVATIONS_PER_HIDDEN = 1
 """Under gradient checkpointing a layer keeps its input only."""
 
@@ -36,7 +39,8 @@ MIB = 2**20
 @frozen(kw_only=True)
 class ModelShape:
     """What the memory of a decoder depends on. `parameters` counts tied tensors once, and no adapters; `adapters`
-    counts the numbers in these, which are then all that is trained."""
+    counts the numbers in these, which are then all that is trained; `embedding` those of the input embedding, which is
+    `tied` to the output's if both are one."""
 
     parameters: int
     layers: int
@@ -44,6 +48,8 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     adapters: int = 0
+    embedding: int = 0
+    tied: bool = False
 
     @property
     def trained(self) -> int:
@@ -174,6 +180,7 @@ def _at_once(rows: Iterable[tuple[RoleMemory, int]]) -> int:
 
 def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
     """Of actor or critic. See `DeepSpeedModule` and `MasterOptimizer` for what they keep."""
+    shape = _share(config, role, shape)
     where, trained, ds = _where(config, role), shape.trained, config.ds
     weights = (shape.parameters + shape.adapters) * compute_bytes
     gradients = trained * FLOAT32_BYTES
@@ -186,7 +193,7 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
         optimizer = moments + (masters if compute_bytes < FLOAT32_BYTES else 0)
         row = evolve(where, weights=weights, gradients=gradients, optimizer=optimizer, passes=passes)
         return evolve(row, offloaded=average) if machine.gpu else evolve(row, optimizer=optimizer + average)
-    size = where.processes
+    size = where.processes // ds.tensor_parallel_size
     optimizer = math.ceil((masters + moments) / size)  # ZeRO keeps masters of float32 weights too
     passes += min(BUCKET_NUMBERS, trained) * compute_bytes
     if stage >= GRADIENTS:
@@ -216,16 +223,17 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
 
 
 def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int) -> RoleMemory:
-    """Whole in every process, and with one layer's activations at a time."""
+    """Not divided by ZeRO, and with one layer's activations at a time."""
+    activations = shape.hidden * _activations_per_hidden(config)
     return evolve(
         _where(config, "reference"),
-        weights=shape.parameters * compute_bytes,
-        passes=_tokens(config, "reference") * shape.hidden * ACTIVATIONS_PER_HIDDEN * compute_bytes,
+        weights=_share(config, "reference", shape).parameters * compute_bytes,
+        passes=math.ceil(_tokens(config, "reference") * activations * compute_bytes),
     )
 
 
 def _reward(config: RLConfig, shape: ModelShape, compute_bytes: int) -> RoleMemory:
-    """The same; a pass has whole texts."""
+    """The same, and whole in every process; a pass has whole texts."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     tokens = max(longest, min(REWARD_TOKENS, samples * longest))
@@ -284,18 +292,31 @@ def _tokens(config: RLConfig, role: str) -> int:
     processes, and at least its part of the longest sequence."""
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    processes = _where(config, role).processes
+    parts = _where(config, role).processes / config.ds.tensor_parallel_size
     least = math.ceil(longest / config.ds.sequence_parallel_size)
-    budget = config.train.max_tokens_per_micro_batch * ranks(config) / processes
-    return max(least, math.ceil(min(budget, samples * longest / processes)))
+    budget = config.train.max_tokens_per_micro_batch * ranks(config) / parts
+    return max(least, math.ceil(min(budget, samples * longest / parts)))
+
+
+def _share(config: RLConfig, role: str, shape: ModelShape) -> ModelShape:
+    """What a process has of a model whose layers are divided. See `adapters.deepspeed.tensor_parallel`: an input
+    embedding is divided only as the output's, which a critic has not; norms are too small to count."""
+    whole = shape.embedding if role == "critic" or not shape.tied else 0
+    return evolve(shape, parameters=whole + math.ceil((shape.parameters - whole) / config.ds.tensor_parallel_size))
+
+
+def _activations_per_hidden(config: RLConfig) -> float:
+    divided = ACTIVATIONS_PER_HIDDEN - WHOLE_ACTIVATIONS_PER_HIDDEN
+    return WHOLE_ACTIVATIONS_PER_HIDDEN + divided / config.ds.tensor_parallel_size
 
 
 def _activations(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int) -> int:
     checkpointing = role == "actor" and config.actor.gradient_checkpointing
-    kept = CHECKPOINTED_ACTIVATIONS_PER_HIDDEN if checkpointing else ACTIVATIONS_PER_HIDDEN
+    of_layer = _activations_per_hidden(config)
+    kept = CHECKPOINTED_ACTIVATIONS_PER_HIDDEN if checkpointing else of_layer
     # Checkpointing recomputes one layer at a time in full.
-    per_token = shape.hidden * (shape.layers * kept + (ACTIVATIONS_PER_HIDDEN if checkpointing else 0))
-    return _tokens(config, role) * per_token * compute_bytes
+    per_token = shape.hidden * (shape.layers * kept + (of_layer if checkpointing else 0))
+    return math.ceil(_tokens(config, role) * per_token * compute_bytes)
 
 
 def _kv_cache(shape: ModelShape, config: RLConfig, compute_bytes: int) -> int:

@@ -73,6 +73,7 @@ RANGES: dict[str, Range] = {
     "cluster.timeout": POSITIVE,
     "ds.zero_stage": (lambda stage: 0 <= stage <= 3, "0, 1, 2 or 3"),
     "ds.sequence_parallel_size": COUNT,
+    "ds.tensor_parallel_size": COUNT,
     "vllm.num_engines": COUNT,
     "vllm.tensor_parallel_size": COUNT,
     "vllm.gpu_memory_utilization": (lambda share: 0 < share <= 1, "greater than 0 and at most 1"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rollgrad.application.choices import Engine, SyncBackend
+from rollgrad.application.choices import Engine, Optim, SyncBackend
 from rollgrad.application.cluster_config import PARAMETERS, ClusterConfig, DeepSpeedConfig, VLLMConfig
 from rollgrad.application.config import RLConfig
 from rollgrad.application.rules_common import first_change, ranks
@@ -106,18 +106,40 @@ def _sync_problems(config: RLConfig) -> Iterator[str]:
 
 def _division_problems(config: RLConfig) -> Iterator[str]:
     """Models whose processes do not make whole groups, and what groups cannot compute."""
-    size = config.ds.sequence_parallel_size
-    if size > 1 and config.actor.aux_loss_coef > 0:
+    ds = config.ds
+    for key in ("sequence_parallel_size", "tensor_parallel_size"):
+        size = getattr(ds, key)
+        for model in ("actor", "critic", "ref"):
+            if ranks(config, model) % size:
+                yield (
+                    f"ds.{key} is {size}, which does not divide the {ranks(config, model)} processes of the model "
+                    f"{model!r}: change --ds.{key}, or --{model}.num_gpus_per_node."
+                )
+    if ds.sequence_parallel_size > 1 and config.actor.aux_loss_coef > 0:
         yield (
-            f"actor.aux_loss_coef is {config.actor.aux_loss_coef} with ds.sequence_parallel_size {size}, but routers "
-            "are balanced over whole sequences: leave one of --actor.aux_loss_coef and --ds.sequence_parallel_size out."
+            f"actor.aux_loss_coef is {config.actor.aux_loss_coef} with ds.sequence_parallel_size "
+            f"{ds.sequence_parallel_size}, but routers are balanced over whole sequences: leave one of "
+            "--actor.aux_loss_coef and --ds.sequence_parallel_size out."
         )
-    for model in ("actor", "critic", "ref"):
-        if ranks(config, model) % size:
+    if ds.tensor_parallel_size == 1:
+        return
+    if ds.sequence_parallel_size > 1:
+        yield (
+            f"ds.tensor_parallel_size is {ds.tensor_parallel_size} and ds.sequence_parallel_size "
+            f"{ds.sequence_parallel_size}, but processes share layers or tokens, not both: leave one of "
+            "--ds.tensor_parallel_size and --ds.sequence_parallel_size out."
+        )
+    for model in ("actor", "critic"):
+        if getattr(config, model).optim is Optim.MUON:
             yield (
-                f"ds.sequence_parallel_size is {size}, which does not divide the {ranks(config, model)} processes of "
-                f"the model {model!r}: change --ds.sequence_parallel_size, or --{model}.num_gpus_per_node."
+                f"ds.tensor_parallel_size is {ds.tensor_parallel_size} with {model}.optim muon, which needs matrices "
+                f"whole: leave one of --ds.tensor_parallel_size and --{model}.optim out."
             )
+    if config.actor.lora.rank:
+        yield (
+            f"ds.tensor_parallel_size is {ds.tensor_parallel_size} with actor.lora.rank {config.actor.lora.rank}, but "
+            "layers with adapters are not divided: leave one of --ds.tensor_parallel_size and --actor.lora.rank out."
+        )
 
 
 def _reward_model_problems(config: RLConfig) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rollgrad.adapters.deepspeed import tensor_parallel
 from rollgrad.adapters.deepspeed.module import DeepSpeedModule
 from rollgrad.adapters.deepspeed.settings import DeepSpeedSettings
 from rollgrad.adapters.ray.engine import start_engines
@@ -67,20 +68,26 @@ def rank_critic(config: RLConfig, rollouts: int) -> TorchValue:
 
 
 def rank_reference(config: RLConfig) -> TorchReference:
-    """The reference, whole in each process."""
+    """The reference, whole in each process or group that shares its layers."""
     _join_group(config)
     model = make_actor_model(config, config.ref.model_name_or_path, "--ref.model-name-or-path")
-    return TorchReference(model, temperature=config.rollout.temperature)
+    divide = partial(tensor_parallel.divided, size=config.ds.tensor_parallel_size)
+    return TorchReference(model, temperature=config.rollout.temperature, divide=divide)
 
 
 def _join_group(config: RLConfig) -> None:
-    """The processes that share each pass of the model that is made next."""
+    """The processes that share the tokens of each pass of the model that is made next."""
     join_sequence_group(config.ds.sequence_parallel_size, timeout=config.cluster.timeout)
 
 
 def _divided(config: RLConfig) -> Callable[..., DeepSpeedModule]:
     ds = config.ds
-    settings = DeepSpeedSettings(zero_stage=ds.zero_stage, adam_offload=ds.adam_offload, param_offload=ds.param_offload)
+    settings = DeepSpeedSettings(
+        zero_stage=ds.zero_stage,
+        adam_offload=ds.adam_offload,
+        param_offload=ds.param_offload,
+        tensor_parallel_size=ds.tensor_parallel_size,
+    )
     return partial(DeepSpeedModule, division=settings)
 
 
@@ -106,7 +113,7 @@ class Cluster:
 
     def __init__(self, config: RLConfig) -> None:
         self._config = config
-        self._width = config.ds.sequence_parallel_size
+        self._width = config.ds.sequence_parallel_size * config.ds.tensor_parallel_size
         self._roles = {
             "actor": ranks(config, "actor"),
             "critic": ranks(config, "critic") if critic_kind(config) == "loaded" else 0,

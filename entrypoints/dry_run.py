@@ -101,6 +101,7 @@ def model_shape(key: str, name: str, lora: LoraConfig | None = None) -> ModelSha
         raise CheckpointError(f"{key} is {name!r}, which is no readable model: check --{key}.") from error
     text = settings.get_text_config()
     heads = text.num_attention_heads
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     return ModelShape(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=text.num_hidden_layers,
@@ -108,6 +109,8 @@ def model_shape(key: str, name: str, lora: LoraConfig | None = None) -> ModelSha
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         adapters=adapter_numbers(model, lora) if lora is not None and lora.rank else 0,
+        embedding=embedding.numel(),
+        tied=head is not None and head.weight is embedding,
     )
 
 

@@ -12,7 +12,7 @@ CLUSTER_FLAGS = (
     *(f"{model}.{key}" for model in ("actor", "critic", "ref") for key in NODE),
     *("train.colocate_all", "train.colocate_actor_ref"),
     *("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.gpu_memory_utilization"),
-    *("ds.zero_stage", "ds.adam_offload", "ds.ring_attn_size", "ds.lora.rank"),
+    *("ds.zero_stage", "ds.adam_offload", "ds.ring_attn_size", "ds.tensor_parallel_size", "ds.lora.rank"),
 )
 """Those that turn on `cluster.enable` and `rollout.engine` vllm."""
 

@@ -158,7 +158,6 @@ FLAGS: dict[str, Flag] = {
         for key, (kind, reason, idle) in {
             "zpg": (INTEGER, ZERO, ("1",)),
             "overlap_comm": (SWITCH, ZERO, ()),
-            "tensor_parallel_size": (INTEGER, "training divides no layer over processes: use ZeRO stage 3", ("1",)),
             "ring_attn_head_stride": (INTEGER, "attention is divided by heads, without a ring", ("1",)),
             "enable_sleep": (SWITCH, "models stay on their GPUs while engines sample", ()),
             "use_universal_ckpt": (SWITCH, "a run's state is whole, and fits any number of processes", ()),
@@ -174,6 +173,7 @@ FLAGS: dict[str, Flag] = {
             "lora.dropout": (NUMBER, LORA_DROPOUT, ("0", "0.0")),
         }.items()
     },
+    "ds.tensor_parallel_size": Flag(INTEGER, "ds.tensor_parallel_size", idle=("1",)),
     "ds.ring_attn_size": Flag(INTEGER, "ds.sequence_parallel_size", idle=("1",)),
     "ds.lora.rank": Flag(INTEGER, idle=("0",)),
     "ds.lora.alpha": Flag(INTEGER),

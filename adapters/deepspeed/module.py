@@ -10,7 +10,7 @@ Does not own: the process group (`start_process_group`), nor which samples a pro
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from attrs import evolve
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rollgrad.adapters.deepspeed import tensor_parallel
 from rollgrad.adapters.deepspeed.settings import DeepSpeedSettings, engine_config, make_adam
 from rollgrad.adapters.torch.averages import MovingAverage
 from rollgrad.adapters.torch.forward import Scorer
@@ -88,7 +89,6 @@ class DeepSpeedModule(TrainedModule):
     def __init__(self, module: nn.Module, settings: OptimizerSettings, *, division: DeepSpeedSettings) -> None:
         deepspeed = _deepspeed()
         self._settings = settings
-        self._size = deepspeed.comm.get_world_size()
         self.first = deepspeed.comm.get_rank() == 0
         self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         parameters = [p for _, p in self._named]
@@ -116,11 +116,11 @@ class DeepSpeedModule(TrainedModule):
         self._norm: float | None = None
         if plain:
             self._stepping.register_step_pre_hook(self._clip)
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=module,
-            optimizer=self._stepping,
-            config=engine_config(settings, division, parameters, clips=not plain),
+        config = engine_config(settings, division, parameters, clips=not plain)
+        self._engine = tensor_parallel.initialize(
+            module, config, size=division.tensor_parallel_size, optimizer=self._stepping
         )
+        self._optimizer, self._size = self._engine.optimizer, self._engine.dp_world_size
         self._steps = 0
         self._make_moments()
         masters = [master for master, _ in self._masters()]
@@ -178,12 +178,12 @@ class DeepSpeedModule(TrainedModule):
         """See `TrainedModule.bytes`."""
         return self._sizes[parameter]
 
-    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+    @contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """See `TrainedModule.gathered`."""
-        if self._stage < PARAMETERS:
-            return nullcontext()
-        gathered: AbstractContextManager[None] = _deepspeed().zero.GatheredParameters(list(parameters))
-        return gathered
+        zero = _deepspeed().zero.GatheredParameters(list(parameters), enabled=self._stage == PARAMETERS)
+        with zero, tensor_parallel.gathered(parameters):
+            yield
 
     def averaged(self) -> AbstractContextManager[None]:
         """See `TrainedModule.averaged`."""
@@ -235,7 +235,7 @@ class DeepSpeedModule(TrainedModule):
     def _publish(self) -> None:
         """Copies the masters to the weights that the module computes with."""
         for _, parameter in self._named:
-            master = self._whole(parameter)
+            master = tensor_parallel.share(parameter, self._whole(parameter))
             with self._written([parameter]):
                 parameter.copy_(master)
 
@@ -254,7 +254,8 @@ class DeepSpeedModule(TrainedModule):
     def _clip(self, *_: Any) -> None:
         """Before torch's own optimizer steps."""
         parameters = [parameter for _, parameter in self._named]
-        self._norm = float(nn.utils.clip_grad_norm_(parameters, self._settings.max_norm or math.inf))
+        self._norm = tensor_parallel.gradient_norm(parameters)
+        nn.utils.clip_grads_with_norm_(parameters, self._settings.max_norm or math.inf, torch.tensor(self._norm))
 
     def _written(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
         """Inside, the parameters are whole, and what the first process writes holds for all."""
@@ -310,16 +311,15 @@ class DeepSpeedModule(TrainedModule):
             value = safe_get_full_fp32_param(parameter)
         else:
             value = safe_get_full_optimizer_state(parameter, key)
-        whole: Tensor = value
-        return whole
+        return tensor_parallel.whole(parameter, value)
 
     def _set_whole(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
+        value = tensor_parallel.share(parameter, value.to(self._device))
         if self._optimizer is self._stepping:
             (parameter if key is None else self._stepping.state[parameter][key]).copy_(value)
             return
-        value = value.to(self._device)
         if self._stage == PARAMETERS:
             self._set_part(parameter, value, key)
         elif key is None:
@@ -339,7 +339,7 @@ class DeepSpeedModule(TrainedModule):
         part = safe_get_local_fp32_param(parameter) if key is None else safe_get_local_optimizer_state(parameter, key)
         size = part.numel()
         whole = functional.pad(value.flatten(), (0, size * self._size - value.numel()))
-        rank = torch.distributed.get_rank()
+        rank = torch.distributed.get_rank(self._engine.data_parallel_group)
         mine = whole[rank * size : (rank + 1) * size]
         if key is None:
             safe_set_local_fp32_param(parameter, mine)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from torch import nn
+from torch import Tensor, nn
 
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.application.cluster_config import BUCKET_NUMBERS, PARAMETERS
@@ -23,11 +23,18 @@ NEVER = 2**31 - 1
 @frozen(kw_only=True)
 class DeepSpeedSettings:
     """`zero_stage` 0 copies everything, 1 divides the optimizer's state, 2 gradients too, 3 parameters too;
-    `adam_offload` keeps the optimizer's state, `param_offload` (stage 3) the parameters in the CPU's memory."""
+    `adam_offload` keeps the optimizer's state, `param_offload` (stage 3) the parameters in the CPU's memory. Before
+    that, every `tensor_parallel_size` neighbouring processes divide the layers among them."""
 
     zero_stage: int = 2
     adam_offload: bool = False
     param_offload: bool = False
+    tensor_parallel_size: int = 1
+
+
+def number_format(parameter: Tensor) -> dict[str, Any]:
+    """What DeepSpeed is told of the format that a module computes in."""
+    return {"bf16": {"enabled": True}} if parameter.dtype == torch.bfloat16 else {}
 
 
 def make_adam(groups: list[dict[str, Any]], *, settings: OptimizerSettings, division: DeepSpeedSettings) -> Any:
@@ -58,7 +65,6 @@ def engine_config(
         zero["offload_param"] = offload
     if division.zero_stage == PARAMETERS and settings.muon is not None:
         zero["sub_group_size"] = WHOLE_GROUP
-    half = {"bf16": {"enabled": True}} if parameters[0].dtype == torch.bfloat16 else {}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "managed_gradient_accumulation": False,  # any number of backward passes, then a step
@@ -69,5 +75,5 @@ def engine_config(
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "steps_per_print": NEVER,
-        **half,
+        **number_format(parameters[0]),
     }

@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from rollgrad.adapters.torch.attention import ForestAttention
-from rollgrad.adapters.torch.head import token_logprobs
+from rollgrad.adapters.torch.head import WHOLE_VOCABULARY, token_logprobs
 from rollgrad.adapters.torch.layout import build_layout
 from rollgrad.adapters.torch.routing import routed, token_counts
 from rollgrad.adapters.torch.sequence_parallel import SequenceGroup, sequence_group
@@ -94,6 +94,8 @@ class Scorer(nn.Module):
         super().__init__()
         self._head = (head,)
         self._temperature = temperature
+        self.vocabulary = WHOLE_VOCABULARY
+        """The rows of the head that this process has."""
 
     @property
     def head(self) -> Any:
@@ -102,7 +104,8 @@ class Scorer(nn.Module):
 
     def forward(self, hidden_AH: Tensor, targets_A: Tensor) -> tuple[Tensor, Tensor]:
         """(logprobs_A, entropy_A)."""
-        return token_logprobs(hidden_AH, self.head.weight, self.head.bias, targets_A, self._temperature)
+        head = self.head
+        return token_logprobs(hidden_AH, head.weight, head.bias, targets_A, self._temperature, self.vocabulary)
 
 
 class PackedValue(nn.Module):

@@ -1,20 +1,58 @@
 """Log-probs and entropy from hidden states, a chunk of rows at a time: never a full [N, V] matrix.
 
 The backward pass recomputes each chunk's logits, so memory is one chunk of logits whatever N is; the price is one
-more product with the output matrix.
+more product with the output matrix. Where processes divide the vocabulary among them (tensor parallelism), each has
+some rows of that matrix, and what they exchange is three numbers a token, and the gradient of the hidden states.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from attrs import frozen
+from torch import Tensor, distributed
 
 CHUNK_BYTES = 64 * 2**20
 """Float32 logits held at a time."""
 
 
+@frozen(kw_only=True, eq=False)
+class VocabularyShare:
+    """A process's rows of the output embedding: those from the `first` on. The processes of torch's `group` have all of
+    them, and the same hidden states. The default is all rows."""
+
+    first: int = 0
+    group: Any = None
+
+    def rows(self, targets_A: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """(rows_A of the targets among this process's `count`, mine_A: false where it has none, and the row is any)."""
+        rows_A = targets_A - self.first
+        return rows_A.clamp(0, count - 1), (rows_A >= 0) & (rows_A < count)
+
+    def gathered(self, columns_KA: Tensor) -> Tensor:
+        """columns_PKA of all P processes."""
+        if self.group is None:
+            return columns_KA[None]
+        rows, count = columns_KA.shape
+        gathered = columns_KA.new_empty(distributed.get_world_size(self.group) * rows, count)
+        distributed.all_gather_into_tensor(gathered, columns_KA, group=self.group)
+        return gathered.view(-1, rows, count)
+
+    def sum(self, tensor: Tensor) -> None:
+        """Adds those of the other processes, in place."""
+        if self.group is not None:
+            distributed.all_reduce(tensor, group=self.group)
+
+
+WHOLE_VOCABULARY = VocabularyShare()
+
+
 def token_logprobs(
-    hidden_AH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_A: Tensor, temperature: float
+    hidden_AH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_A: Tensor,
+    temperature: float,
+    vocabulary: VocabularyShare = WHOLE_VOCABULARY,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy (nats) of softmax((hidden @ weight.T + bias) / temperature).
 
@@ -24,11 +62,14 @@ def token_logprobs(
         bias_V: output bias or None.
         targets_A: int64 token ids.
         temperature: > 0.
+        vocabulary: which rows `weight_VH` and `bias_V` are.
 
     Returns:
         (logprobs_A, entropy_A), float32, differentiable in hidden, weight and bias.
     """
-    result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(hidden_AH, weight_VH, bias_V, targets_A, temperature)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_AH, weight_VH, bias_V, targets_A, temperature, vocabulary
+    )
     return result
 
 
@@ -40,28 +81,36 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperat
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        vocabulary: VocabularyShare,
     ) -> tuple[Tensor, Tensor]:
         rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
-        normaliser = torch.empty_like(logprobs)
+        index, mine = vocabulary.rows(targets, len(weight))
+        columns = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = _scaled_logits(hidden[part], weight, bias, temperature)
             lse = torch.logsumexp(logits, dim=-1)
-            normaliser[part] = lse
-            logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - lse
+            target = torch.where(mine[part], logits.gather(1, index[part, None])[:, 0], 0.0)
             probs = (logits - lse[:, None]).exp_()
-            entropy[part] = lse - torch.linalg.vecdot(probs, logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
-        ctx.temperature, ctx.rows = temperature, rows
+            columns[:, part] = torch.stack([lse, target, torch.linalg.vecdot(probs, logits)])
+        lse, target, mean = vocabulary.gathered(columns).unbind(1)
+        normaliser = torch.logsumexp(lse, dim=0)
+        logprobs = target.sum(0) - normaliser
+        entropy = normaliser - ((lse - normaliser).exp() * mean).sum(0)
+        ctx.save_for_backward(hidden, weight, bias, index, mine, normaliser, entropy)
+        ctx.temperature, ctx.rows, ctx.vocabulary = temperature, rows, vocabulary
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, bias, index, mine, normaliser, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
@@ -69,7 +118,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.rows)
             grad = _logit_gradient(
                 _scaled_logits(hidden[part], weight, bias, ctx.temperature).sub_(normaliser[part, None]),
-                targets[part],
+                index[part, None],
+                mine[part, None],
                 None if grad_logprobs is None else grad_logprobs[part, None],
                 None if grad_entropy is None else grad_entropy[part, None],
                 entropy[part, None],
@@ -85,12 +135,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     grad_weight += grad.t() @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
+        ctx.vocabulary.sum(grad_hidden)
         cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None
+        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None
 
 
 def _logit_gradient(
-    log_softmax: Tensor, targets: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor
+    log_softmax: Tensor,
+    index: Tensor,
+    mine: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    entropy: Tensor,
 ) -> Tensor:
     """g_l (onehot - p) - g_H p (log p + H), at the scaled logits. Overwrites `log_softmax`; the others are columns."""
     coefficient: Tensor | float = 0.0 if grad_logprobs is None else grad_logprobs
@@ -100,5 +156,5 @@ def _logit_gradient(
         slope = (log_softmax + entropy).mul_(grad_entropy).add_(coefficient)
         grad = log_softmax.exp_().mul_(slope).neg_()
     if grad_logprobs is not None:
-        grad.scatter_add_(1, targets[:, None], grad_logprobs)
+        grad.scatter_add_(1, index, torch.where(mine, grad_logprobs, 0.0))
     return grad

@@ -248,10 +248,14 @@ class TorchPolicy(PolicyModel):
 
 
 class TorchReference(ReferenceModel):
-    """A frozen causal language model."""
+    """A frozen causal language model; `divide` gives what computes its forward pass where it lies in several
+    processes."""
 
-    def __init__(self, model: Any, *, temperature: float = 1.0) -> None:
-        self._forward = PackedLM(model.requires_grad_(False), temperature=temperature)
+    def __init__(
+        self, model: Any, *, temperature: float = 1.0, divide: Callable[[nn.Module], Callable[..., Any]] | None = None
+    ) -> None:
+        module = PackedLM(model.requires_grad_(False), temperature=temperature)
+        self._forward = divide(module) if divide else module
 
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:

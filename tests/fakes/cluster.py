@@ -24,11 +24,12 @@ from rollgrad.adapters.torch.muon import MuonSettings
 from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.torch.reward_model import RewardModel
 from rollgrad.domain.batch import PackedBatch, pack
-from rollgrad.domain.ports.models import LossOutput, TokenScores
+from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores, ValueModel
 from tests.fakes.agent_executor import make_trajectory
 from tests.tensor_bytes import tensor_bytes
 
 FLAG = "--actor.model-name-or-path"
+STEPS = 3
 SETTINGS = OptimizerSettings(lr=1e-2, total_steps=10, scheduler="linear", weight_decay=0.1, max_norm=0.5, ema_beta=0.7)
 """Everything that an optimizer step knows is in play: the gradients of `batch` exceed the norm."""
 
@@ -173,6 +174,27 @@ def batch(samples: int = 5) -> PackedBatch:
     weights_N = torch.where(packed.action_mask_N, 0.1, 0.0)
     returns_N = torch.linspace(-1, 1, packed.token_count)
     return evolve(packed, loss_weights_N=weights_N, value_weights_N=weights_N, returns_N=returns_N)
+
+
+def trained(policy: PolicyModel, steps: int = STEPS) -> dict[str, float]:
+    """After so many optimizer steps on two micro-batches: the metrics of the last."""
+    packed = batch()
+    metrics: dict[str, float] = {}
+    for _ in range(steps):
+        metrics = policy.update([packed.select([0, 1, 4]), packed.select([2, 3])], likelihood)
+    return metrics
+
+
+def fitted(critic: ValueModel) -> dict[str, float]:
+    """The same of a critic, on one."""
+    metrics: dict[str, float] = {}
+    for _ in range(STEPS):
+        metrics = critic.update([batch()], squared)
+    return metrics
+
+
+def weights(policy: PolicyModel) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.weights()}
 
 
 def likelihood(scores: TokenScores, part: PackedBatch) -> LossOutput:

@@ -9,6 +9,7 @@ NEEDS = {
     "test_lora_cluster.py": ("vllm", "deepspeed", "ray"),
     "test_sequence_parallel.py": ("deepspeed", "ray"),
     "test_weight_backends.py": ("vllm",),
+    "test_tensor_parallel.py": ("deepspeed", "ray"),
 }
 
 collect_ignore = [file for file, packages in NEEDS.items() if not all(map(importlib.util.find_spec, packages))]

@@ -34,7 +34,6 @@ from tests.fakes import cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEPS = 3
 TOLERANCE = 1e-4
 """Of a weight after steps of 1e-2: sums are taken in another order, and AdamW divides small gradients by their size."""
 
@@ -56,25 +55,13 @@ def group(session: RaySession, request: pytest.FixtureRequest) -> Iterator[Worke
         yield group
 
 
-def trained(policy: Any, steps: int = STEPS) -> dict[str, float]:
-    batch = cluster.batch()
-    metrics: dict[str, float] = {}
-    for _ in range(steps):
-        metrics = policy.update([batch.select([0, 1, 4]), batch.select([2, 3])], cluster.likelihood)
-    return metrics
-
-
-def weights(policy: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.weights()}
-
-
 @pytest.fixture(scope="module")
 def expected(tiny_model_dir: Path) -> dict[str, Any]:
     """One process's weights, metrics and state after the steps."""
     policy = cluster.policy(str(tiny_model_dir))
-    metrics = trained(policy)
+    metrics = cluster.trained(policy)
     scores = policy.score(cluster.batch())
-    return {"weights": weights(policy), "metrics": metrics, "state": policy.state_dict(), "scores": scores}
+    return {"weights": cluster.weights(policy), "metrics": metrics, "state": policy.state_dict(), "scores": scores}
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)])
@@ -84,16 +71,16 @@ def test_every_division_trains_as_one_process(
     group.build(cluster.rank_policy, str(tiny_model_dir), stage, offload)
     policy = ShardedPolicy(group)
     batch = cluster.batch()
-    before = weights(policy)
+    before = cluster.weights(policy)
     for breaks in (cluster.steep, cluster.broken):  # the error is every process's, and leaves no trace
         with pytest.raises(NonFiniteUpdateError):
             policy.update([batch], breaks)
     assert all(torch.equal(before[name], tensor) for name, tensor in policy.weights())
 
-    metrics = trained(policy)
+    metrics = cluster.trained(policy)
     assert metrics == pytest.approx(expected["metrics"], rel=1e-4)
     assert metrics["grad_norm"] > cluster.SETTINGS.max_norm, "the test must clip"
-    after = weights(policy)
+    after = cluster.weights(policy)
     assert after.keys() == expected["weights"].keys()
     for name, tensor in expected["weights"].items():
         torch.testing.assert_close(after[name], tensor, rtol=0, atol=TOLERANCE)
@@ -105,9 +92,9 @@ def test_every_division_trains_as_one_process(
     for name, moments in expected["state"]["moments"].items():
         torch.testing.assert_close(state["moments"][name], moments, rtol=1e-3, atol=1e-6)
     policy.save(tmp_path / "deep" / "model")
-    saved = weights(cluster.policy(str(tmp_path / "deep" / "model")))
-    averages = weights(cluster.policy(str(tmp_path / "deep" / "model" / "ema")))
-    now = weights(policy)
+    saved = cluster.weights(cluster.policy(str(tmp_path / "deep" / "model")))
+    averages = cluster.weights(cluster.policy(str(tmp_path / "deep" / "model" / "ema")))
+    now = cluster.weights(policy)
     for name, tensor in after.items():
         assert torch.equal(saved[name], tensor)
         assert torch.equal(now[name], tensor)
@@ -123,7 +110,7 @@ def test_every_division_trains_as_one_process(
 def test_a_weight_that_no_gradient_reaches_ends_the_run(group: WorkerGroup, stage: int, tiny_model_dir: Path) -> None:
     group.build(cluster.rank_policy_with_a_spare, str(tiny_model_dir), stage)
     with pytest.raises(UntrainedParameterError, match=r"2 of \d+ .*\(model\.spare\.bias, model\.spare\.weight\)"):
-        trained(ShardedPolicy(group), 1)
+        cluster.trained(ShardedPolicy(group), 1)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -132,14 +119,14 @@ def test_a_state_continues_in_any_division(
 ) -> None:
     """From one process to several, and back."""
     begun = cluster.policy(str(tiny_model_dir))
-    trained(begun, 1)
+    cluster.trained(begun, 1)
     group.build(cluster.rank_policy, str(tiny_model_dir), stage)
     policy = ShardedPolicy(group)
     policy.load_state_dict(begun.state_dict())
-    trained(policy, 1)
+    cluster.trained(policy, 1)
     ended = cluster.policy(str(tiny_model_dir))
     ended.load_state_dict(policy.state_dict())
-    assert trained(ended, 1)["lr"] == expected["metrics"]["lr"]
+    assert cluster.trained(ended, 1)["lr"] == expected["metrics"]["lr"]
     averages = ended.state_dict()["averages"]
     for name, tensor in ended.weights():
         torch.testing.assert_close(tensor, expected["weights"][name], rtol=0, atol=TOLERANCE)
@@ -153,12 +140,12 @@ def test_muon_steps_divided_matrices_as_whole_ones(
 ) -> None:
     """Its second step, after a first one in one process."""
     lone = cluster.policy(str(tiny_model_dir), settings=cluster.MUON_SETTINGS, dtype=dtype)
-    trained(lone, 1)
+    cluster.trained(lone, 1)
     group.build(cluster.rank_policy, str(tiny_model_dir), stage, False, cluster.MUON_SETTINGS, dtype)
     policy = ShardedPolicy(group)
     begun = lone.state_dict()
     policy.load_state_dict(begun)
-    assert trained(policy, 1) == pytest.approx(trained(lone, 1), rel=1e-2)
+    assert cluster.trained(policy, 1) == pytest.approx(cluster.trained(lone, 1), rel=1e-2)
     found, wanted = policy.state_dict(), lone.state_dict()
     for name, moments in wanted["moments"].items():
         assert (moments.keys() == {"momentum_buffer"}) == ("_proj" in name)
@@ -176,10 +163,10 @@ def test_a_divided_mixture_of_experts_trains_as_one_process(
     lone = cluster.policy(str(tiny_mixture_dir), aux_loss_coef=cluster.AUX_LOSS_COEF)
     group.build(cluster.rank_mixture, str(tiny_mixture_dir), stage)
     policy = ShardedPolicy(group)
-    found, wanted = trained(policy), trained(lone)
+    found, wanted = cluster.trained(policy), cluster.trained(lone)
     assert found == pytest.approx(wanted, rel=1e-3)
     assert wanted["aux_loss"] > 2  # with two of four experts a token, 2 is balance
-    after = weights(policy)
+    after = cluster.weights(policy)
     for name, tensor in lone.weights():
         torch.testing.assert_close(after[name], tensor, rtol=0, atol=TOLERANCE)
 
@@ -192,7 +179,7 @@ def test_weights_that_nobody_reads_to_the_end_hold_nobody_up(group: WorkerGroup,
     next(buckets)
     buckets.close()
     memory.unlink()
-    assert trained(policy, 1)["lr"] > 0
+    assert cluster.trained(policy, 1)["lr"] > 0
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -203,9 +190,7 @@ def test_a_divided_critic_trains_as_one_process(
     group.build(cluster.rank_value, str(tiny_model_dir), stage)
     critic = ShardedValue(group)
     batch = cluster.batch()
-    for _ in range(STEPS):
-        found, wanted = (model.update([batch], cluster.squared) for model in (critic, lone))
-        assert found == pytest.approx(wanted, rel=1e-4)
+    assert cluster.fitted(critic) == pytest.approx(cluster.fitted(lone), rel=1e-4)
     torch.testing.assert_close(critic.values(batch), lone.values(batch), rtol=1e-3, atol=1e-4)
     assert critic.values(batch).abs().max() > 0.01
     critic.save(tmp_path)
@@ -253,7 +238,7 @@ def send(policy: ShardedPolicy) -> None:
 
 PHASES: dict[str, Callable[[ShardedPolicy, LocalCheckpointStore], object]] = {
     "score": lambda policy, store: policy.score(cluster.batch()),
-    "update": lambda policy, store: trained(policy, 1),
+    "update": lambda policy, store: cluster.trained(policy, 1),
     "push": lambda policy, store: send(policy),
     "save": lambda policy, store: store.save_model(policy, "model"),
     "state": lambda policy, store: store.save_training(policy.state_dict()),
@@ -279,8 +264,8 @@ def test_a_process_that_dies_is_named_and_what_was_saved_stays(
     with cluster.worker_group(size) as group:
         group.build(cluster.doomed_policy, str(tiny_model_dir), 3)
         policy = ShardedPolicy(group)
-        before = trained(policy, 1)
-        saved = weights(policy)
+        before = cluster.trained(policy, 1)
+        saved = cluster.weights(policy)
         store.save_model(policy, "model")
         store.save_training(policy.state_dict())
         group.all("doom", rank, phase)
@@ -294,7 +279,7 @@ def test_a_process_that_dies_is_named_and_what_was_saved_stays(
     loaded = left.load_training()
     assert loaded is not None
     lone.load_state_dict(loaded)
-    assert trained(lone, 1)["lr"] < before["lr"]
+    assert cluster.trained(lone, 1)["lr"] < before["lr"]
 
 
 @pytest.mark.chaos
@@ -327,7 +312,7 @@ def test_a_divided_loss_is_that_of_the_whole_batch(group: WorkerGroup, tiny_mode
     batch = cluster.batch()
     parts = [batch.select([index]) for index in range(len(batch))]
     assert policy.update(parts, cluster.likelihood) == pytest.approx(lone.update([batch], cluster.likelihood), rel=1e-4)
-    assert all(math.isfinite(float(tensor.sum())) for tensor in weights(policy).values())
+    assert all(math.isfinite(float(tensor.sum())) for tensor in cluster.weights(policy).values())
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from tests.fakes.reward_source import FakeRewardSource
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEPS = 3
 TOLERANCE = 1e-4
 """Of a weight after steps of 1e-2: sums are taken in another order, and AdamW divides small gradients by their size."""
 
@@ -44,18 +42,6 @@ def group() -> Iterator[WorkerGroup]:
     session.close()
 
 
-def trained(policy: Any, steps: int = STEPS) -> dict[str, float]:
-    batch = cluster.batch()
-    metrics: dict[str, float] = {}
-    for _ in range(steps):
-        metrics = policy.update([batch.select([0, 1, 4]), batch.select([2, 3])], cluster.likelihood)
-    return metrics
-
-
-def weights(policy: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.weights()}
-
-
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_every_division_trains_the_adapters_of_one_process(
     group: WorkerGroup, stage: int, tiny_model_dir: Path, tmp_path: Path
@@ -63,7 +49,7 @@ def test_every_division_trains_the_adapters_of_one_process(
     from safetensors.torch import load_file
 
     lone = lora.policy(str(tiny_model_dir))
-    start = weights(lone)
+    start = cluster.weights(lone)
     group.build(lora.rank_policy, str(tiny_model_dir), stage)
     policy = ShardedPolicy(group)
     assert all(torch.equal(start[name], tensor) for name, tensor in policy.weights())
@@ -71,10 +57,10 @@ def test_every_division_trains_the_adapters_of_one_process(
         policy.update([cluster.batch()], cluster.steep)
     assert all(torch.equal(start[name], tensor) for name, tensor in policy.weights())
 
-    expected = trained(lone)
-    assert trained(policy) == pytest.approx(expected, rel=1e-4)
+    expected = cluster.trained(lone)
+    assert cluster.trained(policy) == pytest.approx(expected, rel=1e-4)
     assert expected["grad_norm"] > cluster.SETTINGS.max_norm, "the test must clip"
-    after, wanted = weights(policy), weights(lone)
+    after, wanted = cluster.weights(policy), cluster.weights(lone)
     assert list(after) == list(wanted) == list(start)
     for name, tensor in wanted.items():
         torch.testing.assert_close(after[name], tensor, rtol=0, atol=TOLERANCE)
@@ -86,7 +72,7 @@ def test_every_division_trains_the_adapters_of_one_process(
 
     policy.save(tmp_path / "ours")
     lone.save(tmp_path / "theirs")
-    saved = weights(cluster.policy(str(tmp_path / "ours")))
+    saved = cluster.weights(cluster.policy(str(tmp_path / "ours")))
     assert all(torch.equal(saved[name], tensor) for name, tensor in after.items())
     ours, theirs = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
@@ -99,18 +85,18 @@ def test_every_division_trains_the_adapters_of_one_process(
 def test_a_state_continues_in_any_division(group: WorkerGroup, stage: int, tiny_model_dir: Path) -> None:
     """From one process to two, and back; a state of all weights is refused."""
     whole, begun = lora.policy(str(tiny_model_dir)), lora.policy(str(tiny_model_dir))
-    trained(whole, 3)
-    trained(begun, 1)
+    cluster.trained(whole, 3)
+    cluster.trained(begun, 1)
     group.build(lora.rank_policy, str(tiny_model_dir), stage)
     policy = ShardedPolicy(group)
     policy.load_state_dict(begun.state_dict())
-    trained(policy, 1)
+    cluster.trained(policy, 1)
     state = policy.state_dict()
     assert all(".lora_" in name for name in state["masters"])
     ended = lora.policy(str(tiny_model_dir))
     ended.load_state_dict(state)
-    trained(ended, 1)
-    expected = weights(whole)
+    cluster.trained(ended, 1)
+    expected = cluster.weights(whole)
     for name, tensor in ended.weights():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=TOLERANCE)
     with pytest.raises(CheckpointError, match=r"--actor\.lora\.rank"):
@@ -122,9 +108,9 @@ def test_in_bfloat16_too(group: WorkerGroup, stage: int, tiny_model_dir: Path) -
     lone = lora.policy(str(tiny_model_dir), dtype=torch.bfloat16)
     group.build(lora.rank_policy, str(tiny_model_dir), stage, torch.bfloat16)
     policy = ShardedPolicy(group)
-    expected = trained(lone)
-    assert trained(policy)["loss"] == pytest.approx(expected["loss"], rel=0.02)
-    wanted = weights(lone)
+    expected = cluster.trained(lone)
+    assert cluster.trained(policy)["loss"] == pytest.approx(expected["loss"], rel=0.02)
+    wanted = cluster.weights(lone)
     for name, tensor in policy.weights():
         assert tensor.dtype == torch.bfloat16
         torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=BFLOAT16_TOLERANCE)
@@ -161,7 +147,7 @@ def test_a_whole_run_in_two_processes_is_the_run_in_one(
         for key in ("reward/mean", "policy/loss", "policy/grad_norm", "policy/ref_kl"):
             assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5)
     assert found[1]["policy/ref_kl"] != 0
-    lone, divided = (weights(cluster.policy(str(tmp_path / name / "model"))) for name in ("lone", "divided"))
+    lone, divided = (cluster.weights(cluster.policy(str(tmp_path / name / "model"))) for name in ("lone", "divided"))
     for name, tensor in lone.items():
         torch.testing.assert_close(divided[name], tensor, rtol=0, atol=1e-3)
     assert (tmp_path / "divided" / "model" / "adapter" / "adapter_model.safetensors").exists()

@@ -62,10 +62,6 @@ BATCH = sequence_parallel.batch(0, 6)
 PARTS = [BATCH.select([0, 1, 3]), BATCH.select([2]), BATCH.select([4, 5])]
 
 
-def weights(policy: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.weights()}
-
-
 def stepped(model: Any, objective: Any) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for _ in range(STEPS):
@@ -78,12 +74,12 @@ def stepped(model: Any, objective: Any) -> dict[str, float]:
 def test_a_policy_trains_as_one_process(group: WorkerGroup, stage: int, model_dir: str) -> None:
     group.build(sequence_parallel.rank_policy, model_dir, stage)
     policy, lone = ShardedPolicy(group, width=2), cluster.policy(model_dir)
-    before = weights(lone)
+    before = cluster.weights(lone)
     with pytest.raises(NonFiniteUpdateError):  # every process's error, which leaves no trace
         policy.update(PARTS, cluster.steep)
     for objective in (sequence_parallel.by_token, sequence_parallel.by_sequence):
         assert stepped(policy, objective) == pytest.approx(stepped(lone, objective), rel=TOLERANCE, abs=1e-5)
-    found, expected = weights(policy), weights(lone)
+    found, expected = cluster.weights(policy), cluster.weights(lone)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert (found[name] - tensor).norm() <= TOLERANCE * (tensor - before[name]).norm(), name

@@ -1,13 +1,19 @@
 """Chunked log-probs and entropy against a plain log_softmax, values and gradients."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from attrs import define, frozen
 from torch import Tensor
 
 from rollgrad.adapters.torch import head
-from rollgrad.adapters.torch.head import token_logprobs
+from rollgrad.adapters.torch.head import VocabularyShare, token_logprobs
 
 VOCABULARY, HIDDEN = 37, 16
+
+TIMEOUT = 60.0
 
 
 @pytest.fixture(params=[1, 3, 1000])
@@ -92,3 +98,59 @@ def test_large_logits_stay_finite() -> None:
         assert tensor is not None
         assert tensor.isfinite().all()
     assert float(logprobs[1].detach()) == pytest.approx(-1e4, rel=1e-3)
+
+
+@define(kw_only=True)
+class Table:
+    """Where threads that stand for the processes of a group lay what they exchange."""
+
+    barrier: threading.Barrier
+    tensors: dict[int, Tensor]
+
+
+@frozen(kw_only=True, eq=False)
+class ThreadShare(VocabularyShare):
+    """Of thread number `rank`."""
+
+    rank: int
+    table: Table
+
+    def gathered(self, columns_KA: Tensor) -> Tensor:
+        self.table.tensors[self.rank] = columns_KA
+        self.table.barrier.wait(TIMEOUT)
+        together = torch.stack([tensor for _, tensor in sorted(self.table.tensors.items())])
+        self.table.barrier.wait(TIMEOUT)
+        return together
+
+    def sum(self, tensor: Tensor) -> None:
+        tensor.copy_(self.gathered(tensor.clone()).sum(0))
+
+
+@pytest.mark.parametrize("bounds", [(0, 19, 37), (0, 1, 30, 37)])
+def test_shares_of_the_vocabulary_give_what_the_whole_gives(chunk_rows: int, bounds: tuple[int, ...]) -> None:
+    hidden, weight, offset, targets = leaves(9, bias=True)
+    assert offset is not None
+    pull = torch.randn(2, 9, generator=torch.Generator().manual_seed(1))
+    expected = token_logprobs(hidden, weight, offset, targets, 0.7)
+    expected_gradients = torch.autograd.grad((pull * torch.stack(expected)).sum(), [hidden, weight, offset])
+    count = len(bounds) - 1
+    table = Table(barrier=threading.Barrier(count), tensors={})
+
+    def computed(rank: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+        rows = slice(bounds[rank], bounds[rank + 1])
+        inputs = [
+            x.detach()[part].clone().requires_grad_()
+            for x, part in zip((hidden, weight, offset), (slice(None), rows, rows), strict=True)
+        ]
+        share = ThreadShare(first=bounds[rank], rank=rank, table=table)
+        found = token_logprobs(*inputs, targets, 0.7, share)
+        return found, torch.autograd.grad((pull * torch.stack(found)).sum(), inputs)
+
+    with ThreadPoolExecutor(count) as threads:
+        results = list(threads.map(computed, range(count)))
+    for found, gradients in results:
+        for mine, whole in zip((*found, gradients[0]), (*expected, expected_gradients[0]), strict=True):
+            torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-5)
+    for index in (1, 2):
+        together = torch.cat([gradients[index] for _, gradients in results])
+        torch.testing.assert_close(together, expected_gradients[index], rtol=1e-5, atol=1e-5)

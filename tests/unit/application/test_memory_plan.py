@@ -1,3 +1,4 @@
+import pytest
 from attrs import evolve
 
 from rollgrad.application.choices import Engine
@@ -186,6 +187,19 @@ def test_processes_that_share_a_sequence_divide_its_tokens() -> None:
     config.train.max_tokens_per_micro_batch = 1
     config.ds.sequence_parallel_size = 2
     assert plan(config, compute_bytes=4)["actor"].passes == 8 * 3 * LAYER * 4
+
+
+@pytest.mark.parametrize(("tied", "share"), [(False, 200 + 400), (True, 500)])
+def test_processes_that_share_layers_have_the_same_tokens(tied: bool, share: int) -> None:
+    config = cluster_config(2)
+    config.algo.advantage.estimator, config.algo.kl.init_coef = "gae", 0.1
+    config.ds.tensor_parallel_size = 2
+    rows = plan(config, shape=evolve(SHAPE, embedding=200, tied=tied))
+    passes = 64 * 3 * 8 * (5 + 12 // 2) * 2
+    assert parts(rows["actor"]) == (2 * share, 4 * share // 2, 12 * share // 2, passes + 2 * share)
+    assert rows["critic"].weights == 2 * (200 + 400), "without the vocabulary's head the embedding is whole"
+    assert parts(rows["reference"]) == (2 * share, 0, 0, passes // 3)
+    assert rows["engines"].weights == 2000
 
 
 def test_a_critic_of_fewer_processes_has_more_tokens_in_each() -> None:

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from rollgrad.application.choices import Engine, SyncBackend
+from rollgrad.application.choices import Engine, Optim, SyncBackend
 from rollgrad.application.config import RLConfig
 from rollgrad.application.rules_cluster import cluster_problems, server_problems
 
@@ -37,6 +37,7 @@ def problems(settings: dict[str, Any]) -> list[str]:
         CLUSTER | {"ds.zero_stage": 3, "ds.param_offload": True, "ds.adam_offload": True},
         CLUSTER | {"ds.zero_stage": 0},
         CLUSTER | {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 4, "ref.num_gpus_per_node": 2},
+        CLUSTER | {"ds.tensor_parallel_size": 2, "actor.num_gpus_per_node": 4, "ds.zero_stage": 3},
         CLUSTER | VLLM | {"vllm.num_engines": 4, "vllm.tensor_parallel_size": 2},
         CLUSTER | VLLM | TOGETHER | {"vllm.num_engines": 4},
         CLUSTER | {"train.colocate_actor_ref": True, "train.async_enable": True},
@@ -85,6 +86,7 @@ def test_routers_are_balanced_over_whole_sequences() -> None:
         ("ds.adam_offload", True),
         ("ds.param_offload", True),
         ("ds.sequence_parallel_size", 2),
+        ("ds.tensor_parallel_size", 2),
         *((f"{model}.{key}", 2) for model in MODELS for key in ("num_nodes", "num_gpus_per_node")),
         ("train.colocate_all", True),
         ("train.colocate_actor_ref", True),
@@ -107,12 +109,40 @@ def test_only_stage_three_can_offload_parameters(stage: int) -> None:
     ]
 
 
+@pytest.mark.parametrize("key", ["sequence_parallel_size", "tensor_parallel_size"])
 @pytest.mark.parametrize("model", ["actor", "critic", "ref"])
-def test_processes_make_whole_groups(model: str) -> None:
+def test_processes_make_whole_groups(model: str, key: str) -> None:
     sizes = {f"{each}.num_gpus_per_node": 3 if each == model else 4 for each in ("actor", "critic", "ref")}
-    assert problems(CLUSTER | sizes | {"ds.sequence_parallel_size": 2}) == [
-        f"ds.sequence_parallel_size is 2, which does not divide the 3 processes of the model {model!r}: change "
-        f"--ds.sequence_parallel_size, or --{model}.num_gpus_per_node."
+    assert problems(CLUSTER | sizes | {f"ds.{key}": 2}) == [
+        f"ds.{key} is 2, which does not divide the 3 processes of the model {model!r}: change --ds.{key}, or "
+        f"--{model}.num_gpus_per_node."
+    ]
+
+
+def test_processes_share_layers_or_tokens() -> None:
+    sizes = {"actor.num_gpus_per_node": 4, "ds.sequence_parallel_size": 2, "ds.tensor_parallel_size": 4}
+    assert problems(CLUSTER | sizes) == [
+        "ds.tensor_parallel_size is 4 and ds.sequence_parallel_size 2, but processes share layers or tokens, not both: "
+        "leave one of --ds.tensor_parallel_size and --ds.sequence_parallel_size out."
+    ]
+
+
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_muon_needs_whole_matrices(model: str) -> None:
+    sizes = {"actor.num_gpus_per_node": 4, "ds.tensor_parallel_size": 2}
+    assert problems(CLUSTER | sizes | {f"{model}.optim": Optim.MUON}) == [
+        f"ds.tensor_parallel_size is 2 with {model}.optim muon, which needs matrices whole: leave one of "
+        f"--ds.tensor_parallel_size and --{model}.optim out."
+    ]
+
+
+def test_layers_with_adapters_are_not_shared() -> None:
+    config = RLConfig()
+    config.cluster.enable, config.actor.num_gpus_per_node, config.ds.tensor_parallel_size = True, 2, 2
+    config.actor.lora.rank = 8
+    assert list(cluster_problems(config)) == [
+        "ds.tensor_parallel_size is 2 with actor.lora.rank 8, but layers with adapters are not divided: leave one of "
+        "--ds.tensor_parallel_size and --actor.lora.rank out."
     ]
 
 

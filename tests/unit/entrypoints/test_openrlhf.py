@@ -499,7 +499,6 @@ def test_evaluation() -> None:
         ("--vllm_enable_sleep",),
         ("--vllm_sync_backend", "nccl"),
         ("--deepspeed_enable_sleep",),
-        ("--ds_tensor_parallel_size", "2"),
         ("--reward_num_nodes", "2"),
         ("--packing_samples",),
         ("--lora_alpha", "8"),
@@ -690,6 +689,13 @@ def test_sequences_over_several_processes() -> None:
         "not honoured: --ring_head_stride 2: attention is divided by heads, without a ring"
     ]
     assert not config_of("--ring_attn_size", "1", "--lora_rank", "0").cluster.enable
+
+
+def test_layers_over_several_processes() -> None:
+    config = config_of("--ds_tensor_parallel_size", "2")
+    assert (config.cluster.enable, config.ds.tensor_parallel_size) == (True, 2)
+    assert notes_of("--ds_tensor_parallel_size", "2") == []
+    assert not config_of("--ds_tensor_parallel_size", "1").cluster.enable
 
 
 def test_a_submitted_job_joins_the_cluster_that_runs() -> None:
