@@ -178,7 +178,7 @@ def test_adapters_reach_vllm_without_weights_from_every_division_and_an_engine_t
         for version, stage in enumerate((0, 2, 3), 1):
             group.build(lora.rank_policy, path, stage)
             policy = ShardedPolicy(group)
-            trained(policy, version)
+            cluster.trained(policy, version)
             assert (await channel.push(policy, version))["bytes"] == size
             await agrees(fleet, policy, version)
         assert policy is not None
