@@ -320,6 +320,7 @@ def test_processes_hold_what_the_memory_plan_says(group: WorkerGroup, stage: int
     """Up to a tenth of the weights: besides, there are tables of rotations, and numbers that fill up parts."""
     config = RLConfig()
     config.cluster.enable, config.actor.num_gpus_per_node, config.ds.zero_stage = True, group.size, stage
+    config.train.enable_ema = cluster.SETTINGS.ema_beta is not None
     shape = model_shape("actor.model_name_or_path", str(tiny_model_dir))
     planned = memory_plan(config, shape, compute_bytes=4, machine=Machine(gpu=0, memory=0))[0]
     tolerance = 0.1 * planned.weights
