@@ -23,7 +23,8 @@ TOLERANCE = 1e-4
 gradients by their size."""
 
 BFLOAT16_TOLERANCE = 0.3
-"""Of a weight, as a share of how far it has come: an entry of size 1 is rounded to steps of 0.008, and goes 0.02."""
+"""Of a weight, as a share of how far it has come, besides what rounding does in one process: an entry of size 1 is
+rounded to steps of 0.008, and goes 0.02."""
 
 MODELS: dict[str, dict[str, Any]] = {
     # Biases, and three key/value heads, which two processes share unevenly.
@@ -115,11 +116,15 @@ def test_in_bfloat16_too(group: WorkerGroup, stage: int, model_dir: str) -> None
     group.build(tensor_parallel.rank_policy, model_dir, stage, torch.bfloat16)
     policy = ShardedPolicy(group, width=tensor_parallel.SIZE)
     assert cluster.trained(policy) == pytest.approx(cluster.trained(lone), rel=0.05)
-    wanted = cluster.weights(lone)
+    unrounded = cluster.policy(model_dir)
+    cluster.trained(unrounded)
+    exact, wanted = cluster.weights(unrounded), cluster.weights(lone)
     for name, tensor in policy.weights():
         assert tensor.dtype == torch.bfloat16
         gap, way = (tensor - wanted[name]).float().norm(), (wanted[name] - before[name]).float().norm()
-        assert gap <= BFLOAT16_TOLERANCE * way, (name, gap / way)
+        # A key's bias moves all scores of a query nearly alike: what is left of its gradient is mostly rounding.
+        rounding = (wanted[name] - exact[name]).norm()
+        assert gap <= BFLOAT16_TOLERANCE * way + rounding, (name, gap / way, rounding / way)
 
 
 @pytest.mark.parametrize("stage", [2])
