@@ -221,13 +221,15 @@ def broken(scores: TokenScores, part: PackedBatch) -> LossOutput:
 
 def processes(title: str) -> list[psutil.Process]:
     """Ray's processes whose title begins with `title`, oldest first."""
-    found = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    return sorted((p for p in found if _title(p).startswith(title)), key=lambda p: p.create_time())
+    found = [p for p in psutil.Process().children(recursive=True) if _title(p).startswith(title)]
+    return sorted(found, key=lambda p: p.create_time())
 
 
 def _title(process: psutil.Process) -> str:
+    """Empty of one that has ended, also while it was looked at."""
     try:
-        return " ".join(process.cmdline())
+        process.create_time()  # which psutil remembers
+        return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
     except psutil.Error:
         return ""
 
