@@ -14,6 +14,7 @@ import torch
 from attrs import define, evolve, field
 
 from rollgrad.adapters.ray.engine import RayVLLMEngine, start_engines
+from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
@@ -76,9 +77,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def started(wide_headed_model_dir: Path) -> Iterator[World]:
-    import ray
-
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    session = RaySession(None, cpus=4)
     path = str(wide_headed_model_dir)
     settings = {"model": path, "eos_token_ids": (), "dtype": "float32", "max_batch_size": 64}
     model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
@@ -90,7 +89,7 @@ def started(wide_headed_model_dir: Path) -> Iterator[World]:
         )
         yield World(runner, members, fleet, FleetWeights(fleet), policy)
         runner.run(fleet.aclose())
-    ray.shutdown()
+    session.close()
 
 
 @pytest.fixture
