@@ -43,16 +43,22 @@ class EndlessCore(Core):
         self.calls.append("thaw")
 
 
+async def frozen_with_half_a_model(core: EndlessCore) -> tuple[CoreEngine, asyncio.Task[Generation]]:
+    """An engine whose transfer broke off while a pause had frozen the reply that the task waits for."""
+    engine = CoreEngine(core, eos_token_ids=())
+    frozen = asyncio.create_task(engine.generate(REQUEST))
+    while not core.ends:
+        await asyncio.sleep(0)
+    await engine.pause(PauseMode.KEEP)
+    await engine.begin_weights({})
+    await engine.abandon_weights("Half a model came.")
+    return engine, frozen
+
+
 def test_what_a_pause_froze_ends_before_it_could_go_on_with_half_a_model() -> None:
     async def scenario() -> None:
         core = EndlessCore()
-        engine = CoreEngine(core, eos_token_ids=())
-        frozen = asyncio.create_task(engine.generate(REQUEST))
-        while not core.ends:
-            await asyncio.sleep(0)
-        await engine.pause(PauseMode.KEEP)
-        await engine.begin_weights({})
-        await engine.abandon_weights("Half a model came.")
+        engine, frozen = await frozen_with_half_a_model(core)
         await engine.resume()
         assert (await frozen).stop_reason is StopReason.ABORTED
         assert core.calls == ["abort", "thaw"]
@@ -65,13 +71,7 @@ def test_what_a_pause_froze_ends_before_it_could_go_on_with_half_a_model() -> No
 def test_what_a_pause_froze_goes_on_when_the_next_transfer_comes_through() -> None:
     async def scenario() -> None:
         core = EndlessCore()
-        engine = CoreEngine(core, eos_token_ids=())
-        frozen = asyncio.create_task(engine.generate(REQUEST))
-        while not core.ends:
-            await asyncio.sleep(0)
-        await engine.pause(PauseMode.KEEP)
-        await engine.begin_weights({})
-        await engine.abandon_weights("Half a model came.")
+        engine, frozen = await frozen_with_half_a_model(core)
         await engine.begin_weights({})
         await engine.finish_weights(1)
         await engine.prove_weights(Probe(tokens=[1, 2], expected=[0.0], temperature=1.0, dtype=torch.float32))
