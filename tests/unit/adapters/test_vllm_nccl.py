@@ -27,8 +27,10 @@ class DividedFake(FakePolicy):
         self.port += 1
         return "10.0.0.1", self.port
 
-    def sent(self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,)) -> Iterator[list[Any]]:
-        assert (send, ranks) == (nccl.broadcast, (0,))
+    def sent(
+        self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,), adapter: bool = False
+    ) -> Iterator[list[Any]]:
+        assert (send, ranks, adapter) == (nccl.broadcast, (0,), False)
         (self.rendezvous,) = arguments
         contents = Contents()
         contents.add("logits", torch.zeros(3, dtype=torch.bfloat16))
