@@ -109,6 +109,7 @@ class DType(StrEnum):
 
     AUTO = "auto"
     BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
     FLOAT32 = "float32"
 
 

@@ -5,7 +5,7 @@ from attrs import define
 from rollgrad.application.choices import SyncBackend
 
 GRADIENTS = 2
-"""The stage of ZeRO that divides gradients too: with bfloat16 the least that DeepSpeed carries out alike."""
+"""The stage of ZeRO that divides gradients too: in 16 bits the least that DeepSpeed carries out alike."""
 
 PARAMETERS = 3
 """The stage of ZeRO that divides parameters too."""
@@ -35,7 +35,7 @@ class DeepSpeedConfig:
     """DeepSpeed's ZeRO: what is divided over the processes of a model."""
 
     zero_stage: int = 2
-    """0 divides nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too; with bfloat16, 0 and 1 are 2."""
+    """0 divides nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too; in 16 bits, 0 and 1 are 2."""
     adam_offload: bool = False
     """Keep the optimizer's state in the CPU's memory, and step there."""
     param_offload: bool = False

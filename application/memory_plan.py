@@ -118,7 +118,7 @@ def memory_plan(
 ) -> list[RoleMemory]:
     """The roles of a run.
 
-    `compute_bytes` is the size of one number in the compute format: 2 for bfloat16, 4 for float32. `critic` and
+    `compute_bytes` is the size of one number in the compute format: 2 or, for float32, 4. `critic` and
     `reference` default to the actor's shape without adapters; they appear only where the settings use them. `reward`:
     of the reward model, if there is one.
     """

@@ -63,7 +63,9 @@ class ActorConfig:
     num_gpus_per_node: int = 1
     """Processes on each of them, with one GPU each where there are any."""
     dtype: DType = DType.AUTO
-    """Compute format; auto is bfloat16 where the hardware multiplies it natively, else float32."""
+    """Compute format of all models, and of the engines that the run starts; auto is bfloat16 where the hardware
+    multiplies it natively, else float32. float16 rounds eight times less than bfloat16 but overflows early: its loss is
+    scaled, and steps whose gradients overflow are skipped."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     policy_loss_type: str = "ppo"

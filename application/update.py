@@ -14,7 +14,9 @@ from rollgrad.domain.batching import minibatches
 from rollgrad.domain.losses.aggregation import loss_weights
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
 
-NOT_MEANS = frozenset({"loss", "policy_loss", "positive_nll", "aux_loss", "grad_norm", "lr"})
+NOT_MEANS = frozenset(
+    {"loss", "policy_loss", "positive_nll", "aux_loss", "grad_norm", "lr", "loss_scale", "skipped_steps"}
+)
 """Results of an update that are no weighted means over tokens."""
 
 TURNS_SHOWN = 8
@@ -77,7 +79,8 @@ class UpdateService:
         *,
         train_policy: bool = True,
     ) -> dict[str, float]:
-        """Trains on `batch`; returns metrics averaged over its optimizer steps, under `policy/` and `critic/`.
+        """Trains on `batch`; returns metrics averaged over its optimizer steps, under `policy/` and `critic/`; of steps
+        that were skipped the number, and of the gradient norm the mean over the others.
 
         Without `train_policy` the critic alone learns.
         """
@@ -91,7 +94,7 @@ class UpdateService:
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value
             steps += 1
-        return {name: value / steps for name, value in totals.items()}
+        return _over_steps(totals, steps)
 
     def state_dict(self) -> dict[str, Any]:
         """The models under training and the order of their samples."""
@@ -144,6 +147,16 @@ class UpdateService:
             group_ids_S=part.group_ids_S,
             max_length=self._max_length,
         )
+
+
+def _over_steps(totals: Mapping[str, float], steps: int) -> dict[str, float]:
+    means = {name: value / steps for name, value in totals.items()}
+    for name in (name for name in totals if name.endswith("/skipped_steps")):
+        means[name] = totals[name]
+        norm = name.removesuffix("skipped_steps") + "grad_norm"
+        if norm in totals:  # not if all of them were skipped
+            means[norm] = totals[norm] / (steps - totals[name])
+    return means
 
 
 def _with_gradient(batch: PackedBatch) -> PackedBatch:

@@ -33,7 +33,7 @@ class AssistantArguments:
     seed: int | None = None
     """Seeds sampling; default: another each time."""
     dtype: str = "auto"
-    """auto, bfloat16 or float32; auto is bfloat16 where the hardware multiplies it natively."""
+    """auto, bfloat16, float16 or float32; auto is bfloat16 where the hardware multiplies it natively."""
 
     def params(self) -> SamplingParams:
         """The sampling settings.
@@ -64,6 +64,6 @@ class AssistantArguments:
             raise ConfigurationError("--model is not set: name the directory or hub name of a model.")
         if self.max_turns < 1:
             raise ConfigurationError(f"--max_turns is {self.max_turns}, but an answer takes at least one reply.")
-        if self.dtype not in ("auto", "bfloat16", "float32"):
-            raise ConfigurationError(f"--dtype is {self.dtype!r}, but it must be auto, bfloat16 or float32.")
+        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
+            raise ConfigurationError(f"--dtype is {self.dtype!r}, but it must be auto, bfloat16, float16 or float32.")
         self.params()

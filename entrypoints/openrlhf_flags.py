@@ -43,6 +43,7 @@ WANDB = "metrics go to metrics.jsonl, and to TensorBoard with --use_tensorboard;
 VISION = "prompts and replies are text; images are not there yet"
 MUON = "Muon takes five steps of Newton-Schulz on Nesterov's momentum, in OpenRLHF too whatever is set"
 MICRO = "micro-batches are filled up to train.max_tokens_per_micro_batch tokens, which leaves the gradient the same"
+DEEPCOMPILE = "each batch has a layout and a number of passes of its own, which DeepCompile does not take"
 KERNELS = "kernels are chosen for the machine, which leaves the results the same up to rounding"
 REMOVED = "OpenRLHF itself has dropped it"
 
@@ -162,7 +163,7 @@ FLAGS: dict[str, Flag] = {
             "enable_sleep": (SWITCH, "models stay on their GPUs while engines sample", ()),
             "use_universal_ckpt": (SWITCH, "a run's state is whole, and fits any number of processes", ()),
             "local_rank": (INTEGER, "Ray numbers the processes", ("-1",)),
-            "deepcompile": (SWITCH, KERNELS, ()),
+            "deepcompile": (SWITCH, DEEPCOMPILE, ()),
             "grad_accum_dtype": (TEXT, "gradients are summed in float32", ("fp32",)),
             "packing_samples": (SWITCH, MICRO, ()),
             "use_liger_kernel": (SWITCH, KERNELS, ()),

@@ -145,9 +145,9 @@ def _data(draft: Draft) -> None:
             draft.set("data.input_template", template)
     if "data.max_samples" in draft.options:
         draft.set("data.max_samples", draft.value("data.max_samples"))
-    dtype = draft.value("ds.param_dtype")
-    if dtype == "bf16":
-        draft.set("actor.dtype", "bfloat16")
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(draft.value("ds.param_dtype"))
+    if dtype is not None:
+        draft.set("actor.dtype", dtype)
     else:
         draft.change("ds.param_dtype", "bfloat16 where the hardware multiplies it natively, else float32")
 

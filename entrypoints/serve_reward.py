@@ -33,7 +33,7 @@ class ServeRewardArguments:
     """Tokens of a text at most; longer ones lose their beginning (default: as many as the model has positions)."""
     batch_tokens: int = 16384
     """Tokens of a forward pass, padding included."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Format of the weights; auto is bfloat16 where the hardware computes it natively."""
 
 

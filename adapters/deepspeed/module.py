@@ -1,7 +1,7 @@
 """A trained module divided over the processes of a group by DeepSpeed's ZeRO.
 
 Invariants: the gradient is the sum of the processes' gradients, not their mean: losses are weighed for the whole step
-before they are divided. A gradient that is not finite anywhere changes nothing anywhere. Its state is that of
+before they are divided. A gradient that is not finite anywhere changes no weight anywhere. Its state is that of
 `MasterOptimizer`, by parameter name and whole, whatever the stage and the number of processes: a run continues on
 other ones.
 Does not own: the process group (`start_process_group`), nor which samples a process gets.
@@ -32,10 +32,10 @@ from rollgrad.adapters.torch.optimizer import (
     TrainedModule,
     check_state,
     moment_keys,
-    non_finite,
     set_rates,
     stepping,
 )
+from rollgrad.adapters.torch.scaling import Scaling
 from rollgrad.application.cluster_config import GRADIENTS, PARAMETERS
 from rollgrad.domain.errors import MissingExtraError
 
@@ -82,6 +82,9 @@ class DeepSpeedModule(TrainedModule):
         module: the same in every process.
         settings: of the optimizer; its schedule goes by optimizer steps.
         division: what is divided, and where it lies.
+
+    Raises:
+        ConfigurationError: DeepSpeed does not compute the module's number format on this machine.
     """
 
     divided = True
@@ -94,11 +97,12 @@ class DeepSpeedModule(TrainedModule):
         parameters = [p for _, p in self._named]
         self._sizes = {p: p.nbytes for p in module.parameters()}
         self._device, dtype = parameters[0].device, parameters[0].dtype
-        if dtype == torch.bfloat16:  # DeepSpeed has other optimizers below, or none with float32 masters
+        if dtype != torch.float32:  # DeepSpeed has other optimizers below, or none with float32 masters
             division = evolve(division, zero_stage=max(division.zero_stage, GRADIENTS))
         self._stage = division.zero_stage
         self._largest: dict[str, Tensor] = {}
         self._proof = GradientProof([name for name, _ in self._named], tells=self.first)
+        self._scaling = Scaling(module, tells=self.first)
         for name, parameter in self._named:
             parameter.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
         if self._stage == PARAMETERS:
@@ -144,24 +148,28 @@ class DeepSpeedModule(TrainedModule):
 
     def backward(self, loss: Tensor) -> None:
         """See `TrainedModule.backward`."""
+        if (
+            self._scaling.active
+        ):  # of what a process computes; DeepSpeed multiplies the loss, and divides what it reduced
+            self._optimizer.override_loss_scale(self._scaling.factor / self._size)
         self._engine.backward(loss * self._size, scale_wrt_gas=False)  # DeepSpeed takes the mean over processes
 
     def step(self) -> dict[str, float]:
         """See `TrainedModule.step`."""
         largest = float(torch.stack(list(self._largest.values())).max()) if self._largest else 0.0
+        lr = set_rates(self._optimizer, self._settings, self._steps)
         if not self.agree(math.isfinite(largest)):
             self.clear()
-            raise non_finite(self._steps, largest)
+            return {"lr": lr} | self._scaling.skipped(self._steps, largest)
         if self._proof.under_way:
             self._proof.look(self._gradient_sizes())
-        lr = set_rates(self._optimizer, self._settings, self._steps)
         self._engine.step()
         if self._average is not None:
             self._average.follow()
         self._largest.clear()
         self._steps += 1
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
-        return {"grad_norm": float(norm), "lr": lr}
+        return {"grad_norm": float(norm), "lr": lr} | self._scaling.applied()
 
     def clear(self) -> None:
         """See `TrainedModule.clear`."""
@@ -193,6 +201,7 @@ class DeepSpeedModule(TrainedModule):
     def state_dict(self) -> dict[str, Any]:
         """See `TrainedModule.state_dict`: the first process has it whole, the others have empty ones."""
         state: dict[str, Any] = {"steps": self._steps, "masters": self._whole_masters(), "moments": {}}
+        state |= self._scaling.state_dict()
         for name, parameter in self._named:
             moments = {key: self._whole(parameter, key) for key in self._keys[name]}
             if self.first:
@@ -209,6 +218,7 @@ class DeepSpeedModule(TrainedModule):
         """See `TrainedModule.load_state_dict`."""
         check_state(state, self._keys, self._settings)
         self._steps = int(state["steps"])
+        self._scaling.load_state_dict(state)
         for moments in self._stepping.state.values():
             if "step" in moments:
                 moments["step"].fill_(self._steps)

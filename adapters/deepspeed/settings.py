@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.application.cluster_config import BUCKET_NUMBERS, PARAMETERS
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.loss_scale import FIRST
 
 ALIGNMENT = 1024
 """A multiple of what DeepSpeed wants of its buckets."""
@@ -33,7 +35,21 @@ class DeepSpeedSettings:
 
 
 def number_format(parameter: Tensor) -> dict[str, Any]:
-    """What DeepSpeed is told of the format that a module computes in."""
+    """What DeepSpeed is told of the format that a module computes in. The loss scale of float16 is constant to it:
+    `DeepSpeedModule` overrides it, by a rule that is one process's too.
+
+    Raises:
+        ConfigurationError: DeepSpeed does not compute float16 on this machine.
+    """
+    if parameter.dtype == torch.float16:
+        from deepspeed.accelerator import get_accelerator
+
+        if not get_accelerator().is_fp16_supported():
+            raise ConfigurationError(
+                "actor.dtype is float16 with cluster.enable, but without a GPU DeepSpeed computes float16 only where "
+                "the processor does (AVX512-FP16): set --actor.dtype bfloat16, or leave --cluster.enable out."
+            )
+        return {"fp16": {"enabled": True, "loss_scale": FIRST}}
     return {"bf16": {"enabled": True}} if parameter.dtype == torch.bfloat16 else {}
 
 

@@ -31,7 +31,7 @@ from rollgrad.domain.ports.models import (
 )
 from rollgrad.domain.sharding import Shards, shards
 
-SAME_EVERYWHERE = ("grad_norm", "lr")
+SAME_EVERYWHERE = ("grad_norm", "lr", "loss_scale", "skipped_steps")
 """Results of an update that every process has alike; the others are sums over what each has seen."""
 
 

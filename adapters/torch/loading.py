@@ -19,9 +19,10 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 where the hardware multiplies it natively (CUDA, AMX, AVX512-BF16), else float32: without
-    native support a CPU's bfloat16 product is several times slower than its float32 one."""
+    native support a CPU's bfloat16 product is several times slower than its float32 one. float16 is never chosen by
+    itself: not every model's activations fit into it."""
     if name != "auto":
-        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
     native = (
         torch.cuda.is_bf16_supported(including_emulation=False)
         if device.type == "cuda"
@@ -119,6 +120,11 @@ def _install_and_compare(model: Any) -> None:
     first = tuple(range(PROBE_TOKENS))
     second = first[::-1]
     expected_TV = model(torch.tensor([second], device=device)).logits[0].float()
+    if dtype == torch.float16 and not bool(expected_TV.isfinite().all()):
+        raise ConfigurationError(
+            f"actor.dtype is float16, which ends at 65504, but {type(model).__name__} computes larger numbers: set "
+            "--actor.dtype bfloat16."
+        )
     install_attention(model)
     layout, _ = prefill_layout([first, second])
     try:

@@ -1,7 +1,7 @@
 """AdamW, or Muon beside it, on float32 master weights under a model that computes in another format.
 
 Invariants: gradients of all micro-batches of a step are summed in float32; a step with a non-finite gradient changes
-nothing; after `step` the compute weights equal the rounded masters.
+no weight, nor moment nor schedule; after `step` the compute weights equal the rounded masters.
 """
 
 import math
@@ -24,7 +24,8 @@ from rollgrad.adapters.torch.muon import (
     hidden_matrices,
     whole_directions,
 )
-from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
+from rollgrad.adapters.torch.scaling import Scaling
+from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.schedule import lr_factor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -71,14 +72,17 @@ class TrainedModule(Protocol):
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of `loss` to that of the step."""
+        """Adds the gradient of `loss` to that of the step, scaled in float16."""
         ...
 
     def step(self) -> dict[str, float]:
-        """Clips and steps; returns `grad_norm` and `lr`.
+        """Clips and steps; returns `grad_norm` and `lr`, in float16 also `loss_scale` and `skipped_steps`.
+
+        In float16 a gradient that is not finite halves the scale, and changes nothing else: `skipped_steps` is then 1,
+        and there is no `grad_norm`.
 
         Raises:
-            NonFiniteUpdateError: the gradient is not finite; nothing has changed.
+            NonFiniteUpdateError: the gradient is not finite, and no scale is left to lower; nothing has changed.
             UntrainedParameterError: a parameter has none; nothing has changed.
         """
         ...
@@ -101,8 +105,8 @@ class TrainedModule(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """`steps` taken, `masters` (float32 weights), `moments` (what the optimizer keeps) and, if they are kept,
-        `averages` by parameter name: the same however the module is divided. Where it is divided, of the first process;
-        the others' may be empty."""
+        `averages` by parameter name, and in float16 `loss_scale`: the same however the module is divided. Where it is
+        divided, of the first process; the others' may be empty."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -193,14 +197,6 @@ def check_state(state: Mapping[str, Any], keys: Mapping[str, Sequence[str]], set
         )
 
 
-def non_finite(steps: int, norm: float) -> NonFiniteUpdateError:
-    """The error of a step whose gradient is not finite."""
-    return NonFiniteUpdateError(
-        f"The gradient norm of optimizer step {steps} is {norm}; the step was not applied. "
-        "Lower --actor.adam.lr or check the rewards."
-    )
-
-
 class MasterOptimizer:
     """A `TrainedModule` on one device: owns the master weights of `module`'s trainable parameters."""
 
@@ -222,6 +218,7 @@ class MasterOptimizer:
         self._stepping = stepping(module, dict(zip(self._params, self._masters, strict=True)), settings, adam)
         self._average = None if settings.ema_beta is None else MovingAverage(self._masters, settings.ema_beta)
         self._proof = GradientProof(self._names)
+        self._scaling = Scaling(module)
         self._steps = 0
 
     def __call__(self, *inputs: Any) -> Any:
@@ -238,33 +235,36 @@ class MasterOptimizer:
 
     def backward(self, loss: Tensor) -> None:
         """See `TrainedModule.backward`."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss * self._scaling.factor).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> dict[str, float]:
-        """Clips, steps, copies masters to compute weights, clears gradients; returns `grad_norm` and `lr`.
+        """Clips, steps, copies masters to compute weights, clears gradients; see `TrainedModule.step`.
 
         Raises:
-            NonFiniteUpdateError: the gradient norm is NaN or infinite; weights are untouched, gradients cleared.
+            NonFiniteUpdateError: the gradient norm is NaN or infinite, and no scale is left to lower; weights are
+                untouched, gradients cleared.
             UntrainedParameterError: a parameter has no gradient in the first step; weights are untouched.
         """
         gradients = [m.grad for m in self._masters if m.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        scale = self._scaling.factor
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / scale if gradients else 0.0
+        lr = set_rates(self._stepping, self._settings, self._steps)
         if not math.isfinite(norm):
             self.clear()
-            raise non_finite(self._steps, norm)
+            return {"lr": lr} | self._scaling.skipped(self._steps, norm)
         if self._proof.under_way:
             self._proof.look(self._gradient_sizes())
         limit = self._settings.max_norm
-        if limit and norm > limit:
-            torch._foreach_mul_(gradients, limit / norm)
-        lr = set_rates(self._stepping, self._settings, self._steps)
+        shrink = (limit / norm if limit and norm > limit else 1.0) / scale
+        if shrink != 1.0:
+            torch._foreach_mul_(gradients, shrink)
         self._stepping.step()
         if self._average is not None:
             self._average.follow()
         self.clear()
         self._publish()
         self._steps += 1
-        return {"grad_norm": norm, "lr": lr}
+        return {"grad_norm": norm, "lr": lr} | self._scaling.applied()
 
     def clear(self) -> None:
         """Drops accumulated gradients."""
@@ -295,6 +295,7 @@ class MasterOptimizer:
                 for name, master in named
                 if master in self._stepping.state
             },
+            **self._scaling.state_dict(),
         }
         if self._average is not None:
             with self._average.in_place():
@@ -305,6 +306,7 @@ class MasterOptimizer:
         """See `TrainedModule.load_state_dict`; restores the compute weights too."""
         check_state(state, self._keys, self._settings)
         self._steps = int(state["steps"])
+        self._scaling.load_state_dict(state)
         self._stepping.state.clear()
         with torch.no_grad():
             for name, master in zip(self._names, self._masters, strict=True):
@@ -324,7 +326,7 @@ class MasterOptimizer:
         return dict(zip(self._names, (m.detach() for m in self._masters), strict=True))
 
     def _gradient_sizes(self) -> dict[str, float]:
-        """Of each gradient the largest absolute entry."""
+        """Of each gradient the largest absolute entry, scaled."""
         names, gradients = [], []
         for name, master in zip(self._names, self._masters, strict=True):
             if master.grad is not None:

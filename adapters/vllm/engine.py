@@ -308,7 +308,8 @@ class VLLMEngine(CoreEngine):
     Args:
         model: hub name or directory of the checkpoint that generation starts from.
         eos_token_ids: tokens that end every reply.
-        dtype: number format of the weights in vLLM: float32, bfloat16, or auto, what the hardware multiplies.
+        dtype: number format of the weights in vLLM: float32, bfloat16, float16, or auto, what the hardware
+            multiplies.
         max_tokens: tokens of a prompt and its reply at most; None is what the model has positions for.
         max_batch_size: sequences decoded together.
         tensor_parallel_size: devices that share one copy of the model.

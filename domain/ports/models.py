@@ -42,7 +42,8 @@ class PolicyModel(Protocol):
     """The model being trained.
 
     Promises: `update` is one optimizer step whose gradient is that of the summed losses of its micro-batches, in
-    any split; a non-finite loss or gradient raises `NonFiniteUpdateError` before any parameter changes.
+    any split; a non-finite loss or gradient raises `NonFiniteUpdateError` before any parameter changes, but for a
+    gradient that overflows float16: the step is then skipped.
     """
 
     def score(self, batch: PackedBatch) -> TokenScores:
@@ -50,7 +51,10 @@ class PolicyModel(Protocol):
         ...
 
     def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
-        """One optimizer step; returns summed metrics plus `loss`, `grad_norm` and `lr`."""
+        """One optimizer step; returns summed metrics plus `loss`, `grad_norm` and `lr`.
+
+        In float16 also `loss_scale` and `skipped_steps`, which is 1, without a `grad_norm`, if the gradient overflowed.
+        """
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -83,7 +87,7 @@ class ValueModel(Protocol):
         ...
 
     def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
-        """One optimizer step; returns summed metrics plus `loss`, `grad_norm` and `lr`."""
+        """One optimizer step; returns the same as `PolicyModel.update`."""
         ...
 
     def save(self, path: Path) -> None:

@@ -269,14 +269,16 @@ def test_several_epochs_and_minibatches(workspace: Path, old: str) -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_and_gradient_checkpointing(workspace: Path, tiny_model_dir: Path) -> None:
-    flags = ("--actor.dtype", "bfloat16", "--actor.gradient_checkpointing", "--rollout.temperature", "0.8")
-    assert train(*flags) == 0
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_sixteen_bits_and_gradient_checkpointing(workspace: Path, tiny_model_dir: Path, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    assert train("--actor.dtype", name, "--actor.gradient_checkpointing", "--rollout.temperature", "0.8") == 0
     assert len(metrics()) == 2
+    assert all(("policy/loss_scale" in row) == (dtype == torch.float16) for row in metrics())
     from safetensors.torch import load_file
 
     saved = load_file(workspace / "out" / "model" / "model.safetensors")
-    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in saved.values()} == {dtype}
 
 
 def test_evaluation_and_checkpoints_on_schedule(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

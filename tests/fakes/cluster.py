@@ -79,6 +79,14 @@ def rank_policy(
     return RankPolicy(policy(path, divided(stage, offload), settings=settings, dtype=dtype))
 
 
+def rank_policy_in_float16(path: str, stage: int, supported: bool) -> RankPolicy:
+    """DeepSpeed is told whether the machine computes float16; torch does, on any."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: supported
+    return rank_policy(path, stage, dtype=torch.float16)
+
+
 def rank_mixture(path: str, stage: int) -> RankPolicy:
     return RankPolicy(policy(path, divided(stage), aux_loss_coef=AUX_LOSS_COEF))
 

@@ -155,6 +155,42 @@ def test_muon_steps_divided_matrices_as_whole_ones(
         assert gap.norm() < MUON_GAP[dtype] * step.norm()
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_float16_is_scaled_and_skips_steps_as_in_one_process(
+    group: WorkerGroup, stage: int, tiny_model_dir: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"AVX512-FP16.*--actor\.dtype bfloat16"):
+        group.build(cluster.rank_policy_in_float16, str(tiny_model_dir), stage, False)
+    group.build(cluster.rank_policy_in_float16, str(tiny_model_dir), stage, True)
+    policy, lone = ShardedPolicy(group), cluster.policy(str(tiny_model_dir), dtype=torch.float16)
+    with pytest.raises(NonFiniteUpdateError):
+        policy.update([cluster.batch()], cluster.broken)
+    before = cluster.weights(policy)
+    for factor in (2.0**16, 2.0**15):
+        metrics = policy.update([cluster.batch(), cluster.batch()], cluster.steep)
+        assert metrics["loss_scale"] == factor
+        assert metrics["skipped_steps"] == 1.0
+        assert "grad_norm" not in metrics
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.weights())
+
+    state = policy.state_dict()
+    assert (state["steps"], state["loss_scale"]) == (0, {"factor": 2.0**14, "well": 0})
+    begun = state | {"loss_scale": {"factor": 2.0**12, "well": 0}}
+    for trained in (policy, lone):
+        trained.load_state_dict(begun)
+    found, wanted = cluster.trained(policy), cluster.trained(lone)
+    assert found == pytest.approx(wanted, rel=1e-2)
+    assert (wanted["loss_scale"], wanted["skipped_steps"]) == (2.0**12, 0.0)
+    assert wanted["grad_norm"] > cluster.SETTINGS.max_norm, "the test must clip"
+    state = policy.state_dict()
+    assert state["loss_scale"] == lone.state_dict()["loss_scale"] == {"factor": 2.0**12, "well": 3}
+    for column in ("masters", "averages"):
+        for name, tensor in lone.state_dict()[column].items():
+            gap, step = state[column][name] - tensor, tensor - begun["masters"][name]
+            assert gap.norm() < 0.05 * step.norm(), name
+    assert all(tensor.dtype == torch.float16 for tensor in cluster.weights(policy).values())
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_divided_mixture_of_experts_trains_as_one_process(
     group: WorkerGroup, stage: int, tiny_mixture_dir: Path

@@ -30,7 +30,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     return load_causal_lm(str(path), dtype=dtype, device=CPU, flag=FLAG)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_model_loads_in_eval_mode_with_packed_attention(tiny_model_dir: Path, dtype: torch.dtype) -> None:
     model = load(tiny_model_dir, dtype)
     assert not model.training
@@ -174,3 +174,4 @@ def test_auto_is_a_format_the_processor_multiplies() -> None:
     assert resolve_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
     assert resolve_dtype("float32", CPU) == torch.float32
     assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
+    assert resolve_dtype("float16", CPU) == torch.float16

@@ -1,6 +1,7 @@
 """Epochs, minibatches and micro-batches hold the same samples and the same weights."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rollgrad.application.update import UpdateService
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.losses.aggregation import loss_weights
 from rollgrad.domain.losses.objectives import ClippedValueObjective, PolicyLossObjective
+from rollgrad.domain.ports.models import PolicyObjective
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.models import FakePolicy, FakeValue
 
@@ -119,6 +121,32 @@ def test_metrics_are_means_over_steps() -> None:
     assert len(policy.updates) == 4
     assert metrics["policy/lr"] == 0.5
     assert metrics["policy/ratio_mean"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("skips", [0, 1, 2])
+def test_skipped_steps_are_counted_and_have_no_gradient_norm(skips: int) -> None:
+    policy = Skipping(skips)
+    metrics = service(policy, batch_size=2).run(batch([1, 1, 1, 1]), OBJECTIVE)
+    assert metrics["policy/skipped_steps"] == skips
+    assert metrics["policy/loss_scale"] == 8.0
+    assert metrics.get("policy/grad_norm") == (None if skips == 2 else pytest.approx(sum(policy.norms) / (2 - skips)))
+
+
+class Skipping(FakePolicy):
+    """In float16, as if its first gradients overflowed."""
+
+    def __init__(self, skips: int) -> None:
+        super().__init__(lr=0.5)
+        self._skips = skips
+        self.norms: list[float] = []
+
+    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+        metrics = super().update(micro_batches, objective) | {"loss_scale": 8.0, "skipped_steps": 0.0}
+        if len(self.updates) <= self._skips:
+            del metrics["grad_norm"]
+            return metrics | {"skipped_steps": 1.0}
+        self.norms.append(metrics["grad_norm"])
+        return metrics
 
 
 def test_shuffling_follows_the_seed_and_moves_on() -> None:

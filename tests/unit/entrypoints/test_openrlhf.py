@@ -473,7 +473,8 @@ def test_data() -> None:
         ((), "auto", 0),
         (("--bf16",), "bfloat16", 0),
         (("--param_dtype", "bf16"), "bfloat16", 0),
-        (("--param_dtype", "fp16"), "auto", 1),
+        (("--param_dtype", "fp16"), "float16", 0),
+        (("--param_dtype", "fp8"), "auto", 1),
     ],
 )
 def test_dtype(flags: tuple[str, ...], dtype: str, noted: int) -> None:
