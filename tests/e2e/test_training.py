@@ -164,7 +164,7 @@ RESUMABLE = {
         *("--algo.advantage.estimator", "gae", "--train.batch_size", "5", "--actor.lr_scheduler", "linear"),
         *("--actor.optim", "muon", "--train.enable_ema"),
     ),
-    "bf16": ("--actor.dtype", "bfloat16", "--data.curriculum_range", "0.0", "0.4"),
+    "float16": ("--actor.dtype", "float16", "--data.curriculum_range", "0.0", "0.4"),
 }
 
 

@@ -28,7 +28,8 @@ FLOAT32_TOLERANCE = 1e-4
 """Largest difference of a log-prob: products are summed in another order, no more."""
 
 BFLOAT16_MEAN, BFLOAT16_MAX = 0.02, 0.25
-"""bfloat16 keeps 8 bits: hidden states differ by rounding, and a logit of 20 by 20 x 2^-8 = 0.08 a step."""
+"""bfloat16 keeps 8 bits: hidden states differ by rounding, and a logit of 20 by 20 x 2^-8 = 0.08 a step;
+float16 keeps 11."""
 
 
 @pytest.fixture(scope="session")
@@ -85,6 +86,12 @@ def test_tiny_model_in_bfloat16(tiny_model_dir: Path, temperature: float) -> Non
     found = gaps(tiny_model_dir, torch.bfloat16, temperature, TINY_PROMPTS, 20)
     assert found.mean() < BFLOAT16_MEAN
     assert found.max() < BFLOAT16_MAX
+
+
+def test_tiny_model_in_float16(tiny_model_dir: Path) -> None:
+    found = gaps(tiny_model_dir, torch.float16, 1.0, TINY_PROMPTS, 20)
+    assert found.mean() < BFLOAT16_MEAN / 8
+    assert found.max() < BFLOAT16_MAX / 8
 
 
 @pytest.mark.slow
