@@ -18,6 +18,11 @@ from rollgrad.application.rules_common import ranks
 from rollgrad.domain.catalogue import estimator_traits
 
 FLOAT32_BYTES = 4
+
+QUANTISED_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+"""Of a number in NF4 with double quantisation: an 8-bit scale for 64 of them, a 32-bit one for 256 scales (Dettmers et
+al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", section 3)."""
+
 ADAM_MOMENTS = 2
 
 ACTIVATIONS_PER_HIDDEN = 17
@@ -39,8 +44,8 @@ MIB = 2**20
 @frozen(kw_only=True)
 class ModelShape:
     """What the memory of a decoder depends on. `parameters` counts tied tensors once, and no adapters; `adapters`
-    counts the numbers in these, which are then all that is trained; `embedding` those of the input embedding, which is
-    `tied` to the output's if both are one."""
+    counts the numbers in these, which are then all that is trained; `quantised` those that are kept in 4 bits;
+    `embedding` those of the input embedding, which is `tied` to the output's if both are one."""
 
     parameters: int
     layers: int
@@ -48,6 +53,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     adapters: int = 0
+    quantised: int = 0
     embedding: int = 0
     tied: bool = False
 
@@ -55,6 +61,15 @@ class ModelShape:
     def trained(self) -> int:
         """Numbers that have gradients."""
         return self.adapters or self.parameters
+
+    def weights(self, compute_bytes: int) -> int:
+        """Bytes of all weights."""
+        others = self.parameters - self.quantised + self.adapters
+        return others * compute_bytes + math.ceil(self.quantised * QUANTISED_BITS / 8)
+
+    def dequantised(self, compute_bytes: int) -> int:
+        """Bytes that a pass has of dequantised weights at once: those of one matrix, so less than of one layer."""
+        return math.ceil(self.quantised / self.layers) * compute_bytes
 
 
 @frozen(kw_only=True)
@@ -119,17 +134,18 @@ def memory_plan(
     """The roles of a run.
 
     `compute_bytes` is the size of one number in the compute format: 2 or, for float32, 4. `critic` and
-    `reference` default to the actor's shape without adapters; they appear only where the settings use them. `reward`:
-    of the reward model, if there is one.
+    `reference` default to the actor's shape without adapters, that of the critic in the compute format; they appear
+    only where the settings use them. `reward`: of the reward model, if there is one.
     """
     rows = [_trained(config, "actor", actor, compute_bytes, machine)]
-    plain = evolve(actor, adapters=0)
+    base = evolve(actor, adapters=0)
+    plain = evolve(base, quantised=0)
     if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
         rows.append(_trained(config, "critic", critic or plain, compute_bytes, machine))
     compares = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE
     # In one process the reference is the actor without its adapters.
     if compares and (config.cluster.enable or reference is not None or not actor.adapters):
-        rows.append(_reference(config, reference or plain, compute_bytes))
+        rows.append(_reference(config, reference or base, compute_bytes))
     if reward is not None:
         rows.append(_reward(config, reward, compute_bytes))
     if config.rollout.engine is not Engine.SERVER:  # servers have memory of their own
@@ -182,12 +198,12 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
     """Of actor or critic. See `DeepSpeedModule` and `MasterOptimizer` for what they keep."""
     shape = _share(config, role, shape)
     where, trained, ds = _where(config, role), shape.trained, config.ds
-    weights = (shape.parameters + shape.adapters) * compute_bytes
+    weights = shape.weights(compute_bytes)
     gradients = trained * FLOAT32_BYTES
     moments = ADAM_MOMENTS * trained * FLOAT32_BYTES
     masters = trained * FLOAT32_BYTES
     average = trained * FLOAT32_BYTES if role == "actor" and config.train.enable_ema else 0  # in the machine's memory
-    passes = _activations(config, role, shape, compute_bytes)
+    passes = _activations(config, role, shape, compute_bytes) + shape.dequantised(compute_bytes)
     stage = ds.zero_stage if compute_bytes == FLOAT32_BYTES else max(ds.zero_stage, GRADIENTS)
     if not config.cluster.enable or stage == 0:
         optimizer = moments + (masters if compute_bytes < FLOAT32_BYTES else 0)
@@ -225,10 +241,11 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
 def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int) -> RoleMemory:
     """Not divided by ZeRO, and with one layer's activations at a time."""
     activations = shape.hidden * _activations_per_hidden(config)
+    passes = math.ceil(_tokens(config, "reference") * activations * compute_bytes)
     return evolve(
         _where(config, "reference"),
-        weights=_share(config, "reference", shape).parameters * compute_bytes,
-        passes=math.ceil(_tokens(config, "reference") * activations * compute_bytes),
+        weights=_share(config, "reference", shape).weights(compute_bytes),
+        passes=passes + shape.dequantised(compute_bytes),
     )
 
 

@@ -47,6 +47,9 @@ class LoraConfig:
     target_modules: tuple[str, ...] = ALL_LINEAR
     """Linear layers that get adapters, by the last parts of their names (q_proj, mlp.up_proj); all-linear is all of
     them but the vocabulary's head."""
+    load_in_4bit: bool = False
+    """QLoRA: keep the weights beside the adapters in 4 bits (NF4 with double quantisation, pip install
+    rollgrad[qlora]). Rollouts, the reference and the saved model then have the dequantised weights."""
     sync: LoraSync = LoraSync.MERGED
     """What engines get after an update: merged is all weights with the adapters added; adapter is the adapters alone,
     which vLLM then computes beside the weights of actor.model_name_or_path."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from rollgrad.application.choices import Engine, LoraSync, SyncBackend
+from rollgrad.application.cluster_config import GRADIENTS, PARAMETERS
 from rollgrad.application.config import RLConfig
 from rollgrad.application.model_config import ALL_LINEAR, LoraConfig
 
@@ -13,7 +14,7 @@ VLLM_RANK = 512
 def lora_problems(config: RLConfig) -> Iterator[str]:
     """What is wrong with the adapters."""
     lora, default = config.actor.lora, LoraConfig()
-    for key in ("alpha", "target_modules", "sync"):
+    for key in ("alpha", "target_modules", "load_in_4bit", "sync"):
         value = getattr(lora, key)
         if lora.rank == 0 and value != getattr(default, key):
             yield (
@@ -29,6 +30,17 @@ def lora_problems(config: RLConfig) -> Iterator[str]:
         yield (
             f"actor.lora.sync is adapter and actor.lora.rank is {lora.rank}, but vLLM computes adapters of rank "
             f"{VLLM_RANK} at most: lower --actor.lora.rank, or leave --actor.lora.sync out."
+        )
+    if lora.load_in_4bit and lora.sync is LoraSync.ADAPTER:
+        yield (
+            "actor.lora.load_in_4bit is on and actor.lora.sync is adapter, but vLLM would compute the adapters beside "
+            "weights that are not quantised, which is another model: leave one of --actor.lora.load_in_4bit and "
+            "--actor.lora.sync out."
+        )
+    if lora.load_in_4bit and config.ds.zero_stage == PARAMETERS:
+        yield (
+            f"actor.lora.load_in_4bit is on and ds.zero_stage is {PARAMETERS}, but weights in 4 bits are not divided: "
+            f"set --ds.zero_stage {GRADIENTS}, or leave --actor.lora.load_in_4bit out."
         )
     backend = config.vllm.sync_backend
     if lora.sync is LoraSync.ADAPTER and backend not in (SyncBackend.AUTO, SyncBackend.SHARED_MEMORY):

@@ -32,9 +32,9 @@ from rollgrad.application.train_config import TrainConfig
 from rollgrad.entrypoints.algorithm_factories import critic_kind, reference_kind
 from rollgrad.entrypoints.extensions import load_extension
 from rollgrad.entrypoints.factories import (
-    make_actor_model,
     make_critic,
     make_optimizer,
+    make_reference_model,
     make_trained_actor,
     vllm_settings,
 )
@@ -70,7 +70,7 @@ def rank_critic(config: RLConfig, rollouts: int) -> TorchValue:
 def rank_reference(config: RLConfig) -> TorchReference:
     """The reference, whole in each process or group that shares its layers."""
     _join_group(config)
-    model = make_actor_model(config, config.ref.model_name_or_path, "--ref.model-name-or-path")
+    model = make_reference_model(config)
     divide = partial(tensor_parallel.divided, size=config.ds.tensor_parallel_size)
     return TorchReference(model, temperature=config.rollout.temperature, divide=divide)
 

@@ -77,6 +77,7 @@ from rollgrad.entrypoints.factories import (
     make_gym_source,
     make_multi_turn,
     make_optimizer,
+    make_reference_model,
     make_rollouts,
     make_sinks,
     make_tool_executor,
@@ -180,9 +181,7 @@ class Container(containers.DeclarativeContainer):
                 providers.Callable(reference_model_kind, config),
                 own=providers.Singleton(
                     TorchReference,
-                    providers.Callable(
-                        make_actor_model, config, config.provided.ref.model_name_or_path, "--ref.model-name-or-path"
-                    ),
+                    providers.Callable(make_reference_model, config),
                     temperature=config.provided.rollout.temperature,
                 ),
                 actor=providers.Singleton(AdapterlessReference, policy),

@@ -86,12 +86,13 @@ def model_shape(key: str, name: str, lora: LoraConfig | None = None) -> ModelSha
 
     Raises:
         CheckpointError: there is no such model.
-        ConfigurationError: a target module of `lora` is no linear layer of it.
+        ConfigurationError: a target module of `lora` is no linear layer of it, or it has no 4-bit form.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rollgrad.adapters.torch.lora import adapter_numbers
+    from rollgrad.adapters.torch.quantized import quantised_numbers
 
     try:
         settings = AutoConfig.from_pretrained(str(Path(name).expanduser()) if _is_path(name) else name)
@@ -109,6 +110,7 @@ def model_shape(key: str, name: str, lora: LoraConfig | None = None) -> ModelSha
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         adapters=adapter_numbers(model, lora) if lora is not None and lora.rank else 0,
+        quantised=quantised_numbers(model) if lora is not None and lora.load_in_4bit else 0,
         embedding=embedding.numel(),
         tied=head is not None and head.weight is embedding,
     )

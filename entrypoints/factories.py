@@ -91,23 +91,32 @@ def make_optimizer(section: ActorConfig | CriticConfig, config: RLConfig, rollou
     )
 
 
-def make_actor_model(config: RLConfig, name: str | None, flag: str) -> Any:
-    """A causal language model in the actor's format; `name` None is the actor's own."""
+def make_actor_model(config: RLConfig, name: str | None, flag: str, *, load_in_4bit: bool = False) -> Any:
+    """A causal language model in the actor's format, or frozen and quantised; `name` None is the actor's own."""
     device = default_device()
     return load_causal_lm(
         name or config.actor.model_name_or_path,
         dtype=resolve_dtype(config.actor.dtype, device),
         device=device,
         flag=flag,
+        load_in_4bit=load_in_4bit,
     )
 
 
 def make_trained_actor(config: RLConfig) -> Any:
     """The model that is trained, with adapters if there are to be some."""
-    model = make_actor_model(config, None, "--actor.model-name-or-path")
-    if config.actor.lora.rank:
-        add_lora(model, config.actor.lora, seed=config.train.seed)
+    lora = config.actor.lora
+    model = make_actor_model(config, None, "--actor.model-name-or-path", load_in_4bit=lora.load_in_4bit)
+    if lora.rank:
+        add_lora(model, lora, seed=config.train.seed)
     return model
+
+
+def make_reference_model(config: RLConfig) -> Any:
+    """The frozen reference: unless another one is named, what the actor starts as, quantised like it."""
+    name = config.ref.model_name_or_path
+    quantised = name is None and config.actor.lora.load_in_4bit
+    return make_actor_model(config, name, "--ref.model-name-or-path", load_in_4bit=quantised)
 
 
 def make_critic(

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from dependency_injector import providers
 
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.tracking.report import write_report
 from rollgrad.application.config import RLConfig
 from rollgrad.application.evaluation import EvaluationService
+from rollgrad.application.model_config import LoraConfig
 from rollgrad.application.pipeline import Pipeline
 from rollgrad.application.validation import validate, validate_evaluation
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
@@ -114,6 +115,7 @@ def evaluate(
     **adapters: Any,
 ) -> dict[str, float]:
     """Evaluates `config.actor.model_name_or_path` on `config.eval.dataset`; arguments as for `train`."""
+    config = evolve(config, actor=evolve(config.actor, lora=LoraConfig()))  # the model as it is, which training changes
     load_extension(config)
     validate_evaluation(config, has_reward=reward is not None, has_environment=environment is not None)
     container = _container(config, reward, environment, adapters)

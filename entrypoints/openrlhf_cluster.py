@@ -118,11 +118,16 @@ def _adapters(draft: Draft) -> None:
     """LoRA's, of the actor."""
     rank = draft.value("ds.lora.rank", 0)
     if not rank:
-        for key in ("alpha", "target_modules"):
-            draft.lose(f"ds.lora.{key}", "all weights are trained without --lora_rank")
+        for key in ("lora.alpha", "lora.target_modules", "load_in_4bit"):
+            draft.lose(f"ds.{key}", "all weights are trained without --lora_rank")
         return
     draft.set("actor.lora.rank", rank)
     draft.set("actor.lora.alpha", draft.value("ds.lora.alpha", LORA_ALPHA))
     draft.set("actor.lora.target_modules", draft.value("ds.lora.target_modules", ["all-linear"]))
+    if draft.value("ds.load_in_4bit", False):
+        draft.set("actor.lora.load_in_4bit", True)
+        loaded = {"critic": draft.has_critic, "reward model": draft.reward_model is not None}
+        if others := " and ".join(name for name, there in loaded.items() if there):
+            draft.change("ds.load_in_4bit", f"of the actor, not of the {others}")
     if draft.has_critic:
         draft.change("ds.lora.rank", "of the actor alone; all weights of the critic are trained")

@@ -170,7 +170,6 @@ FLAGS: dict[str, Flag] = {
             "attn_implementation": (TEXT, KERNELS, ()),
             "experts_implementation": (TEXT, KERNELS, ()),
             "value_head_prefix": (TEXT, "a critic's head is found by itself", ()),
-            "load_in_4bit": (SWITCH, "weights are not quantised", ()),
             "lora.dropout": (NUMBER, LORA_DROPOUT, ("0", "0.0")),
         }.items()
     },
@@ -179,6 +178,7 @@ FLAGS: dict[str, Flag] = {
     "ds.lora.rank": Flag(INTEGER, idle=("0",)),
     "ds.lora.alpha": Flag(INTEGER),
     "ds.lora.target_modules": Flag(Kind.WORDS),
+    "ds.load_in_4bit": Flag(SWITCH),
     "ds.param_dtype": Flag(TEXT),
     "data.prompt_dataset": Flag(TEXT, "data.prompt_dataset"),
     "data.prompt_probs": Flag(Kind.PROBABILITIES, "data.prompt_probs"),

@@ -8,6 +8,7 @@ import torch
 from rollgrad.adapters.torch.allocator import keep_freed_memory
 from rollgrad.adapters.torch.attention import ForestAttention, install_attention
 from rollgrad.adapters.torch.layout import prefill_layout
+from rollgrad.adapters.torch.quantized import finish_loading, four_bits
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
 PROBE_TOKENS = 8
@@ -36,7 +37,9 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_causal_lm(name_or_path: str, *, dtype: torch.dtype, device: torch.device, flag: str) -> Any:
+def load_causal_lm(
+    name_or_path: str, *, dtype: torch.dtype, device: torch.device, flag: str, load_in_4bit: bool = False
+) -> Any:
     """An `AutoModelForCausalLM` in eval mode with packed attention installed.
 
     Args:
@@ -44,16 +47,20 @@ def load_causal_lm(name_or_path: str, *, dtype: torch.dtype, device: torch.devic
         dtype: compute format of the weights.
         device: where they go.
         flag: command-line flag to name in errors.
+        load_in_4bit: its linear layers but the head are quantised (`quantized.py`), and cannot be trained.
 
     Raises:
-        CheckpointError: there is no such model, it cannot be read, or it is adapters to another one.
-        ConfigurationError: packed training cannot compute what the model computes.
+        CheckpointError: there is no such model, it cannot be read, is quantised, or it is adapters to another one.
+        ConfigurationError: packed training cannot compute what the model computes, or it has no 4-bit form.
+        MissingExtraError: quantising needs a package that is not installed.
     """
     from transformers import AutoModelForCausalLM
 
     if device.type == "cpu":
         keep_freed_memory()
-    model = _from_pretrained(AutoModelForCausalLM, name_or_path, flag, dtype=dtype).to(device).eval()
+    quantised = four_bits(dtype, device) if load_in_4bit else {}
+    model = _from_pretrained(AutoModelForCausalLM, name_or_path, flag, dtype=dtype, **quantised).to(device).eval()
+    finish_loading(model, name_or_path, flag)
     if hasattr(model, "peft_config"):
         raise CheckpointError(
             f"{flag} is {name_or_path!r}, which holds adapters beside a model of its own: name a model that has them "

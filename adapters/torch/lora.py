@@ -17,6 +17,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
+from rollgrad.adapters.torch.quantized import dequantised, is_quantised, is_turned
 from rollgrad.application.model_config import ALL_LINEAR, LoraConfig
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
 
@@ -41,14 +42,14 @@ class NamedWeight:
         return [self.parameter, *(_matrices(self.layer) if self.layer is not None else ())]
 
     def value(self) -> Tensor:
-        """The weight, with its adapter; without one, the parameter's own memory."""
-        weight = self.parameter.detach()
-        if self.layer is None:
-            return weight
-        a, b = (matrix.detach().float() for matrix in _matrices(self.layer))
-        product = self.layer.scaling[ADAPTER] * (b @ a)
-        merged: Tensor = weight.float() + (product.T if self.layer.fan_in_fan_out else product)
-        return merged.to(weight.dtype)
+        """The weight, with its adapter, and dequantised if it is in 4 bits; otherwise the parameter's own memory."""
+        weight = dequantised(self.parameter)
+        if self.layer is not None:
+            a, b = (matrix.detach().float() for matrix in _matrices(self.layer))
+            product = self.layer.scaling[ADAPTER] * (b @ a)
+            merged: Tensor = weight.float() + (product.T if self.layer.fan_in_fan_out else product)
+            weight = merged.to(weight.dtype)
+        return weight.T.contiguous() if is_turned(self.parameter) else weight
 
 
 def add_lora(model: Any, lora: LoraConfig, *, seed: int) -> None:
@@ -78,6 +79,10 @@ def add_lora(model: Any, lora: LoraConfig, *, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # peft draws on the CPU, wherever the model is
         peft.inject_adapter_in_model(settings, model, ADAPTER)
+    for layer in _layers(model):
+        if is_quantised(layer.base_layer.weight):  # peft then takes float32
+            for matrix in _matrices(layer):
+                matrix.data = matrix.data.to(layer.base_layer.compute_dtype)
     model.eval()
 
 
@@ -106,7 +111,12 @@ def plain_weights(module: nn.Module) -> list[NamedWeight]:
 def plain_buffers(module: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint of the model without adapters holds besides its weights."""
     state = module.state_dict(keep_vars=True)
-    return {_plain(name): tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+    scales = tuple(f"{name}." for name, parameter in module.named_parameters() if is_quantised(parameter))
+    return {
+        _plain(name): tensor
+        for name, tensor in state.items()
+        if not isinstance(tensor, nn.Parameter) and not name.startswith(scales)
+    }
 
 
 def adapter_weights(module: nn.Module) -> list[NamedWeight]:

@@ -15,6 +15,7 @@ import yaml
 
 import rollgrad
 from rollgrad.adapters.transformers.weights import SharedWeights
+from rollgrad.application.model_config import LoraConfig
 from rollgrad.domain.catalogue import ESTIMATORS
 from rollgrad.domain.rewards import Reward, RewardRequest
 from rollgrad.entrypoints.cli import main
@@ -375,6 +376,24 @@ def test_the_library_inside_a_running_loop(workspace: Path) -> None:
 def test_an_unknown_adapter_is_refused_with_the_known_ones(workspace: Path) -> None:
     with pytest.raises(ValueError, match=r"'motor'.*engine"):
         rollgrad.train(library_config(), reward=vowels, motor=object())
+
+
+def test_what_is_evaluated_is_the_model_as_it_is(workspace: Path) -> None:
+    """Whatever training would do to it."""
+    config = library_config()
+    config.eval.dataset, config.eval.temperature = "prompts.jsonl", 0.0
+    replies: list[str] = []
+
+    def heard(request: RewardRequest) -> float:
+        replies.append(request.response)
+        return 1.0
+
+    for lora in (LoraConfig(), LoraConfig(rank=4, load_in_4bit=True)):
+        config.actor.lora = lora
+        rollgrad.evaluate(config, reward=FakeRewardSource(heard))
+    count = len(replies) // 2
+    assert replies[:count] == replies[count:]
+    assert any(replies)
 
 
 def test_evaluate_returns_the_metrics(workspace: Path) -> None:

@@ -1,23 +1,36 @@
 """A policy with adapters that the processes of a test's cluster hold: importable there."""
 
+from typing import Any
+
 import torch
+from attrs import evolve
 
 from rollgrad.adapters.ray.models import RankPolicy
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.torch.lora import add_lora
 from rollgrad.adapters.torch.models import Optimize, TorchPolicy
-from rollgrad.adapters.torch.optimizer import MasterOptimizer
+from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.application.model_config import LoraConfig
 from tests.fakes.cluster import FLAG, SETTINGS, divided
 
 LORA = LoraConfig(rank=4, alpha=8)
 
-
-def policy(path: str, optimize: Optimize = MasterOptimizer, dtype: torch.dtype = torch.float32) -> TorchPolicy:
-    model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=FLAG)
-    add_lora(model, LORA, seed=1)
-    return TorchPolicy(model, load_tokenizer(path, flag=FLAG), SETTINGS, optimize=optimize)
+QLORA = evolve(LORA, load_in_4bit=True)
 
 
-def rank_policy(path: str, stage: int, dtype: torch.dtype = torch.float32) -> RankPolicy:
-    return RankPolicy(policy(path, divided(stage), dtype))
+def policy(
+    path: str,
+    optimize: Optimize = MasterOptimizer,
+    dtype: torch.dtype = torch.float32,
+    lora: LoraConfig = LORA,
+    settings: OptimizerSettings = SETTINGS,
+    **options: Any,
+) -> TorchPolicy:
+    device = torch.device("cpu")
+    model = load_causal_lm(path, dtype=dtype, device=device, flag=FLAG, load_in_4bit=lora.load_in_4bit)
+    add_lora(model, lora, seed=1)
+    return TorchPolicy(model, load_tokenizer(path, flag=FLAG), settings, optimize=optimize, **options)
+
+
+def rank_policy(path: str, stage: int, dtype: torch.dtype = torch.float32, lora: LoraConfig = LORA) -> RankPolicy:
+    return RankPolicy(policy(path, divided(stage), dtype, lora))

@@ -15,6 +15,7 @@ from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.torch.lora import add_lora
 from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.torch.quantized import is_quantised
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
 from rollgrad.adapters.vllm.shared_memory import shared_memory_adapter
@@ -28,14 +29,20 @@ from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.ports.weight_channel import WeightChannel
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams
-from rollgrad.entrypoints.factories import vllm_settings, weight_backend_kind
+from rollgrad.entrypoints.factories import (
+    make_actor_model,
+    make_reference_model,
+    make_trained_actor,
+    vllm_settings,
+    weight_backend_kind,
+)
 from tests.event_loop import run
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.reward_source import FakeRewardSource
 
 FLAG = "--actor.model-name-or-path"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-VLLM = [pytest.param(way, marks=pytest.mark.slow) for way in ("vllm", "vllm_adapter") if HAS_VLLM]
+VLLM = [pytest.param(way, marks=pytest.mark.slow) for way in ("vllm", "vllm_4bit", "vllm_adapter") if HAS_VLLM]
 PROMPT = (65, 66, 67)
 LORA = LoraConfig(rank=4)
 
@@ -45,8 +52,9 @@ TOLERANCE = 1e-4
 Parts = tuple[TorchPolicy, RolloutEngine, WeightChannel]
 
 
-def loaded(path: Path) -> Any:
-    return load_causal_lm(str(path), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
+def loaded(path: Path, *, load_in_4bit: bool = False) -> Any:
+    cpu = torch.device("cpu")
+    return load_causal_lm(str(path), dtype=torch.float32, device=cpu, flag=FLAG, load_in_4bit=load_in_4bit)
 
 
 def plain(path: Path) -> Any:
@@ -67,14 +75,15 @@ def adapter_engine(wide_headed_model_dir: Path) -> Iterator[Any]:
     engine.close()
 
 
-@pytest.fixture(params=["shared", "copied", *VLLM])
+@pytest.fixture(params=["shared", "shared_4bit", "copied", "copied_4bit", *VLLM])
 def parts(request: pytest.FixtureRequest, wide_headed_model_dir: Path) -> Iterator[Parts]:
     """A policy with adapters, whose head is tied, and an engine. Afterwards the engine has the checkpoint's weights."""
-    model = loaded(wide_headed_model_dir)
+    way, in_4bit, _ = request.param.partition("_4bit")
+    model = loaded(wide_headed_model_dir, load_in_4bit=bool(in_4bit))
     add_lora(model, LORA, seed=0)
     tokenizer = load_tokenizer(str(wide_headed_model_dir), flag=FLAG)
     policy = TorchPolicy(model, tokenizer, OptimizerSettings(lr=0.02))
-    if request.param == "vllm_adapter":
+    if way == "vllm_adapter":
         from rollgrad.adapters.vllm.weights import EngineWeights
 
         with_adapter = request.getfixturevalue("adapter_engine")
@@ -82,14 +91,14 @@ def parts(request: pytest.FixtureRequest, wide_headed_model_dir: Path) -> Iterat
         run(with_adapter.pause(PauseMode.ABORT))
         run(with_adapter.resume())
         return
-    if request.param == "vllm":
+    if way == "vllm":
         from rollgrad.adapters.vllm.weights import EngineWeights
 
         engine = request.getfixturevalue("vllm_engine")
         channel = EngineWeights(engine)
         yield policy, engine, channel
         run(channel.push(TorchPolicy(loaded(wide_headed_model_dir), tokenizer, OptimizerSettings(lr=0.0)), 0))
-    elif request.param == "copied":
+    elif way == "copied":
         copied = EmbeddedEngine(loaded(wide_headed_model_dir), eos_token_ids=())
         yield policy, copied, CopiedWeights(copied)
     else:
@@ -141,7 +150,7 @@ def test_the_engine_samples_what_the_trainer_computes(parts: Parts) -> None:
     assert (after - before).abs().max() > 0.5, "the adapters have learnt"
 
 
-needs_vllm = pytest.mark.parametrize("parts", VLLM[1:], indirect=True)
+needs_vllm = pytest.mark.parametrize("parts", VLLM[2:], indirect=True)
 """Of the engine that takes adapters alone."""
 
 
@@ -301,17 +310,39 @@ def test_the_reference_is_that_of_a_model_of_its_own(make: Callable[..., RLConfi
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 
 
-def test_a_resumed_run_is_the_run_that_was_never_interrupted(make: Callable[..., RLConfig]) -> None:
-    whole, _ = train(make("whole"))
-    begun = make("out", max_steps=2)
-    begun.ckpt.state_steps = 1
+@pytest.mark.parametrize("load_in_4bit", [False, True])
+def test_a_reference_in_processes_of_its_own_is_quantised_unless_another_model_is_named(
+    make: Callable[..., RLConfig], tiny_model_dir: Path, load_in_4bit: bool
+) -> None:
+    config = make("out")
+    config.actor.lora.load_in_4bit = load_in_4bit
+    for name, quantised in ((None, load_in_4bit), (str(tiny_model_dir), False)):
+        config.ref.model_name_or_path = name
+        assert any(map(is_quantised, make_reference_model(config).parameters())) == quantised
+    assert any(map(is_quantised, make_trained_actor(config).parameters())) == load_in_4bit
+    assert not any(map(is_quantised, make_actor_model(config, None, FLAG).parameters())), "an engine's own model"
+
+
+@pytest.mark.parametrize("load_in_4bit", [False, True])
+def test_a_resumed_run_is_the_run_that_was_never_interrupted(
+    make: Callable[..., RLConfig], tiny_model_dir: Path, load_in_4bit: bool
+) -> None:
+    uninterrupted, begun, resumed = make("whole"), make("out", max_steps=2), make("out")
+    begun.ckpt.state_steps = resumed.ckpt.state_steps = 1
+    resumed.ckpt.resume = True
+    for config in (uninterrupted, begun, resumed):
+        config.actor.lora.load_in_4bit = load_in_4bit
+    whole, steps = train(uninterrupted)
+    assert steps[0]["policy/ref_kl"] == 0.0, "the reference is as quantised as the actor"
     train(begun)
-    resumed = make("out")
-    resumed.ckpt.state_steps, resumed.ckpt.resume = 1, True
     model, steps = train(resumed)
     assert len(steps) == 3
+    assert max(step["policy/mismatch_abs"] for step in steps) < TOLERANCE
     expected = parameters(whole)
     assert all(torch.equal(weight, expected[name]) for name, weight in parameters(model).items())
+    base = parameters(tiny_model_dir)
+    dequantised = {name for name, weight in expected.items() if "gate_proj" in name and (weight != base[name]).any()}
+    assert len(dequantised) == (2 if load_in_4bit else 0), "they have no adapters"
 
 
 @pytest.mark.parametrize(
@@ -330,6 +361,7 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(make: Callable[...,
             "actor.lora.sync is adapter, but rollout.engine is embedded, and vLLM alone takes adapters without weights:"
             " set --rollout.engine vllm, or leave --actor.lora.sync out.",
         ),
+        ({"load_in_4bit": True}, "leave --actor.lora.load_in_4bit out."),
         ({"rank": -1}, "actor.lora.rank is -1, but it must be at least 0"),
         ({"rank": 4, "alpha": 0}, "actor.lora.alpha is 0, but it must be greater than 0"),
         ({"rank": 4, "target_modules": ()}, "but it must be at least one name"),
@@ -351,6 +383,16 @@ def test_a_rank_that_vllm_does_not_compute_is_refused(make: Callable[..., RLConf
     with pytest.raises(ConfigurationError, match=r"rank is 513.* 512 at most: lower --actor\.lora\.rank"):
         validate(config, has_reward=True)
     config.actor.lora.rank = 512
+    validate(config, has_reward=True)
+
+
+def test_adapters_to_quantised_weights_are_not_sent_without_them(make: Callable[..., RLConfig]) -> None:
+    config = make("out")
+    config.rollout.engine = Engine.VLLM
+    config.actor.lora = LoraConfig(rank=4, load_in_4bit=True, sync=LoraSync.ADAPTER)
+    with pytest.raises(ConfigurationError, match=r"another model: leave one of --actor\.lora\.load_in_4bit and --act"):
+        validate(config, has_reward=True)
+    config.actor.lora.sync = LoraSync.MERGED
     validate(config, has_reward=True)
 
 

@@ -17,6 +17,7 @@ from rollgrad.adapters.vllm.shared_memory import shared_memory_adapter
 from rollgrad.adapters.vllm.weights import FleetWeights
 from rollgrad.application.config import RLConfig
 from rollgrad.application.fleet import EngineFleet
+from rollgrad.application.model_config import LoraConfig
 from rollgrad.domain.batch import pack
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.fleet import FleetBounds
@@ -42,15 +43,15 @@ def group() -> Iterator[WorkerGroup]:
     session.close()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "adapters"), [(0, lora.LORA), (2, lora.LORA), (3, lora.LORA), (2, lora.QLORA)])
 def test_every_division_trains_the_adapters_of_one_process(
-    group: WorkerGroup, stage: int, tiny_model_dir: Path, tmp_path: Path
+    group: WorkerGroup, stage: int, adapters: LoraConfig, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file
 
-    lone = lora.policy(str(tiny_model_dir))
+    lone = lora.policy(str(tiny_model_dir), lora=adapters)
     start = cluster.weights(lone)
-    group.build(lora.rank_policy, str(tiny_model_dir), stage)
+    group.build(lora.rank_policy, str(tiny_model_dir), stage, torch.float32, adapters)
     policy = ShardedPolicy(group)
     assert all(torch.equal(start[name], tensor) for name, tensor in policy.weights())
     with pytest.raises(NonFiniteUpdateError):
@@ -103,10 +104,10 @@ def test_a_state_continues_in_any_division(group: WorkerGroup, stage: int, tiny_
         policy.load_state_dict(cluster.policy(str(tiny_model_dir)).state_dict())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_in_bfloat16_too(group: WorkerGroup, stage: int, tiny_model_dir: Path) -> None:
-    lone = lora.policy(str(tiny_model_dir), dtype=torch.bfloat16)
-    group.build(lora.rank_policy, str(tiny_model_dir), stage, torch.bfloat16)
+@pytest.mark.parametrize(("stage", "adapters"), [(2, lora.LORA), (3, lora.LORA), (2, lora.QLORA)])
+def test_in_bfloat16_too(group: WorkerGroup, stage: int, adapters: LoraConfig, tiny_model_dir: Path) -> None:
+    lone = lora.policy(str(tiny_model_dir), dtype=torch.bfloat16, lora=adapters)
+    group.build(lora.rank_policy, str(tiny_model_dir), stage, torch.bfloat16, adapters)
     policy = ShardedPolicy(group)
     expected = cluster.trained(lone)
     assert cluster.trained(policy)["loss"] == pytest.approx(expected["loss"], rel=0.02)

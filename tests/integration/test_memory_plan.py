@@ -1,6 +1,6 @@
 """A process that trains alone holds what the memory plan of `--dry_run` says."""
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +16,26 @@ from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.entrypoints.dry_run import model_shape
 from tests.fakes import cluster
 from tests.tensor_bytes import tensor_bytes
+from tests.tiny_models import saved, tiny_model
 
 TOLERANCE = 0.1
 """What a process of a tiny model holds besides: tables of rotations, counters of steps."""
 
 
-@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=16)], ids=["all_weights", "adapters"])
+WAYS = [LoraConfig(), LoraConfig(rank=16), LoraConfig(rank=16, load_in_4bit=True)]
+
+
+@pytest.fixture(scope="module")
+def path(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a model that is large beside the 16 and 256 numbers that stand for codes in each quantised layer."""
+    model = tiny_model("LlamaForCausalLM", tiny_tokenizer, hidden_size=128, intermediate_size=512)
+    return str(saved(model, tiny_tokenizer, tmp_path_factory.mktemp("models") / "llama"))
+
+
+@pytest.mark.parametrize("lora", WAYS, ids=["all_weights", "adapters", "quantised"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_one_process(tiny_model_dir: Path, dtype: torch.dtype, lora: LoraConfig) -> None:
-    path, config = str(tiny_model_dir), RLConfig()
+def test_one_process(path: str, dtype: torch.dtype, lora: LoraConfig) -> None:
+    config = RLConfig()
     config.train.enable_ema = cluster.SETTINGS.ema_beta is not None
     shape = model_shape("actor.model_name_or_path", path, lora)
     planned = memory_plan(config, shape, compute_bytes=dtype.itemsize, machine=Machine(gpu=0, memory=0))[0]
@@ -35,7 +46,8 @@ def test_one_process(tiny_model_dir: Path, dtype: torch.dtype, lora: LoraConfig)
         return cluster.likelihood(scores, part)
 
     idle = tensor_bytes()
-    model = load_causal_lm(path, dtype=dtype, device=torch.device("cpu"), flag=cluster.FLAG)
+    cpu = torch.device("cpu")
+    model = load_causal_lm(path, dtype=dtype, device=cpu, flag=cluster.FLAG, load_in_4bit=lora.load_in_4bit)
     if lora.rank:
         add_lora(model, lora, seed=0)
     policy = TorchPolicy(model, load_tokenizer(path, flag=cluster.FLAG), cluster.SETTINGS)

@@ -182,6 +182,23 @@ def test_adapters_alone_are_trained_and_no_engine_or_reference_has_them() -> Non
     assert rows["reference"].weights == rows["engines"].weights == 2000
 
 
+def test_of_quantised_weights_a_pass_has_less_than_a_layer_in_full() -> None:
+    shape = evolve(SHAPE, adapters=100, quantised=801)
+    config = small_config()
+    whole, row = plan(config, shape=evolve(shape, quantised=0))["actor"], plan(config, shape=shape)["actor"]
+    kept = 414  # bytes of 801 numbers of 4.127 bits
+    assert parts(row)[:3] == (299 * 2 + kept, 400, 1200)
+    assert row.passes - whole.passes == 801 / SHAPE.layers * 2
+    config = cluster_config()
+    config.algo.kl.init_coef = 0.1
+    config.algo.advantage.estimator = "gae"
+    rows = plan(config, shape=shape)
+    assert rows["actor"].weights == 299 * 2 + kept
+    assert rows["reference"].weights == 199 * 2 + kept
+    assert plan(config, shape=shape, reference=SHAPE)["reference"].weights == 2000
+    assert rows["critic"].weights == rows["engines"].weights == 2000
+
+
 def test_processes_that_share_a_sequence_divide_its_tokens() -> None:
     config = cluster_config(0)
     config.train.max_tokens_per_micro_batch = 1

@@ -5,6 +5,7 @@ import pytest
 from rollgrad.application.choices import Engine, Optim, SyncBackend
 from rollgrad.application.config import RLConfig
 from rollgrad.application.rules_cluster import cluster_problems, server_problems
+from rollgrad.application.rules_lora import lora_problems
 
 CLUSTER: dict[str, Any] = {"cluster.enable": True}
 VLLM: dict[str, Any] = {"rollout.engine": Engine.VLLM}
@@ -144,6 +145,19 @@ def test_layers_with_adapters_are_not_shared() -> None:
         "ds.tensor_parallel_size is 2 with actor.lora.rank 8, but layers with adapters are not divided: leave one of "
         "--ds.tensor_parallel_size and --actor.lora.rank out."
     ]
+
+
+def test_quantised_weights_are_not_divided() -> None:
+    config = RLConfig()
+    config.cluster.enable, config.ds.zero_stage = True, 3
+    config.actor.lora.rank, config.actor.lora.load_in_4bit = 8, True
+    assert list(lora_problems(config)) == [
+        "actor.lora.load_in_4bit is on and ds.zero_stage is 3, but weights in 4 bits are not divided: set "
+        "--ds.zero_stage 2, or leave --actor.lora.load_in_4bit out."
+    ]
+    for stage in (0, 1, 2):
+        config.ds.zero_stage = stage
+        assert not list(lora_problems(config))
 
 
 def test_engines_that_never_rest_share_no_gpu() -> None:

@@ -504,7 +504,7 @@ def test_evaluation() -> None:
         ("--packing_samples",),
         ("--lora_alpha", "8"),
         ("--lora_dropout", "0.1"),
-        ("--load_in_4bit",),
+        ("--load_in_4bit",),  # all weights are trained
         ("--load_checkpoint",),
         ("--use_wandb", "key"),
         ("--ema_beta", "0.9"),
@@ -680,6 +680,23 @@ def test_lora() -> None:
     assert notes_of(*chosen) == [
         "not identical: --lora_rank 8: of the actor alone; all weights of the critic are trained"
     ]
+
+
+@pytest.mark.parametrize(
+    ("models", "others"),
+    [
+        ((*MODULE, *LEAST, "--advantage_estimator", "reinforce"), ""),
+        ((*MODULE, *LEAST), "critic"),
+        (WITH_MODEL, "critic and reward model"),
+    ],
+)
+def test_weights_in_four_bits(models: tuple[str, ...], others: str) -> None:
+    command = [*models, "--lora_rank", "8"]
+    assert not translated_config(command)[0].actor.lora.load_in_4bit
+    command.append("--load_in_4bit")
+    assert translated_config(command)[0].actor.lora.load_in_4bit
+    notes = [note for note in translate(command).notes if "4bit" in note]
+    assert notes == ([f"not identical: --load_in_4bit: of the actor, not of the {others}"] if others else [])
 
 
 def test_sequences_over_several_processes() -> None:
