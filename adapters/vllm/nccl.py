@@ -152,6 +152,8 @@ class Group:
         return run
 
 
+WITHOUT_NCCL = "If it happens again, --vllm.sync_backend shared_memory moves weights without NCCL."
+
 _group = Group()
 """Kept from one transfer to the next."""
 
@@ -175,7 +177,9 @@ def within(seconds: float, work: Callable[[], T], doing: str) -> T:
     thread.start()
     thread.join(seconds)
     if errors:
-        raise EngineError(f"The engines did not {doing}: {type(errors[0]).__name__}: {errors[0]}") from errors[0]
+        raise EngineError(
+            f"The engines did not {doing}: {type(errors[0]).__name__}: {errors[0]}. {WITHOUT_NCCL}"
+        ) from errors[0]
     if not results:
-        raise EngineError(f"The engines took more than {seconds:g} s to {doing}.")
+        raise EngineError(f"The engines took more than {seconds:g} s to {doing}. {WITHOUT_NCCL}")
     return results[0]
