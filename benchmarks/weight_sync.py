@@ -1,9 +1,11 @@
 """How fast weights get into vLLM, against what the memory allows, and how fast it then samples, against the embedded
-engine; everything in one run, one engine after the other.
+engine; and the same with LoRA, whose adapters go merged into the weights or alone (`actor.lora.sync`). Everything in
+one run, one engine after the other.
 
 A push writes every byte to shared memory once, copies it out once and repacks it once: the bound is three copies at
 the speed of `memcpy` (which reads and writes), measured in this run. Beside it the same through files of a temporary
-directory. Only the ratios carry over to other machines.
+directory. Only the ratios carry over to other machines; how fast vLLM samples beside an adapter does not even so: on a
+CPU it has no kernels for it.
 
     python benchmarks/weight_sync.py
 """
@@ -22,21 +24,27 @@ from attrs import define
 
 from benchmarks.machine import OtherProcesses, best_of
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer, resolve_dtype
+from rollgrad.adapters.torch.lora import add_lora
 from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.adapters.vllm.disk import Disk
 from rollgrad.adapters.vllm.engine import VLLMEngine
-from rollgrad.adapters.vllm.shared_memory import shared_memory
+from rollgrad.adapters.vllm.shared_memory import shared_memory, shared_memory_adapter
 from rollgrad.adapters.vllm.transport import Backend
 from rollgrad.adapters.vllm.weights import EngineWeights
+from rollgrad.application.model_config import LoraConfig
+from rollgrad.domain.batch import pack
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.sampling import GenerationRequest, SamplingParams
+from rollgrad.domain.trajectory import TrajectoryBuilder
 
 COPIES = 3
 SAMPLES = 8
 PROMPT = tuple(range(100, 140))
 COPIED_BYTES = 256 * 2**20
+TRAINED_B = 1e-3
+"""Size of an entry of B after some training."""
 
 
 @define(kw_only=True)
@@ -55,6 +63,8 @@ class Work:
     """Sampled tokens of each."""
     rounds: int = 3
     """Counted rounds of generation, after one that is not."""
+    lora_rank: int = 32
+    """Of the adapters, which all linear layers have; 0 leaves this part out."""
 
 
 async def tokens_per_second(engine: RolloutEngine, rows: int, work: Work) -> float:
@@ -95,33 +105,117 @@ def table(rows: Sequence[Sequence[Any]]) -> None:
     print()
 
 
+def policy_of(work: Work, dtype: torch.dtype) -> TorchPolicy:
+    """The trainer's model."""
+    flag = "--model"
+    model = load_causal_lm(str(work.model), dtype=dtype, device=torch.device("cpu"), flag=flag)
+    return TorchPolicy(model, load_tokenizer(str(work.model), flag=flag), OptimizerSettings(lr=1e-6))
+
+
+async def difference(engine: RolloutEngine, policy: TorchPolicy, work: Work) -> float:
+    """Mean of how much trainer and engine differ in the log-prob of a sampled token, nats."""
+    requests = [
+        GenerationRequest(prompt_token_ids=PROMPT, params=SamplingParams(max_new_tokens=work.new_tokens, seed=row))
+        for row in range(SAMPLES)
+    ]
+    replies = await asyncio.gather(*(engine.generate(request) for request in requests))
+    trajectories = []
+    for row, reply in enumerate(replies):
+        builder = TrajectoryBuilder(PROMPT, group_id=0, sample_id=row)
+        builder.add_action(reply)
+        trajectories.append(builder.build(stop_reason=reply.stop_reason))
+    scores = policy.score(batch := pack(trajectories)).logprobs_N[batch.action_mask_N]
+    sampled = torch.tensor([logprob for reply in replies for logprob in reply.logprobs])
+    return float((scores - sampled).abs().mean())
+
+
+@define
+class Measured:
+    """What an engine of its own did."""
+
+    rates: list[float]
+    """Tokens per second for each number of rows."""
+    pushes: list[tuple[float, float]]
+    """Seconds and bytes of a push by each backend."""
+    difference: float
+    """See `difference`."""
+
+
+def of_vllm(
+    policy: TorchPolicy, work: Work, dtype: torch.dtype, *backends: Backend, lora: LoraConfig | None = None
+) -> Measured:
+    """Measures an engine; with `lora` one that takes adapters alone, by `shared_memory_adapter`."""
+    engine = VLLMEngine(
+        str(work.model),
+        eos_token_ids=(),
+        dtype=str(dtype).removeprefix("torch."),
+        max_tokens=1024,
+        max_batch_size=64,
+        lora=lora,
+    )
+
+    async def measured() -> Measured:
+        pushes = [await seconds_of_a_push(EngineWeights(engine, backend=backend), policy, work) for backend in backends]
+        rates = [await tokens_per_second(engine, rows, work) for rows in work.rows]
+        return Measured(rates, pushes, await difference(engine, policy, work))
+
+    try:
+        return asyncio.run(measured())
+    finally:
+        engine.close()
+
+
+def compare_lora(work: Work, dtype: torch.dtype) -> None:
+    """Measures and prints what the two ways of LoRA cost."""
+    policy = policy_of(work, dtype)
+    lora = LoraConfig(rank=work.lora_rank)
+    add_lora(policy.module, lora, seed=0)
+    for name, tensor in policy.adapter():
+        if "lora_B" in name:  # fresh adapters would change nothing
+            tensor.normal_(0.0, TRAINED_B, generator=torch.Generator().manual_seed(0))
+    merged = of_vllm(policy, work, dtype, shared_memory)
+    alone = of_vllm(policy, work, dtype, shared_memory_adapter, lora=lora)
+    (merged_seconds, merged_size), (alone_seconds, alone_size) = merged.pushes[0], alone.pushes[0]
+    print(f"LoRA of rank {work.lora_rank}: merged, and the adapter alone\n")
+    table(
+        [
+            ("", "merged", "adapter", "merged : adapter"),
+            ("MB of a push", f"{merged_size / 1e6:.0f}", f"{alone_size / 1e6:.0f}", f"{merged_size / alone_size:.1f}"),
+            (
+                "seconds of a push",
+                f"{merged_seconds:.3f}",
+                f"{alone_seconds:.3f}",
+                f"{merged_seconds / alone_seconds:.1f}",
+            ),
+            (
+                "nats between trainer and engine",
+                f"{merged.difference:.4f}",
+                f"{alone.difference:.4f}",
+                f"{merged.difference / alone.difference:.1f}",
+            ),
+            *(
+                (f"tokens/s, {rows} rows", f"{one:.0f}", f"{other:.0f}", f"{one / other:.1f}")
+                for rows, one, other in zip(work.rows, merged.rates, alone.rates, strict=True)
+            ),
+        ]
+    )
+
+
 def main(work: Work) -> None:
     """Measures, prints."""
-    flag = "--model"
     dtype = resolve_dtype(work.dtype, torch.device("cpu"))
-    model = load_causal_lm(str(work.model), dtype=dtype, device=torch.device("cpu"), flag=flag)
-    policy = TorchPolicy(model, load_tokenizer(str(work.model), flag=flag), OptimizerSettings(lr=1e-6))
+    policy = policy_of(work, dtype)
     others = OtherProcesses()
     memcpy = memcpy_bytes_per_second()
-    embedded = EmbeddedEngine(model, eos_token_ids=())
+    embedded = EmbeddedEngine(policy.module, eos_token_ids=())
 
     async def of_embedded() -> list[float]:
         return [await tokens_per_second(embedded, rows, work) for rows in work.rows]
 
     here = asyncio.run(of_embedded())
-    engine = VLLMEngine(
-        str(work.model), eos_token_ids=(), dtype=str(dtype).removeprefix("torch."), max_tokens=1024, max_batch_size=64
-    )
-
-    async def of_vllm(directory: Path) -> tuple[list[float], dict[str, tuple[float, float]]]:
-        rates = [await tokens_per_second(engine, rows, work) for rows in work.rows]
-        backends: dict[str, Backend] = {"shared_memory": shared_memory, "disk": Disk(directory)}
-        channels = {name: EngineWeights(engine, backend=backend) for name, backend in backends.items()}
-        return rates, {name: await seconds_of_a_push(channel, policy, work) for name, channel in channels.items()}
-
     with tempfile.TemporaryDirectory() as directory:
-        there, pushes = asyncio.run(of_vllm(Path(directory)))
-    engine.close()
+        there = of_vllm(policy, work, dtype, shared_memory, Disk(Path(directory)))
+    pushes = dict(zip(("shared_memory", "disk"), there.pushes, strict=True))
 
     bound = COPIES * pushes["shared_memory"][1] / memcpy
     print(f"\n{work.model.name}, {dtype}; other processes took {others.share():.0%} of the machine\n")
@@ -147,10 +241,12 @@ def main(work: Work) -> None:
             ("rows", "vLLM tokens/s", "embedded tokens/s", "ratio"),
             *(
                 (rows, f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}")
-                for rows, ours, theirs in zip(work.rows, there, here, strict=True)
+                for rows, ours, theirs in zip(work.rows, there.rates, here, strict=True)
             ),
         ]
     )
+    if work.lora_rank:
+        compare_lora(work, dtype)
 
 
 if __name__ == "__main__":
