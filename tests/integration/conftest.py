@@ -1,7 +1,11 @@
 """Tests of vLLM itself, and of Ray, exist where they are installed; `make test` installs them."""
 
 import importlib.util
+import json
 import os
+from pathlib import Path
+
+import pytest
 
 NEEDS = {
     "test_vllm_engine.py": ("vllm",),
@@ -16,3 +20,28 @@ NEEDS = {
 os.environ.setdefault("RAY_worker_niceness", "0")  # as `RaySession` does, for clusters that tests start themselves
 
 collect_ignore = [file for file, packages in NEEDS.items() if not all(map(importlib.util.find_spec, packages))]
+
+
+@pytest.fixture
+def sums_flags(wide_headed_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Of a run in float32 on nine sums, in an empty working directory; how it samples is left to add."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"input": f"What is {a} plus {b}?", "label": str(a + b)} for a in range(1, 4) for b in range(1, 4)]
+    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    reward = "def reward_func(queries, prompts, labels):\n    return [len(query) % 7 for query in queries]\n"
+    Path("reward.py").write_text(reward)
+    return {
+        "actor.model-name-or-path": str(wide_headed_model_dir),
+        "actor.dtype": "float32",
+        "actor.adam.lr": "1e-3",
+        "algo.advantage.estimator": "group_norm",
+        "algo.old-logprobs": "rollout",
+        "data.prompt-dataset": "prompts.jsonl",
+        "data.label-key": "label",
+        "reward.function-path": "reward.py",
+        "rollout.temperature": "0.8",
+        "rollout.batch-size": "3",
+        "rollout.n-samples-per-prompt": "3",
+        "rollout.max-new-tokens": "16",
+        "ckpt.output-dir": "out",
+    }

@@ -143,7 +143,7 @@ def test_every_promise_is_looked_at() -> None:
     assert len(PROMISES) > 15
 
 
-ASYNC = {"train.async_enable": "True", "algo.old_logprobs": "rollout"}
+ASYNC = {"train.async-enable": "True"}
 
 
 @pytest.mark.parametrize(
@@ -151,48 +151,24 @@ ASYNC = {"train.async_enable": "True", "algo.old_logprobs": "rollout"}
     [
         {},
         ASYNC,
-        {**ASYNC, "train.partial_rollout": "keep"},
-        {**ASYNC, "train.partial_rollout": "recompute"},
+        {**ASYNC, "train.partial-rollout": "keep"},
+        {**ASYNC, "train.partial-rollout": "recompute"},
     ],
     ids=["sync", "none", "keep", "recompute"],
 )
 def test_a_run_trains_on_what_the_server_samples(
-    url: str,
-    wide_headed_model_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, str],
+    url: str, sums_flags: dict[str, str], settings: dict[str, str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    rows = [{"input": f"What is {a} plus {b}?", "label": str(a + b)} for a in range(1, 4) for b in range(1, 4)]
-    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    reward = "def reward_func(queries, prompts, labels):\n    return [len(query) % 7 for query in queries]\n"
-    Path("reward.py").write_text(reward)
-    model = {"actor.model_name_or_path": str(wide_headed_model_dir), "rollout.engine": "server"}
-    judged = {"rollout.server_urls": url, "reward.function_path": "reward.py", "data.label_key": "label"}
-    flags = {
-        **model,
-        **judged,
-        "actor.dtype": "float32",
-        "actor.adam.lr": "1e-3",
-        "algo.advantage.estimator": "group_norm",
-        "data.prompt_dataset": "prompts.jsonl",
-        "rollout.temperature": "0.8",
-        "rollout.batch_size": "3",
-        "rollout.n_samples_per_prompt": "3",
-        "rollout.max_new_tokens": "16",
-        "train.max_steps": "3",
-        "ckpt.output_dir": "out",
-        "algo.old_logprobs": "rollout",
-        **settings,
-    }
-    assert main(["train", "rl", *words(flags)]) == 0
+    flags = sums_flags | {"rollout.engine": "server", "rollout.server-urls": url, "train.max-steps": "3"}
+    assert main(["train", "rl", *words(flags | settings)]) == 0
     steps = [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
     exact = steps if not settings else steps[:1]  # the others' samples may be of an older policy
     for step in exact:  # the ratio is of the trainer's probability to the server's
         assert step["policy/ratio_mean"] == pytest.approx(1.0, abs=TOLERANCE)
-    assert main(["eval", *words(model | judged | {"eval.dataset": "prompts.jsonl", "eval.max_new_tokens": "8"})]) == 0
+    asked = ("actor.model-name-or-path", "rollout.engine", "rollout.server-urls", "reward.function-path")
+    held_out = {"eval.dataset": "prompts.jsonl", "data.label-key": "label", "eval.max-new-tokens": "8"}
+    assert main(["eval", *words({flag: flags[flag] for flag in asked} | held_out)]) == 0
 
 
 def words(flags: dict[str, str]) -> list[str]:

@@ -462,32 +462,8 @@ def test_a_killed_process_is_an_error_for_all_who_wait(wide_headed_model_dir: Pa
     engine.close()
 
 
-def test_a_run_trains_on_what_vllm_samples(
-    wide_headed_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    rows = [{"input": f"What is {a} plus {b}?", "label": str(a + b)} for a in range(1, 4) for b in range(1, 4)]
-    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    reward = "def reward_func(queries, prompts, labels):\n    return [len(query) % 7 for query in queries]\n"
-    Path("reward.py").write_text(reward)
-    flags = {
-        "actor.model-name-or-path": str(wide_headed_model_dir),
-        "actor.dtype": "float32",
-        "actor.adam.lr": "1e-3",
-        "algo.advantage.estimator": "group_norm",
-        "algo.old-logprobs": "rollout",
-        "data.prompt-dataset": "prompts.jsonl",
-        "data.label-key": "label",
-        "reward.function-path": "reward.py",
-        "rollout.engine": "vllm",
-        "vllm.sync-backend": "disk",
-        "rollout.temperature": "0.8",
-        "rollout.batch-size": "4",
-        "rollout.n-samples-per-prompt": "3",
-        "rollout.max-new-tokens": "8",
-        "train.max-steps": "2",
-        "ckpt.output-dir": "out",
-    }
+def test_a_run_trains_on_what_vllm_samples(sums_flags: dict[str, str]) -> None:
+    flags = sums_flags | {"rollout.engine": "vllm", "vllm.sync-backend": "disk", "train.max-steps": "2"}
     before = set(psutil.Process().children(recursive=True))
     assert main(["train", "rl", *(part for flag, value in flags.items() for part in (f"--{flag}", value))]) == 0
     started = set(psutil.Process().children(recursive=True)) - before
