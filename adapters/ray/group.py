@@ -20,6 +20,11 @@ from rollgrad.domain.errors import RollgradError, WorkerError
 GRACE_SECONDS = 30.0
 """After the first failure, for the death which is its cause: the others fail because a process has left them."""
 
+NO_MEMORY = (
+    "Ray ended it as its machine was about to run out of memory: lower --train.max_tokens_per_micro_batch, or give the "
+    "model more processes; --dry_run says what each of them holds"
+)
+
 
 class RankWorker:
     """What runs in each process. One of a group of `size`; `threads` are for torch."""
@@ -226,6 +231,8 @@ class WorkerGroup:
     def _judged(self, failures: dict[int, Exception], doing: str) -> Exception:
         """The error that tells most: of a process that died, else what one raised on purpose, else anything."""
         if dead := [rank for rank, error in failures.items() if _is_death(error)]:
+            if any(_is_lack_of_memory(failures[rank]) for rank in dead):
+                return self._end(f"died ({NO_MEMORY})", dead, doing)
             return self._end("died", dead, doing)
         rank, error = min(failures.items())
         cause = getattr(error, "cause", None)
@@ -251,3 +258,10 @@ def _is_death(error: Exception) -> bool:
     from ray.exceptions import RayError, RayTaskError
 
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Whether Ray ended a process before its machine's memory was full."""
+    from ray.exceptions import OutOfMemoryError
+
+    return isinstance(error, OutOfMemoryError)

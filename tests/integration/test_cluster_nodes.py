@@ -14,7 +14,7 @@ from rollgrad.adapters.vllm.weights import FleetWeights
 from rollgrad.application.config import RLConfig
 from rollgrad.application.fleet import EngineFleet
 from rollgrad.domain.batch import pack
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, WorkerError
 from rollgrad.domain.rewards import RewardRequest
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.trajectory import TrajectoryBuilder
@@ -98,6 +98,23 @@ def test_weights_reach_an_engine_on_another_machine(cluster: Any, wide_headed_mo
     scored = policy.score(pack([trajectory.build(stop_reason=StopReason.LENGTH)]))
     assert scored.logprobs_N[3:].tolist() == pytest.approx(list(generation.logprobs), abs=1e-4)
     assert set(generation.versions) == {1}
+
+
+def test_a_process_that_ran_out_of_memory_is_told(tiny_model_dir: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    full = {"memory_usage_threshold": 0.01, "memory_monitor_refresh_ms": 100}
+    nodes = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, "_system_config": full})
+    session = RaySession(nodes.address, cpus=0)
+    try:
+        with (
+            pytest.raises(WorkerError, match=r"rank 0 died .*out of memory: lower --train\.max_tokens_per_micro_batch"),
+            cluster_models.worker_group(1) as group,
+        ):
+            group.build(cluster_models.rank_policy, str(tiny_model_dir), 2)
+    finally:
+        session.close()
+        nodes.shutdown()
 
 
 def test_a_cluster_that_does_not_answer_is_told(tiny_model_dir: Path, tmp_path: Path) -> None:
