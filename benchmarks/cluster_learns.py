@@ -58,8 +58,15 @@ def lora(config: RLConfig) -> None:
     config.actor.adam.lr = 5e-4
 
 
+def qlora(config: RLConfig) -> None:
+    """The same beside weights in 4 bits, and a reference that has them too; ZeRO-2."""
+    lora(config)
+    config.actor.lora.load_in_4bit, config.ds.zero_stage = True, 2
+    config.algo.kl.init_coef = 0.001
+
+
 RUNS: dict[str, Callable[[RLConfig], None]] = {
-    run.__name__: run for run in (colocated, asynchronous, partial_rollout, ppo, lora)
+    run.__name__: run for run in (colocated, asynchronous, partial_rollout, ppo, lora, qlora)
 }
 
 

@@ -24,10 +24,11 @@ def policy(
     dtype: torch.dtype = torch.float32,
     lora: LoraConfig = LORA,
     settings: OptimizerSettings = SETTINGS,
+    device: str = "cpu",
     **options: Any,
 ) -> TorchPolicy:
-    device = torch.device("cpu")
-    model = load_causal_lm(path, dtype=dtype, device=device, flag=FLAG, load_in_4bit=lora.load_in_4bit)
+    place = torch.device(device)
+    model = load_causal_lm(path, dtype=dtype, device=place, flag=FLAG, load_in_4bit=lora.load_in_4bit)
     add_lora(model, lora, seed=1)
     return TorchPolicy(model, load_tokenizer(path, flag=FLAG), settings, optimize=optimize, **options)
 

@@ -220,6 +220,19 @@ def test_a_cpu_that_multiplies_bfloat16_computes_with_the_same_weights(
     assert all(torch.equal(weight, before[name]) for name, weight in raw(policy).items())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.15), (torch.float16, 0.02)], ids=str)
+def test_a_gpu_computes_with_the_weights_that_leave(
+    tiny_model_dir: Path, dtype: torch.dtype, tolerance: float, tmp_path: Path
+) -> None:
+    """There bitsandbytes multiplies few tokens by 4-bit weights directly."""
+    policy, batch = qlora(tiny_model_dir, dtype, device="cuda"), cluster.batch()
+    cluster.trained(policy)
+    policy.save(tmp_path)
+    scores = policy.score(batch).logprobs_N.double()
+    torch.testing.assert_close(scores, logprobs(plain(tmp_path), batch), rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("package", ["bitsandbytes", "accelerate"])
 def test_without_bitsandbytes_the_extra_is_named(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, package: str
