@@ -25,6 +25,7 @@ from rollgrad.application.train_config import PartialRollout
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import unpack_smollm2  # noqa: E402
+from sums_reward_model import train_reward_model  # noqa: E402
 
 
 def colocated(config: RLConfig) -> None:
@@ -52,6 +53,34 @@ def ppo(config: RLConfig) -> None:
     config.critic.num_gpus_per_node = config.ref.num_gpus_per_node = 1
 
 
+def ppo_reward_model(config: RLConfig) -> None:
+    """The same, judged by a reward model that learnt sums from right and wrong replies, and that the critic starts
+    from. The table has what replies are really worth; no rule of the task has a part in the training."""
+    ppo(config)
+    model = str(ROOT / "runs" / "sums_reward_model")
+    share = train_reward_model(config.actor.model_name_or_path, model)
+    print(f"reward model: {share:.0%} of right and wrong replies to held-out sums told apart", file=sys.stderr)
+    config.critic.model_name_or_path = config.reward.model_name_or_path = model
+    config.reward.num_gpus_per_node = 1
+    config.reward.verifier, config.eval.dataset = None, None
+    config.reward.timeout, config.reward.pass_threshold = 300.0, 0.0
+    config.train.colocate_critic_reward = True
+
+
+def accuracy(model: Path | str) -> float:
+    """Of greedy replies to the held-out sums, by the task's own rule."""
+    config = rollgrad.load_config(ROOT / "examples" / "sums.yaml")
+    config.actor.model_name_or_path = str(model)
+    return rollgrad.evaluate(config)["eval/pass@1"]
+
+
+def held_out(config: RLConfig, result: rollgrad.TrainResult) -> tuple[float, float]:
+    """Accuracy before and after, always by the task's own rule."""
+    if result.after:
+        return result.before["eval/pass@1"], result.after["eval/pass@1"]
+    return accuracy(config.actor.model_name_or_path), accuracy(result.model)
+
+
 def lora(config: RLConfig) -> None:
     """Adapters of rank 32 in place of the weights."""
     config.actor.lora.rank = 32
@@ -66,7 +95,8 @@ def qlora(config: RLConfig) -> None:
 
 
 RUNS: dict[str, Callable[[RLConfig], None]] = {
-    run.__name__: run for run in (colocated, asynchronous, partial_rollout, ppo, lora, qlora)
+    run.__name__: run
+    for run in (colocated, asynchronous, partial_rollout, ppo, ppo_reward_model, lora, qlora)
 }
 
 
@@ -87,7 +117,7 @@ def main() -> None:
             result = rollgrad.train(config)
             lines = map(json.loads, (Path(output) / "metrics.jsonl").read_text().splitlines())
             rewards = [f"{line['reward/mean']:.2f}" for line in lines if "reward/mean" in line]
-        before, after = (f"{held_out['eval/pass@1']:.0%}" for held_out in (result.before, result.after))
+            before, after = (f"{share:.0%}" for share in held_out(config, result))
         table.add_row(name, before, after, " ".join(rewards), f"{(time.monotonic() - started) / 60:.1f}")
         print(name, before, after, *rewards, file=sys.stderr)
     Console(width=120).print(table)
