@@ -25,6 +25,9 @@ NO_MEMORY = (
     "model more processes; --dry_run says what each of them holds"
 )
 
+PASSES = frozenset({"score", "values", "update"})
+"""Methods of models that go through all layers, and leave much memory free."""
+
 
 class RankWorker:
     """What runs in each process. One of a group of `size`; `threads` are for torch."""
@@ -58,10 +61,21 @@ class RankWorker:
     def build(self, make: Callable[..., Any], *arguments: Any) -> None:
         """Makes the model that later calls are made on."""
         self._model = make(*arguments)
+        self._rest()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """A method of the model."""
-        return getattr(self._model, method)(*arguments)
+        try:
+            return getattr(self._model, method)(*arguments)
+        finally:
+            if method in PASSES:
+                self._rest()
+
+    def _rest(self) -> None:
+        """Models take turns on a machine: what one leaves free, others need."""
+        from rollgrad.adapters.torch.allocator import give_back_freed_memory
+
+        give_back_freed_memory()
 
 
 class WorkerGroup:

@@ -1,4 +1,4 @@
-"""Keeps freed memory in the process on Linux CPUs.
+"""Keeps freed memory in the process on Linux CPUs, until it is asked for.
 
 Each training step allocates and frees the same gigabytes (gradients, activations, logits). glibc would give large
 blocks back to the system at once and take them anew, page by page, which costs about a tenth of a step.
@@ -6,6 +6,7 @@ blocks back to the system at once and take them anew, page by page, which costs 
 
 import ctypes
 import sys
+from typing import Any
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Names of glibc's `mallopt` parameters."""
@@ -15,9 +16,17 @@ KEEP = 2**31 - 1
 
 def keep_freed_memory() -> None:
     """Tells glibc to reuse freed blocks of any size; does nothing on other systems."""
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent from musl
-    if mallopt is not None:
+    if (mallopt := _of_glibc("mallopt")) is not None:
         mallopt(M_MMAP_THRESHOLD, KEEP)
         mallopt(M_TRIM_THRESHOLD, KEEP)
+
+
+def give_back_freed_memory() -> None:
+    """Gives all of it to the system, for other processes on the machine; does nothing on other systems."""
+    if (malloc_trim := _of_glibc("malloc_trim")) is not None:
+        malloc_trim(0)
+
+
+def _of_glibc(function: str) -> Any:
+    """None on other systems, and in other C libraries, as musl."""
+    return getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None
