@@ -97,8 +97,7 @@ def qlora(config: RLConfig) -> None:
 
 
 RUNS: dict[str, Callable[[RLConfig], None]] = {
-    run.__name__: run
-    for run in (colocated, asynchronous, partial_rollout, ppo, ppo_reward_model, lora, qlora)
+    run.__name__: run for run in (colocated, asynchronous, partial_rollout, ppo, ppo_reward_model, lora, qlora)
 }
 
 
