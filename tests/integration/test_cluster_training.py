@@ -19,10 +19,10 @@ from rollgrad.application.config import RLConfig
 from rollgrad.application.train_config import PartialRollout
 from rollgrad.domain.errors import WorkerError
 from rollgrad.domain.ports.metric_sink import MetricSink
-from rollgrad.domain.rewards import RewardRequest
 from rollgrad.entrypoints.config_io import dump_config
 from tests.accounts import nothing_is_lost
-from tests.fakes import cluster
+from tests.fakes import cluster, controller
+from tests.fakes.controller import letters
 from tests.fakes.reward_source import FakeRewardSource
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -37,10 +37,6 @@ def session() -> Iterator[RaySession]:
     session = RaySession(None, cpus=8)
     yield session
     session.close()
-
-
-def letters(request: RewardRequest) -> float:
-    return sum(character.isalpha() for character in request.response) / (1 + len(request.response))
 
 
 @pytest.fixture(scope="module")
@@ -196,25 +192,28 @@ def test_a_lost_rank_ends_the_run_which_continues(make: Callable[..., RLConfig],
 
 
 @pytest.mark.chaos
-def test_nothing_outlives_a_killed_controller(make: Callable[..., RLConfig], tmp_path: Path) -> None:
-    config = make("controller")
-    config.ckpt.state_steps, config.train.max_steps = 1, 50
+@pytest.mark.parametrize("phase", controller.PHASES)
+def test_a_killed_controller_leaves_no_process_and_its_run_continues(
+    make: Callable[..., RLConfig], finished: RLConfig, phase: str, tmp_path: Path
+) -> None:
+    config = divided(make(phase))
+    config.actor.num_gpus_per_node = 1
     settings = tmp_path / "run.yaml"
     settings.write_text(dump_config(config))
-    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels): return [len(q) for q in queries]")
-    command = [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl", "--config", str(settings)]
-    command += ["--reward.function-path", str(tmp_path / "reward.py")]
-    state = Path(config.ckpt.output_dir) / "training_state.pt"
+    halted = Path(config.ckpt.output_dir) / controller.HALTED
+    command = [sys.executable, "-m", "tests.fakes.controller", str(settings), phase]
     with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ) | {"RAY_ADDRESS": ""}) as run:
-        controller = psutil.Process(run.pid)
-        cluster.wait_for(lambda: state.exists() or run.poll() is not None, "the first training state")
-        family = controller.children(recursive=True)
+        cluster.wait_for(lambda: halted.exists() or run.poll() is not None, f"a controller that is {phase}")
+        family = psutil.Process(run.pid).children(recursive=True)
         assert any("ray::RankWorker" in " ".join(p.cmdline()) for p in family if p.is_running())
         run.kill()
     cluster.wait_for(lambda: not any(_lives(process) for process in family), "the end of all processes")
-    done = subprocess.run([*command, "--ckpt.resume", "--train.max-steps", "8"], cwd=ROOT, timeout=600)
-    assert done.returncode == 0
-    assert [line["step"] for line in steps(config)] == list(range(1, 9))
+    resumed = without_cluster(config)
+    resumed.ds.zero_stage = RLConfig().ds.zero_stage
+    resumed.ckpt.resume = True
+    assert [line["step"] for line in train(resumed)] == list(range(1, STEPS + 1))
+    for name, tensor in model(finished).items():
+        torch.testing.assert_close(model(resumed)[name], tensor, rtol=0, atol=1e-3)
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -1,0 +1,87 @@
+"""A controller that halts in a phase of its run, to be killed: `python -m tests.fakes.controller CONFIG PHASE`."""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rollgrad
+from rollgrad.adapters.ray.models import ShardedPolicy
+from rollgrad.application.config import RLConfig
+from rollgrad.domain.rewards import RewardRequest
+from rollgrad.entrypoints.config_io import load_config
+from tests.fakes.reward_source import FakeRewardSource
+
+PHASES = ("generating", "syncing", "training", "saving")
+HALTED = "halted"
+"""The file in `ckpt.output_dir` that says that the phase was reached."""
+
+
+def letters(request: RewardRequest) -> float:
+    return sum(character.isalpha() for character in request.response) / (1 + len(request.response))
+
+
+class Halt:
+    """Lets a run pass until it has saved its first training state."""
+
+    def __init__(self, config: RLConfig, phase: str) -> None:
+        self.phase, self.output_dir = phase, Path(config.ckpt.output_dir)
+
+    def due(self, phase: str) -> bool:
+        return phase == self.phase and (self.output_dir / "training_state.pt").exists()
+
+    def here(self) -> None:
+        (self.output_dir / HALTED).touch()
+        threading.Event().wait()
+
+
+def arm(halt: Halt) -> None:
+    """Halts among the replies of a step, a bucket's weights, the processes of an update, or the bytes of a state."""
+    weights, update, save = ShardedPolicy.weights, ShardedPolicy.update, torch.save
+
+    def halting_weights(policy: ShardedPolicy) -> Iterator[tuple[str, torch.Tensor]]:
+        for weight in weights(policy):
+            yield weight
+            if halt.due("syncing"):
+                halt.here()
+
+    def halting_update(*arguments: Any) -> dict[str, float]:
+        if halt.due("training"):
+            threading.Thread(target=update, args=arguments, daemon=True).start()
+            halt.here()
+        return update(*arguments)
+
+    def halting_save(state: object, file: Any, **options: Any) -> None:
+        if isinstance(file, Path) and halt.due("saving"):  # tensors on their way to other processes are saved, too
+            file.write_bytes(b"half of a state")
+            halt.here()
+        save(state, file, **options)
+
+    ShardedPolicy.weights = halting_weights  # type: ignore[method-assign]
+    ShardedPolicy.update = halting_update  # type: ignore[method-assign]
+    torch.save = halting_save  # type: ignore[assignment]
+
+
+class HaltingReward(FakeRewardSource):
+    """Asked as each reply comes, while others are still sampled."""
+
+    def __init__(self, halt: Halt) -> None:
+        super().__init__(letters)
+        self.halt = halt
+
+    async def score(self, requests: Any) -> Any:
+        if self.halt.due("generating"):
+            (self.halt.output_dir / HALTED).touch()
+            await asyncio.Event().wait()
+        return await super().score(requests)
+
+
+if __name__ == "__main__":
+    run = load_config(Path(sys.argv[1]))
+    halting = Halt(run, sys.argv[2])
+    arm(halting)
+    rollgrad.train(run, reward=HaltingReward(halting))
