@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rollgrad.domain.kl_control import KLController
 from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.rewards import RewardRequest
+from rollgrad.domain.sampling import Generation, GenerationRequest
 from rollgrad.domain.staleness import StalenessBound, StalenessUnit, StalePolicy
 from rollgrad.domain.trajectory import Trajectory
 from tests.fakes.models import VOCABULARY, FakePolicy
@@ -180,19 +182,27 @@ def test_what_is_in_flight_when_the_weights_change(
     tmp_path: Path, build: Callable[..., Run], pause: PauseMode, versions: int
 ) -> None:
     """One prompt's samples are still being drawn when the first update ends."""
-    runs: list[Run] = []
+    updating, asked = threading.Event(), Counter[int]()
 
-    looks = itertools.count()
-
-    def slow_has_begun() -> bool:
-        """Some of its many tokens have been drawn, too, by the twentieth look."""
-        begun = any(request.prompt_token_ids == (4,) for request in runs[0].engine.requests)
-        return begun and next(looks) >= 20
+    def some_are_drawn() -> bool:
+        updating.set()
+        return max(asked.values(), default=0) > 1
 
     params = evolve(PARAMS, max_new_tokens=40)
-    run = build(steps=2, policy=SlowPolicy(slow_has_begun), pause=pause, params=params)
-    runs.append(run)
-    run.engine.latency = lambda request: 4000 if request.prompt_token_ids[0] == 4 else 0
+    run = build(steps=2, policy=SlowPolicy(some_are_drawn), pause=pause, params=params)
+    generate = run.engine.generate
+
+    def latency(request: GenerationRequest) -> int:
+        """Asked before each token."""
+        asked[id(request)] += request.prompt_token_ids[0] == 4
+        return 4000 if request.prompt_token_ids[0] == 4 else 0
+
+    async def held(request: GenerationRequest, **options: Any) -> Generation:
+        while request.prompt_token_ids[0] == 4 and not updating.is_set():
+            await asyncio.sleep(0)
+        return await generate(request, **options)
+
+    run.engine.latency, run.engine.generate = latency, held  # type: ignore[method-assign]
     alone = make_run(tmp_path, steps=2, params=params)
     for one in (run, alone):
         train(one)
