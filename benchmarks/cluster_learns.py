@@ -66,7 +66,7 @@ def ppo_reward_model(config: RLConfig) -> None:
     config.reward.verifier, config.eval.dataset = None, None
     config.reward.timeout, config.reward.pass_threshold = 300.0, 0.0
     config.train.colocate_critic_reward = True
-    config.train.max_tokens_per_micro_batch = 1024
+    config.train.max_tokens_per_micro_batch = 1024  # six processes with models share one machine's memory
 
 
 def accuracy(model: Path | str) -> float:

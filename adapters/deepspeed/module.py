@@ -148,9 +148,8 @@ class DeepSpeedModule(TrainedModule):
 
     def backward(self, loss: Tensor) -> None:
         """See `TrainedModule.backward`."""
-        if (
-            self._scaling.active
-        ):  # of what a process computes; DeepSpeed multiplies the loss, and divides what it reduced
+        if self._scaling.active:
+            # Of what a process computes: DeepSpeed multiplies the loss, and divides what it reduced.
             self._optimizer.override_loss_scale(self._scaling.factor / self._size)
         self._engine.backward(loss * self._size, scale_wrt_gas=False)  # DeepSpeed takes the mean over processes
 

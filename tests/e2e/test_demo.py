@@ -15,8 +15,8 @@ STEPS = 4
 """Enough to gain that much; the demo itself goes on."""
 
 
-AGENT_POINTS, AGENT_STEPS = 10, 1
-"""The same for the agent's demo, which starts at about 70%."""
+AGENT_POINTS, AGENT_STEPS = 10, 2
+"""The same for the agent's demo, which starts at about 65%."""
 
 
 def run_demo(output: Path, steps: int, script: str = "examples/sums.py") -> list[dict[str, float]]:
@@ -45,9 +45,9 @@ def test_the_agents_demo_learns_to_use_its_tool(tmp_path: Path) -> None:
     lines = run_demo(tmp_path, AGENT_STEPS, "examples/products.py")
     accuracy = [line["eval/pass@1"] for line in lines if "eval/pass@1" in line]
     assert 100 * (accuracy[-1] - accuracy[0]) >= AGENT_POINTS
-    (step,) = (line for line in lines if "reward/tool_calls" in line)
-    assert step["reward/tool_calls"] > 0.5
-    assert step["reward/branches"] == 1
+    calls = [line["reward/tool_calls"] for line in lines if "reward/tool_calls" in line]
+    assert calls[-1] > calls[0]
+    assert all(line["reward/branches"] == 1 for line in lines if "reward/branches" in line)
 
 
 def curve(line: dict[str, float]) -> dict[str, float]:

@@ -34,8 +34,11 @@ class Halt:
     def due(self, phase: str) -> bool:
         return phase == self.phase and (self.output_dir / "training_state.pt").exists()
 
-    def here(self) -> None:
+    def tell(self) -> None:
         (self.output_dir / HALTED).touch()
+
+    def here(self) -> None:
+        self.tell()
         threading.Event().wait()
 
 
@@ -75,7 +78,7 @@ class HaltingReward(FakeRewardSource):
 
     async def score(self, requests: Any) -> Any:
         if self.halt.due("generating"):
-            (self.halt.output_dir / HALTED).touch()
+            self.halt.tell()
             await asyncio.Event().wait()
         return await super().score(requests)
 
