@@ -6,6 +6,7 @@ the actor's.
 """
 
 import asyncio
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,9 +35,13 @@ class EngineHost:
 
     async def start(self, settings: Mapping[str, Any]) -> tuple[int | None, str]:
         """Starts vLLM, which blocks the actor; (tokens of a prompt and its reply at most, Ray's id of the machine)."""
-        from rollgrad.adapters.vllm.engine import VLLMEngine
+        gc.disable()  # as in `RankWorker`
+        try:
+            from rollgrad.adapters.vllm.engine import VLLMEngine
 
-        engine = VLLMEngine(**settings)
+            engine = VLLMEngine(**settings)
+        finally:
+            gc.enable()
         self._engine = engine
         return engine.max_tokens, _machine()
 

@@ -6,6 +6,7 @@ and every later call says why.
 Does not own: what the processes compute.
 """
 
+import gc
 import os
 import socket
 import threading
@@ -33,6 +34,7 @@ class RankWorker:
     """What runs in each process. One of a group of `size`; `threads` are for torch."""
 
     def __init__(self, rank: int, size: int, threads: int) -> None:
+        gc.disable()  # libraries that load, until `build`, leave no garbage; to look for it takes a quarter longer
         import torch
 
         torch.set_num_threads(threads)
@@ -60,7 +62,10 @@ class RankWorker:
 
     def build(self, make: Callable[..., Any], *arguments: Any) -> None:
         """Makes the model that later calls are made on."""
-        self._model = make(*arguments)
+        try:
+            self._model = make(*arguments)
+        finally:
+            gc.enable()
         self._rest()
 
     def call(self, method: str, *arguments: Any) -> Any:
