@@ -19,7 +19,7 @@ from torch import Tensor
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer, resolve_dtype
 from rollgrad.adapters.torch.models import TorchValue
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.torch.reward_model import RewardModel
+from rollgrad.adapters.torch.reward_model import RewardModel, encode
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.ports.models import LossOutput
 from rollgrad.domain.sampling import Generation, StopReason
@@ -72,11 +72,11 @@ def rows_of(file: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (ROOT / "examples" / "data" / file).read_text().splitlines()]
 
 
-def packed(texts: Sequence[Text], reader: RewardModel, tokenizer: Any) -> PackedBatch:
+def packed(texts: Sequence[Text], tokenizer: Any) -> PackedBatch:
     """A value belongs to the state before a token, so another token follows the text: its value is the text's score."""
     trajectories = []
     for sample, (prompt, reply, label) in enumerate(texts):
-        start, whole = tokenizer(prompt)["input_ids"], reader.encode(prompt + reply).tokens
+        start, whole = tokenizer(prompt)["input_ids"], encode(prompt + reply, tokenizer, sys.maxsize).tokens
         assert list(whole[: len(start)]) == start
         action = [*whole[len(start) :], whole[-1]]
         builder = TrajectoryBuilder(start, group_id=0, sample_id=sample)
@@ -121,8 +121,6 @@ def save_classifier(critic: TorchValue, tokenizer: Any, path: Path) -> None:
 def train_reward_model(base: str, path: Path) -> float:
     """Saves the reward model; the share of held-out replies, a right and a wrong one to each question, that it sees as
     what they are."""
-    from transformers import AutoModelForSequenceClassification
-
     device, flag = torch.device("cpu"), "base"
     dtype = resolve_dtype("auto", device)
     torch.manual_seed(SEED)
@@ -133,12 +131,10 @@ def train_reward_model(base: str, path: Path) -> float:
         tokenizer,
         OptimizerSettings(lr=LR, scheduler="linear", warmup_ratio=0.05, total_steps=STEPS),
     )
-    reader = RewardModel(AutoModelForSequenceClassification.from_pretrained(base, num_labels=1), tokenizer)
     questions = rows_of("sums_train.jsonl")
     for step in range(STEPS):
         parts = [
-            packed(list(texts_of(row, REPLIES, tokenizer, rng)), reader, tokenizer)
-            for row in rng.sample(questions, QUESTIONS)
+            packed(list(texts_of(row, REPLIES, tokenizer, rng)), tokenizer) for row in rng.sample(questions, QUESTIONS)
         ]
         metrics = critic.update(parts, cross_entropy)
         print(f"reward model: step {step + 1} of {STEPS}, loss {metrics['loss']:.3f}", file=sys.stderr, flush=True)

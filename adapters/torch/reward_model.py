@@ -25,6 +25,20 @@ class EncodedText:
     truncated: bool
 
 
+def encode(text: str, tokenizer: Any, max_length: int) -> EncodedText:
+    """What a reward model with this tokenizer reads of a text (see `RewardModel`), `max_length` tokens at most."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    tokens = tokenizer(text.rstrip("\n"), verbose=False)["input_ids"]
+    if bos is not None and tokens[:2] == [bos, bos]:  # the tokenizer added one to the text's own
+        tokens = tokens[1:]
+    if eos is not None and tokens[-1:] != [eos]:
+        tokens.append(eos)
+    if len(tokens) <= max_length:
+        return EncodedText(tuple(tokens), truncated=False)
+    start = tokens[:1] if tokens[0] == bos else []
+    return EncodedText((*start, *tokens[len(start) - max_length :]), truncated=True)
+
+
 class RewardModel:
     """Scores texts with a `*ForSequenceClassification` of one label.
 
@@ -101,16 +115,7 @@ class RewardModel:
 
     def encode(self, text: str) -> EncodedText:
         """What the model reads of a text. Thread-compatible: one thread at a time."""
-        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
-        tokens = self._tokenizer(text.rstrip("\n"), verbose=False)["input_ids"]
-        if bos is not None and tokens[:2] == [bos, bos]:  # the tokenizer added one to the text's own
-            tokens = tokens[1:]
-        if eos is not None and tokens[-1:] != [eos]:
-            tokens.append(eos)
-        if len(tokens) <= self._max_length:
-            return EncodedText(tuple(tokens), truncated=False)
-        start = tokens[:1] if tokens[0] == bos else []
-        return EncodedText((*start, *tokens[len(start) - self._max_length :]), truncated=True)
+        return encode(text, self._tokenizer, self._max_length)
 
     def score(self, texts: Sequence[str]) -> list[float]:
         """One number a text, in order; NaN or infinite if the model says so.
