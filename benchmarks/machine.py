@@ -58,7 +58,8 @@ class OtherProcesses:
         machine = psutil.cpu_times()
         busy = sum(machine) - machine.idle - getattr(machine, "iowait", 0.0)
         this = psutil.Process()
-        own = sum(p.cpu_times().user + p.cpu_times().system for p in (this, *this.children(recursive=True)))
+        # user, system, and both of children that have ended
+        own = sum(sum(p.cpu_times()[:4]) for p in (this, *this.children(recursive=True)))
         return time.perf_counter(), busy - own
 
 
