@@ -1,6 +1,7 @@
 """How fast weights get into vLLM, against what the memory allows, and how fast it then samples, against the embedded
-engine; and the same with LoRA, whose adapters go merged into the weights or alone (`actor.lora.sync`). Everything in
-one run, one engine after the other.
+engine and against vLLM whose model has a process of its own, as vLLM would have it on a CPU; and the same with LoRA,
+whose adapters go merged into the weights or alone (`actor.lora.sync`). Everything in one run, one engine after the
+other.
 
 A push writes every byte to shared memory once, copies it out once and repacks it once: the bound is three copies at
 the speed of `memcpy` (which reads and writes), measured in this run. Beside it the same through files of a temporary
@@ -15,8 +16,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import tyro
@@ -133,6 +136,8 @@ async def difference(engine: RolloutEngine, policy: TorchPolicy, work: Work) -> 
 class Measured:
     """What an engine of its own did."""
 
+    start: float
+    """Seconds until it is ready."""
     rates: list[float]
     """Tokens per second for each number of rows."""
     pushes: list[tuple[float, float]]
@@ -142,22 +147,35 @@ class Measured:
 
 
 def of_vllm(
-    policy: TorchPolicy, work: Work, dtype: torch.dtype, *backends: Backend, lora: LoraConfig | None = None
+    policy: TorchPolicy,
+    work: Work,
+    dtype: torch.dtype,
+    *backends: Backend,
+    lora: LoraConfig | None = None,
+    apart: bool = False,
 ) -> Measured:
-    """Measures an engine; with `lora` one that takes adapters alone, by `shared_memory_adapter`."""
-    engine = VLLMEngine(
-        str(work.model),
-        eos_token_ids=(),
-        dtype=str(dtype).removeprefix("torch."),
-        max_tokens=1024,
-        max_batch_size=64,
-        lora=lora,
-    )
+    """Measures an engine; with `lora` one that takes adapters alone, by `shared_memory_adapter`; with `apart` one whose
+    model has a process of its own."""
+    import vllm.v1.engine.async_llm  # noqa: F401 (no engine's start is to take longer for it)
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    started = time.perf_counter()
+    own = mock.patch("vllm.v1.executor.uniproc_executor.UniProcExecutor", MultiprocExecutor)
+    with own if apart else nullcontext():
+        engine = VLLMEngine(
+            str(work.model),
+            eos_token_ids=(),
+            dtype=str(dtype).removeprefix("torch."),
+            max_tokens=1024,
+            max_batch_size=64,
+            lora=lora,
+        )
+    start = time.perf_counter() - started
 
     async def measured() -> Measured:
         pushes = [await seconds_of_a_push(EngineWeights(engine, backend=backend), policy, work) for backend in backends]
         rates = [await tokens_per_second(engine, rows, work) for rows in work.rows]
-        return Measured(rates, pushes, await difference(engine, policy, work))
+        return Measured(start, rates, pushes, await difference(engine, policy, work))
 
     try:
         return asyncio.run(measured())
@@ -215,6 +233,7 @@ def main(work: Work) -> None:
     here = asyncio.run(of_embedded())
     with tempfile.TemporaryDirectory() as directory:
         there = of_vllm(policy, work, dtype, shared_memory, Disk(Path(directory)))
+    apart = of_vllm(policy, work, dtype, shared_memory, apart=True)
     pushes = dict(zip(("shared_memory", "disk"), there.pushes, strict=True))
 
     bound = COPIES * pushes["shared_memory"][1] / memcpy
@@ -238,10 +257,33 @@ def main(work: Work) -> None:
     )
     table(
         [
-            ("rows", "vLLM tokens/s", "embedded tokens/s", "ratio"),
+            ("", "vLLM", "its model apart", "ratio", "embedded", "ratio"),
+            (
+                "seconds to start",
+                f"{there.start:.1f}",
+                f"{apart.start:.1f}",
+                f"{apart.start / there.start:.2f}",
+                "",
+                "",
+            ),
+            (
+                "seconds of a push",
+                f"{there.pushes[0][0]:.3f}",
+                f"{apart.pushes[0][0]:.3f}",
+                f"{apart.pushes[0][0] / there.pushes[0][0]:.2f}",
+                "",
+                "",
+            ),
             *(
-                (rows, f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}")
-                for rows, ours, theirs in zip(work.rows, there.rates, here, strict=True)
+                (
+                    f"tokens/s, {rows} rows",
+                    f"{ours:.0f}",
+                    f"{other:.0f}",
+                    f"{ours / other:.2f}",
+                    f"{theirs:.0f}",
+                    f"{ours / theirs:.2f}",
+                )
+                for rows, ours, other, theirs in zip(work.rows, there.rates, apart.rates, here, strict=True)
             ),
         ]
     )

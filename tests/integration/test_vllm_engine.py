@@ -18,7 +18,9 @@ from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.vllm.disk import Disk
 from rollgrad.adapters.vllm.engine import VLLMEngine
 from rollgrad.adapters.vllm.receiver import read_shard
+from rollgrad.adapters.vllm.starting import start
 from rollgrad.adapters.vllm.weights import EngineWeights
+from rollgrad.application.choices import SyncBackend
 from rollgrad.domain.batch import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError, MissingExtraError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
@@ -476,6 +478,34 @@ def test_a_killed_process_is_an_error_for_all_who_wait(wide_headed_model_dir: Pa
 
     run(scenario())
     engine.close()
+
+
+def test_the_core_has_the_threads_that_it_is_given(
+    wide_headed_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    seen: list[str] = []
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda _: seen.append(os.environ["OMP_NUM_THREADS"]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for threads in (3, None):
+        start(SyncBackend.SHARED_MEMORY, threads=threads, model=str(wide_headed_model_dir), tensor_parallel_size=1)
+        assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert seen == ["3", "1"]
+
+
+def test_an_engine_of_two_processes_takes_weights_and_says_what_the_trainer_computes(
+    wide_headed_model_dir: Path, policy: TorchPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a NUMA node for each
+    engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", tensor_parallel_size=2)
+    learn(policy)
+    run(EngineWeights(engine).push(policy, 1))
+    generation = run(engine.generate(ask()))
+    engine.close()
+    assert set(generation.versions) == {1}
+    expected = scores(policy, PROMPT, generation.token_ids)
+    assert list(generation.logprobs) == pytest.approx(expected, abs=TOLERANCE)
 
 
 def test_a_run_in_float16_trains_on_what_vllm_samples(sums_flags: dict[str, str]) -> None:
