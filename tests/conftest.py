@@ -128,9 +128,9 @@ def _tiny_llama(tokenizer: Any, path: Path, *, head_dim: int) -> Path:
     return saved(model, tokenizer, path)
 
 
-@pytest.fixture(scope="module")
-def vllm_in_float32(wide_headed_model_dir: Path) -> Iterator[Any]:
-    """A `VLLMEngine` of `wide_headed_model_dir`, for tests that run in the loop of `tests.event_loop`."""
+@pytest.fixture(scope="session")
+def _vllm(wide_headed_model_dir: Path) -> Iterator[Any]:
+    """Serves all modules: it takes longer to start than most of them."""
     from rollgrad.adapters.vllm.engine import VLLMEngine
 
     engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=64)
@@ -138,18 +138,39 @@ def vllm_in_float32(wide_headed_model_dir: Path) -> Iterator[Any]:
     engine.close()
 
 
-@pytest.fixture
-def vllm_engine(vllm_in_float32: Any) -> Any:
-    """The same, awake, running, at version 0."""
+async def _made_ready(engine: Any) -> None:
+    await engine.wake()
+    await engine.resume()
+    engine.set_version(0)
+
+
+@pytest.fixture(scope="module")
+def _vllm_in_module(_vllm: Any, wide_headed_model_dir: Path) -> Any:
+    """With none of the weights that tests of another module have pushed."""
+    import torch
+
+    from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
+    from rollgrad.adapters.torch.models import TorchPolicy
+    from rollgrad.adapters.torch.optimizer import OptimizerSettings
+    from rollgrad.adapters.vllm.weights import EngineWeights
     from tests.event_loop import run
 
-    async def ready() -> None:
-        await vllm_in_float32.wake()
-        await vllm_in_float32.resume()
-        vllm_in_float32.set_version(0)
+    path = str(wide_headed_model_dir)
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag="path")
+    policy = TorchPolicy(model, load_tokenizer(path, flag="path"), OptimizerSettings(lr=0.0))
+    run(_made_ready(_vllm))
+    run(EngineWeights(_vllm).push(policy, 0))
+    return _vllm
 
-    run(ready())
-    return vllm_in_float32
+
+@pytest.fixture
+def vllm_engine(_vllm_in_module: Any) -> Any:
+    """A `VLLMEngine` of `wide_headed_model_dir` in float32, awake, running, at version 0, for tests that run in the
+    loop of `tests.event_loop`."""
+    from tests.event_loop import run
+
+    run(_made_ready(_vllm_in_module))
+    return _vllm_in_module
 
 
 @pytest.fixture

@@ -229,15 +229,15 @@ def broken(scores: TokenScores, part: PackedBatch) -> LossOutput:
 
 def processes(title: str) -> list[psutil.Process]:
     """Ray's processes whose title begins with `title`, oldest first."""
-    found = [p for p in psutil.Process().children(recursive=True) if _title(p).startswith(title)]
+    found = [p for p in psutil.Process().children(recursive=True) if title_of(p).startswith(title)]
     return sorted(found, key=lambda p: p.create_time())
 
 
-def _title(process: psutil.Process) -> str:
+def title_of(process: psutil.Process) -> str:
     """Empty of one that has ended, also while it was looked at."""
     try:
         process.create_time()  # which psutil remembers
-        return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
+        return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline()).strip()
     except psutil.Error:
         return ""
 

@@ -18,6 +18,8 @@ NEEDS = {
 }
 
 os.environ.setdefault("RAY_worker_niceness", "0")  # as `RaySession` does, for clusters that tests start themselves
+# Nothing is compiled, and DeepSpeed would load the compiler in each of its processes.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 collect_ignore = [file for file, packages in NEEDS.items() if not all(map(importlib.util.find_spec, packages))]
 

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,6 +104,41 @@ def test_a_run_in_several_processes_is_the_run_in_one(make: Callable[..., RLConf
             assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5)
     for name, tensor in model(lone).items():
         torch.testing.assert_close(model(finished)[name], tensor, rtol=0, atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def agents() -> Iterator[list[psutil.Process]]:
+    """Ray's agents of killed controllers, which try for a minute to say that all others are dead."""
+    left: list[psutil.Process] = []
+    yield left
+    cluster.wait_for(lambda: not any(map(_lives, left)), "the end of Ray's agents")
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("phase", controller.PHASES)
+def test_a_killed_controller_leaves_no_process_and_its_run_continues(
+    make: Callable[..., RLConfig], finished: RLConfig, agents: list[psutil.Process], phase: str, tmp_path: Path
+) -> None:
+    config = divided(make(phase))
+    config.actor.num_gpus_per_node = 1
+    settings = tmp_path / "run.yaml"
+    settings.write_text(dump_config(config))
+    halted = Path(config.ckpt.output_dir) / controller.HALTED
+    command = [sys.executable, "-m", "tests.fakes.controller", str(settings), phase]
+    with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ) | {"RAY_ADDRESS": ""}) as run:
+        cluster.wait_for(lambda: halted.exists() or run.poll() is not None, f"a controller that is {phase}")
+        family = psutil.Process(run.pid).children(recursive=True)
+        assert any(cluster.title_of(process).startswith("ray::RankWorker") for process in family)
+        agents += [process for process in family if cluster.title_of(process) in RAY_AGENTS]
+        run.kill()
+    others = [process for process in family if process not in agents]
+    cluster.wait_for(lambda: not any(map(_lives, others)), "the end of all processes", seconds=30)
+    resumed = without_cluster(config)
+    resumed.ds.zero_stage = RLConfig().ds.zero_stage
+    resumed.ckpt.resume = True
+    assert [line["step"] for line in train(resumed)] == list(range(1, STEPS + 1))
+    for name, tensor in model(finished).items():
+        torch.testing.assert_close(model(resumed)[name], tensor, rtol=0, atol=1e-3)
 
 
 class Killer(MetricSink):
@@ -189,31 +225,6 @@ def test_a_lost_rank_ends_the_run_which_continues(make: Callable[..., RLConfig],
     train(broken)
     for name, tensor in model(finished).items():
         torch.testing.assert_close(model(broken)[name], tensor, rtol=0, atol=1e-6)
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("phase", controller.PHASES)
-def test_a_killed_controller_leaves_no_process_and_its_run_continues(
-    make: Callable[..., RLConfig], finished: RLConfig, phase: str, tmp_path: Path
-) -> None:
-    config = divided(make(phase))
-    config.actor.num_gpus_per_node = 1
-    settings = tmp_path / "run.yaml"
-    settings.write_text(dump_config(config))
-    halted = Path(config.ckpt.output_dir) / controller.HALTED
-    command = [sys.executable, "-m", "tests.fakes.controller", str(settings), phase]
-    with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ) | {"RAY_ADDRESS": ""}) as run:
-        cluster.wait_for(lambda: halted.exists() or run.poll() is not None, f"a controller that is {phase}")
-        family = psutil.Process(run.pid).children(recursive=True)
-        assert any("ray::RankWorker" in " ".join(p.cmdline()) for p in family if p.is_running())
-        run.kill()
-    cluster.wait_for(lambda: not any(_lives(process) for process in family), "the end of all processes")
-    resumed = without_cluster(config)
-    resumed.ds.zero_stage = RLConfig().ds.zero_stage
-    resumed.ckpt.resume = True
-    assert [line["step"] for line in train(resumed)] == list(range(1, STEPS + 1))
-    for name, tensor in model(finished).items():
-        torch.testing.assert_close(model(resumed)[name], tensor, rtol=0, atol=1e-3)
 
 
 def _lives(process: psutil.Process) -> bool:

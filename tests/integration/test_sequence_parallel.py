@@ -113,7 +113,7 @@ def test_a_reference_scores_what_one_process_scores(group: WorkerGroup, model_di
         torch.testing.assert_close(found.entropy_N, wanted.entropy_N, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("group", [2], ids=["one_pair"], indirect=True)
+@pytest.mark.parametrize("group", [4], ids=["two_pairs"], indirect=True)
 def test_a_model_with_fewer_heads_than_processes_is_refused(
     group: WorkerGroup, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:

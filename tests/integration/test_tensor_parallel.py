@@ -40,9 +40,12 @@ everywhere = pytest.mark.parametrize(
         (ONE_PAIR, "Qwen2", 0),
         (ONE_PAIR, "Qwen3", 3),
         (TWO_PAIRS, "Qwen3", 0),
+        (TWO_PAIRS, "Qwen2", 2),
+        (TWO_PAIRS, "Qwen3", 2),
         (TWO_PAIRS, "Qwen2", 3),
     ],
     indirect=["group", "model_dir"],
+    scope="module",  # tests that share processes then follow each other
 )
 in_two_pairs = pytest.mark.parametrize(
     ("group", "model_dir"), [(TWO_PAIRS, "Qwen2"), (TWO_PAIRS, "Qwen3")], indirect=True
@@ -106,9 +109,8 @@ def test_a_state_continues_in_any_division(group: WorkerGroup, stage: int, model
     assert_same_weights(ended, lone, TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("group", "model_dir", "stage"), [(TWO_PAIRS, "Qwen2", 2), (TWO_PAIRS, "Qwen3", 3)], indirect=["group", "model_dir"]
-)
+@pytest.mark.parametrize("stage", [2, 3])
+@in_two_pairs
 def test_in_bfloat16_too(group: WorkerGroup, stage: int, model_dir: str) -> None:
     lone = cluster.policy(model_dir, dtype=torch.bfloat16)
     before = cluster.weights(lone)
@@ -126,7 +128,8 @@ def test_in_bfloat16_too(group: WorkerGroup, stage: int, model_dir: str) -> None
         assert gap <= BFLOAT16_TOLERANCE * way + rounding, (name, gap / way, rounding / way)
 
 
-@pytest.mark.parametrize(("group", "model_dir", "stage"), [(TWO_PAIRS, "Qwen2", 2)], indirect=["group", "model_dir"])
+@pytest.mark.parametrize("stage", [2])
+@in_two_pairs
 def test_a_critic_trains_as_one_process(group: WorkerGroup, stage: int, model_dir: str, tmp_path: Path) -> None:
     group.build(tensor_parallel.rank_value, model_dir, stage)
     critic, lone = ShardedValue(group, width=tensor_parallel.SIZE), cluster.value(model_dir)
