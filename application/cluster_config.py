@@ -56,9 +56,17 @@ class VLLMConfig:
     num_engines: int = 1
     """Engines that share the prompts; more than one needs cluster.enable."""
     tensor_parallel_size: int = 1
-    """GPUs that share one engine's model."""
+    """GPUs that share each layer of an engine's model."""
+    pipeline_parallel_size: int = 1
+    """Stages that an engine's layers are divided into, each on vllm.tensor_parallel_size GPUs of its own: for models
+    that these GPUs do not hold, or that do not divide by more."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that an engine may take; lower it where models share the GPU."""
     sync_backend: SyncBackend = SyncBackend.AUTO
     """How weights reach the engines: auto is cuda_ipc where each engine shares its GPU with the actor, nccl where none
     does, else shared_memory; disk goes through files below ckpt.output_dir, which all machines then share."""
+
+    @property
+    def gpus_per_engine(self) -> int:
+        """GPUs that share one engine's model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

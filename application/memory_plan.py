@@ -265,7 +265,7 @@ def _engine(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Ma
     weights = shape.parameters * compute_bytes
     overlaps = config.train.async_enable
     if config.rollout.engine is Engine.VLLM:
-        width = config.vllm.tensor_parallel_size
+        width = config.vllm.gpus_per_engine
         weights = math.ceil(weights / width)
         share = int(config.vllm.gpu_memory_utilization * machine.gpu)
         return evolve(
@@ -295,7 +295,7 @@ def _where(config: RLConfig, role: str) -> RoleMemory:
     elif embedded:
         size = on_a_machine = 1
     else:
-        size = config.vllm.num_engines * config.vllm.tensor_parallel_size
+        size = config.vllm.num_engines * config.vllm.gpus_per_engine
         on_a_machine = math.ceil(size / config.actor.num_nodes)
     shares = train.colocate_all or (train.colocate_actor_ref and role in ("actor", "reference"))
     device = "driver" if role == "engines" and embedded else "shared" if shares else role

@@ -46,11 +46,12 @@ def cluster_problems(config: RLConfig) -> Iterator[str]:
             "train.colocate_all lets engines sleep while models train, but with train.async_enable they never do: "
             "leave one of --train.colocate_all and --train.async_enable out."
         )
-    if config.train.colocate_all and config.vllm.tensor_parallel_size > 1:
-        yield (
-            f"vllm.tensor_parallel_size is {config.vllm.tensor_parallel_size} with train.colocate_all, where an engine "
-            "has one GPU: leave one of --vllm.tensor_parallel_size and --train.colocate_all out."
-        )
+    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if config.train.colocate_all and (size := getattr(config.vllm, key)) > 1:
+            yield (
+                f"vllm.{key} is {size} with train.colocate_all, where an engine has one GPU: leave one of --vllm.{key} "
+                "and --train.colocate_all out."
+            )
 
 
 def server_problems(config: RLConfig) -> Iterator[str]:
@@ -100,7 +101,7 @@ def _sync_problems(config: RLConfig) -> Iterator[str]:
     if backend is SyncBackend.CUDA_IPC and together and (lone := engines_without_actor(config)):
         yield (
             f"vllm.sync_backend is cuda_ipc, which goes within a GPU, but {lone} of the engines' GPUs have no process "
-            "of the actor: set --vllm.sync_backend auto, or lower --vllm.num_engines and --vllm.tensor_parallel_size."
+            "of the actor: set --vllm.sync_backend auto, or lower the number or the size of the engines."
         )
 
 

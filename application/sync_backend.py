@@ -16,7 +16,7 @@ def shares_gpus(config: RLConfig) -> bool:
 def engines_without_actor(config: RLConfig) -> int:
     """How many of the GPUs of engines that share GPUs have no process of the actor."""
     processes = ranks(config, "actor") if config.cluster.enable else 1
-    return max(0, config.vllm.num_engines * config.vllm.tensor_parallel_size - processes)
+    return max(0, config.vllm.num_engines * config.vllm.gpus_per_engine - processes)
 
 
 def sync_backend(config: RLConfig, *, gpus: bool) -> SyncBackend:

@@ -186,7 +186,7 @@ class Cluster:
         if name not in self._placements:
             gpus = float(self.gpus)
             if role == "engines":
-                gpus *= self._config.vllm.tensor_parallel_size
+                gpus *= self._config.vllm.gpus_per_engine
             self._placements[name] = Placement(
                 name,
                 max(self._roles[each] for each in sharing),

@@ -222,7 +222,7 @@ class Container(containers.DeclarativeContainer):
         providers.Callable(weight_backend_kind, config, gpus=gpus),
         adapter=providers.Object(shared_memory_adapter),
         shared_memory=providers.Object(shared_memory),
-        nccl=providers.Singleton(NCCLBackend, config.provided.vllm.tensor_parallel_size),
+        nccl=providers.Singleton(NCCLBackend, config.provided.vllm.gpus_per_engine),
         cuda_ipc=providers.Object(cuda_ipc),
         disk=providers.Singleton(Disk, providers.Callable(weights_directory, config)),
     )

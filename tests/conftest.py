@@ -1,5 +1,6 @@
 """Fixtures that many tests share. Tests never reach the network."""
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -9,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.tiny_models import saved, tiny_model
 
+LARGE = 2**30
+"""Bytes of a test process that has more to give back than it takes to look."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -126,6 +130,17 @@ def _tiny_llama(tokenizer: Any, path: Path, *, head_dim: int) -> Path:
         eos_token_id=tokenizer.eos_token_id,
     )
     return saved(model, tokenizer, path)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _freed_memory_is_given_back() -> Iterator[None]:
+    """Models that tests train in this process would leave gigabytes in it, while others run beside it."""
+    yield
+    if psutil.Process().memory_info().rss > LARGE:
+        from rollgrad.adapters.torch.allocator import give_back_freed_memory
+
+        gc.collect()
+        give_back_freed_memory()
 
 
 @pytest.fixture(scope="session")

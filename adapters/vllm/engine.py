@@ -312,7 +312,8 @@ class VLLMEngine(CoreEngine):
             multiplies.
         max_tokens: tokens of a prompt and its reply at most; None is what the model has positions for.
         max_batch_size: sequences decoded together.
-        tensor_parallel_size: devices that share one copy of the model.
+        tensor_parallel_size: devices that share each layer of the model.
+        pipeline_parallel_size: parts that its layers are divided into, each on as many devices.
         threads: of torch on a CPU; None is what OMP_NUM_THREADS says, or one a core.
         memory_fraction: share of a GPU's memory that vLLM may take; a CPU gets 2 GiB of keys and values.
         sync_backend: how it takes weights; shared_memory and disk are one to it.
@@ -333,6 +334,7 @@ class VLLMEngine(CoreEngine):
         max_tokens: int | None = None,
         max_batch_size: int = 256,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         threads: int | None = None,
         memory_fraction: float = 0.9,
         sync_backend: SyncBackend = SyncBackend.SHARED_MEMORY,
@@ -348,6 +350,7 @@ class VLLMEngine(CoreEngine):
             max_model_len=max_tokens,
             max_num_seqs=max_batch_size,
             tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
             gpu_memory_utilization=memory_fraction,
             **({} if lora is None else lora_settings(lora, number_format, device)),
         )

@@ -10,6 +10,10 @@ from rollgrad.application.choices import SyncBackend
 from rollgrad.application.cluster_config import CPU_CACHE_BYTES
 from rollgrad.domain.errors import EngineError, MissingExtraError
 
+LEAST_CACHE_BYTES = 2**28
+CACHE_BLOCK = 128
+"""Tokens whose keys and values vLLM keeps together on a CPU."""
+
 PREFILL_TOKENS = 8192
 """Prompt tokens computed in one step on a CPU, or the longest sequence where that is more."""
 
@@ -42,9 +46,7 @@ def start(sync_backend: SyncBackend, *, threads: int | None = None, **settings: 
     try:
         arguments = AsyncEngineArgs(
             **settings,
-            kv_cache_memory_bytes=CPU_CACHE_BYTES if cpu else None,
             enable_chunked_prefill=not cpu,
-            enforce_eager=cpu,
             enable_sleep_mode=current_platform.is_sleep_mode_available(),
             enable_prefix_caching=True,
             generation_config="vllm",
@@ -54,10 +56,14 @@ def start(sync_backend: SyncBackend, *, threads: int | None = None, **settings: 
         )
         if not cpu:
             return AsyncLLM.from_engine_args(arguments)
-        arguments.max_num_batched_tokens = max(arguments.create_model_config().max_model_len, PREFILL_TOKENS)
-        # On a CPU vLLM would compile one line of its sampler, for half a minute.
-        variables = {"TORCHDYNAMO_DISABLE": "1"}
-        if arguments.tensor_parallel_size == 1:
+        model = arguments.create_model_config()
+        arguments.max_num_batched_tokens = max(model.max_model_len, PREFILL_TOKENS)
+        arguments.kv_cache_memory_bytes = _cache_bytes(model, arguments.max_num_seqs)
+        # A pipeline's stages have what they pass on in only where vLLM warms the model up, as it would to compile it.
+        arguments.enforce_eager = arguments.pipeline_parallel_size == 1
+        # Even eager, vLLM would compile one line of its sampler, for half a minute.
+        variables = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
+        if arguments.tensor_parallel_size * arguments.pipeline_parallel_size == 1:
             # Else vLLM gives the model a process of its own, which starts for as long again and leaves a core idle.
             arguments.distributed_executor_backend = UniProcExecutor
             variables |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
@@ -70,6 +76,15 @@ def start(sync_backend: SyncBackend, *, threads: int | None = None, **settings: 
             else ""
         )
         raise EngineError(f"vLLM did not start with {settings}: {type(error).__name__}: {error}{hint}") from error
+
+
+def _cache_bytes(model: Any, sequences: int) -> int:
+    """What keys and values of as many sequences of the greatest length take, CPU_CACHE_BYTES at most; vLLM writes to
+    all of it at its start."""
+    layers, heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
+    token = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
+    wanted = sequences * (model.max_model_len + CACHE_BLOCK) * token
+    return min(CPU_CACHE_BYTES, max(LEAST_CACHE_BYTES, int(wanted)))
 
 
 def shut_down(llm: Any) -> None:

@@ -489,16 +489,18 @@ def test_the_core_has_the_threads_that_it_is_given(
     monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda _: seen.append(os.environ["OMP_NUM_THREADS"]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for threads in (3, None):
-        start(SyncBackend.SHARED_MEMORY, threads=threads, model=str(wide_headed_model_dir), tensor_parallel_size=1)
+        start(SyncBackend.SHARED_MEMORY, threads=threads, model=str(wide_headed_model_dir), max_num_seqs=8)
         assert os.environ["OMP_NUM_THREADS"] == "1"
     assert seen == ["3", "1"]
 
 
+@pytest.mark.parametrize("divided", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_an_engine_of_two_processes_takes_weights_and_says_what_the_trainer_computes(
-    wide_headed_model_dir: Path, policy: TorchPolicy, monkeypatch: pytest.MonkeyPatch
+    wide_headed_model_dir: Path, policy: TorchPolicy, divided: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a NUMA node for each
-    engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", tensor_parallel_size=2)
+    size: Any = {divided: 2}
+    engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", **size)
     learn(policy)
     run(EngineWeights(engine).push(policy, 1))
     generation = run(engine.generate(ask()))

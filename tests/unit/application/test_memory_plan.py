@@ -243,9 +243,10 @@ def test_offloading_moves_bytes_to_the_machine() -> None:
 
 def test_vllm_takes_its_share_of_a_gpu() -> None:
     config = cluster_config()
-    config.vllm.gpu_memory_utilization, config.vllm.tensor_parallel_size = 0.5, 2
+    config.vllm.gpu_memory_utilization = 0.5
+    config.vllm.tensor_parallel_size, config.vllm.pipeline_parallel_size = 2, 4
     row = plan(config, GPU)["engines"]
-    assert (row.processes, row.weights, row.total) == (4, 1000, 500_000)
+    assert (row.processes, row.weights, row.total) == (16, 250, 500_000)
     assert plan(config)["engines"].passes == CPU_CACHE_BYTES
 
 

@@ -39,7 +39,7 @@ def problems(settings: dict[str, Any]) -> list[str]:
         CLUSTER | {"ds.zero_stage": 0},
         CLUSTER | {"ds.sequence_parallel_size": 2, "actor.num_gpus_per_node": 4, "ref.num_gpus_per_node": 2},
         CLUSTER | {"ds.tensor_parallel_size": 2, "actor.num_gpus_per_node": 4, "ds.zero_stage": 3},
-        CLUSTER | VLLM | {"vllm.num_engines": 4, "vllm.tensor_parallel_size": 2},
+        CLUSTER | VLLM | {"vllm.num_engines": 4, "vllm.tensor_parallel_size": 2, "vllm.pipeline_parallel_size": 2},
         CLUSTER | VLLM | TOGETHER | {"vllm.num_engines": 4},
         CLUSTER | {"train.colocate_actor_ref": True, "train.async_enable": True},
         CLUSTER | MODEL | {"reward.num_nodes": 1, "reward.num_gpus_per_node": 3, "ds.sequence_parallel_size": 1},
@@ -166,10 +166,11 @@ def test_engines_that_never_rest_share_no_gpu() -> None:
     assert problem.endswith("leave one of --train.colocate_all and --train.async_enable out.")
 
 
-def test_an_engine_beside_models_has_one_gpu() -> None:
-    (problem,) = problems(CLUSTER | VLLM | TOGETHER | {"vllm.tensor_parallel_size": 2})
-    assert problem.startswith("vllm.tensor_parallel_size is 2 with train.colocate_all, where an engine has one GPU")
-    assert problem.endswith("leave one of --vllm.tensor_parallel_size and --train.colocate_all out.")
+@pytest.mark.parametrize("key", ["vllm.tensor_parallel_size", "vllm.pipeline_parallel_size"])
+def test_an_engine_beside_models_has_one_gpu(key: str) -> None:
+    (problem,) = problems(CLUSTER | VLLM | TOGETHER | {key: 2})
+    assert problem.startswith(f"{key} is 2 with train.colocate_all, where an engine has one GPU")
+    assert problem.endswith(f"leave one of --{key} and --train.colocate_all out.")
 
 
 @pytest.mark.parametrize("key", ["num_nodes", "num_gpus_per_node"])
@@ -215,7 +216,7 @@ def test_servers_are_named_once_and_are_no_clusters(settings: dict[str, Any], me
         (NCCL, "on each of which NCCL allows one process"),
         (CLUSTER | TOGETHER | NCCL, "on each of which NCCL allows one process"),
         (CLUSTER | IPC, "trainer and engines share none"),
-        (IPC | {"vllm.tensor_parallel_size": 2}, "but 1 of the engines' GPUs have no process of the actor"),
+        (IPC | {"vllm.pipeline_parallel_size": 2}, "but 1 of the engines' GPUs have no process of the actor"),
         (
             CLUSTER | TOGETHER | IPC | {"vllm.num_engines": 5, "actor.num_gpus_per_node": 2},
             "but 3 of the engines' GPUs have no process of the actor",
