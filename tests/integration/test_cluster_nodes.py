@@ -29,11 +29,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """Two nodes of one CPU each: two training processes have to be apart."""
+    import ray
     from ray.cluster_utils import Cluster
 
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     nodes.add_node(num_cpus=1)
     yield nodes
+    ray.shutdown()  # which a test that failed has not done
     nodes.shutdown()
 
 
