@@ -25,7 +25,7 @@ def start(sync_backend: SyncBackend, *, threads: int | None = None, **settings: 
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        EngineError: it does not start with `settings`, which are arguments of `AsyncEngineArgs`.
+        EngineError: it does not start with `settings`, arguments of `AsyncEngineArgs` with `max_num_seqs` among them.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

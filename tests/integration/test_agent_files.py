@@ -9,6 +9,7 @@ import pytest
 
 import rollgrad
 from rollgrad.adapters.openrlhf.loading import load_agent_file
+from rollgrad.application.choices import DType
 from rollgrad.application.config import RLConfig
 from rollgrad.domain.errors import ConfigurationError, RewardError
 
@@ -109,7 +110,7 @@ def config(tiny_model_dir: Path, folder: Path, source: str) -> RLConfig:
     rows = [{"input": f"go {i}", "label": f"label {i}"} for i in range(4)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     made = RLConfig()
-    made.actor.model_name_or_path = str(tiny_model_dir)
+    made.actor.model_name_or_path, made.actor.dtype = str(tiny_model_dir), DType.FLOAT32
     made.algo.advantage.estimator = "reinforce"
     made.data.prompt_dataset, made.data.label_key = str(folder / "data.jsonl"), "label"
     made.train.agent_func_path, made.train.max_steps = str(folder / "agent_func.py"), 1

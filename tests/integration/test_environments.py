@@ -18,6 +18,7 @@ import rollgrad
 from rollgrad.adapters.environments.gymnasium import GymnasiumEnvironment
 from rollgrad.adapters.environments.skyrl import SkyRLEnvironment
 from rollgrad.adapters.environments.textarena import TextArenaEnvironment
+from rollgrad.application.choices import DType
 from rollgrad.domain.messages import Action, assistant_message
 from rollgrad.domain.ports.environment import Environment, StepResult
 from rollgrad.domain.prompts import Prompt
@@ -175,7 +176,7 @@ def test_a_model_is_trained_on_each(
     tasks = [{"input": f"Game {index}.", "label": index} for index in range(4)]
     (tmp_path / "games.jsonl").write_text("".join(f"{json.dumps(task)}\n" for task in tasks))
     config = rollgrad.RLConfig()
-    config.actor.model_name_or_path = str(long_model)
+    config.actor.model_name_or_path, config.actor.dtype = str(long_model), DType.FLOAT32
     config.actor.adam.lr = 1e-3
     config.algo.advantage.estimator = "group_norm"
     config.data.prompt_dataset, config.data.label_key = str(tmp_path / "games.jsonl"), "label"

@@ -14,6 +14,7 @@ import pytest
 import rollgrad
 from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
 from rollgrad.adapters.openrlhf.loading import load_agent_file
+from rollgrad.application.choices import DType
 from rollgrad.application.config import RLConfig
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
@@ -225,7 +226,7 @@ def config(tiny_model_dir: Path, folder: Path, *, agent: str | None = None, rewa
     rows = [{"input": f"go {i}", "label": "1" if agent is None else f"label {i}"} for i in range(4)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     made = RLConfig()
-    made.actor.model_name_or_path = str(tiny_model_dir)
+    made.actor.model_name_or_path, made.actor.dtype = str(tiny_model_dir), DType.FLOAT32
     made.algo.advantage.estimator = "reinforce"
     made.data.prompt_dataset, made.data.label_key = str(folder / "data.jsonl"), "label"
     made.train.max_steps = 2

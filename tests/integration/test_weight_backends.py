@@ -168,7 +168,7 @@ def test_an_engine_is_started_with_the_backend_of_the_trainer(
     started: list[Any] = []
     keep: Callable[[Any], object] = started.append
     monkeypatch.setattr(AsyncLLM, "from_engine_args", keep)
-    start(backend, model=str(tiny_model_dir))
+    start(backend, model=str(tiny_model_dir), max_num_seqs=8)
     (arguments,) = started
     name = arguments.weight_transfer_config.backend
     assert name == VLLM_BACKENDS[backend]
