@@ -1,6 +1,8 @@
 # Everything runs in one virtual environment, made on first use and reused while pyproject.toml and scripts/setup.sh stand.
 VENV ?= .venv
 export VENV
+# Else each process of a test compiles this project's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 # Two processes with one thread each: most tests use one core, and each process takes 1 to 2 GB. Files go to them in the
 # order of their names, not of how many tests they have: those of tests/unit, all short, come last and even out the end.
