@@ -1,7 +1,7 @@
 # Everything runs in one virtual environment, made on first use and reused while pyproject.toml and scripts/setup.sh stand.
 VENV ?= .venv
 export VENV
-# Else each process of a test compiles this project's modules anew.
+# Processes that start often read compiled modules, which the first one writes.
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 # Two processes with one thread each: most tests use one core, and each process takes 1 to 2 GB. Files go to them in the

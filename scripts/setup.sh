@@ -30,13 +30,9 @@ step() {
     echo "$(($(date +%s) - began)) s"
 }
 
+# Modules are compiled when they are first imported: most never are.
 pip_install() {
     "$VENV/bin/python" -m pip install -qq --no-compile --disable-pip-version-check --root-user-action=ignore "$@"
-}
-
-# What pip would do with one core. Some packages have files of other versions of Python, which do not compile.
-compile_modules() {
-    "$VENV/bin/python" -m compileall -qq -j 0 -x '/tests/' "$VENV/lib" || true
 }
 
 find_python() {
@@ -98,5 +94,4 @@ if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     step "virtual environment from $python" "$python" -m venv "$VENV"
 fi
 "install_$1"
-step "compiling Python modules" compile_modules
 touch "$VENV/.$1-stamp"
