@@ -314,8 +314,9 @@ class VLLMEngine(CoreEngine):
         max_batch_size: sequences decoded together.
         tensor_parallel_size: devices that share each layer of the model.
         pipeline_parallel_size: parts that its layers are divided into, each on as many devices.
-        threads: of torch on a CPU; None is what OMP_NUM_THREADS says, or one a core.
-        memory_fraction: share of a GPU's memory that vLLM may take; a CPU gets 2 GiB of keys and values.
+        threads: of torch on a CPU, for all processes that share the model; None is what OMP_NUM_THREADS says for each,
+            or one a core.
+        memory_fraction: share of a GPU's memory that vLLM may take; a CPU gets 2 GiB of keys and values at most.
         sync_backend: how it takes weights; shared_memory and disk are one to it.
         lora: of the adapter that transfers bring, and no weights.
 

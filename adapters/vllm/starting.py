@@ -21,7 +21,7 @@ PREFILL_TOKENS = 8192
 def start(sync_backend: SyncBackend, *, threads: int | None = None, **settings: Any) -> Any:
     """An `AsyncLLM` that takes weights by `sync_backend`. Log-probs are of the distribution that is sampled from;
     prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
-    `threads` are for a model on a CPU; None leaves it to OMP_NUM_THREADS.
+    `threads` of the processes that share a model on a CPU; None leaves it to OMP_NUM_THREADS how many each has.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -63,10 +63,13 @@ def start(sync_backend: SyncBackend, *, threads: int | None = None, **settings: 
         arguments.enforce_eager = arguments.pipeline_parallel_size == 1
         # Even eager, vLLM would compile one line of its sampler, for half a minute.
         variables = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
-        if arguments.tensor_parallel_size * arguments.pipeline_parallel_size == 1:
+        workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+        if workers == 1:
             # Else vLLM gives the model a process of its own, which starts for as long again and leaves a core idle.
             arguments.distributed_executor_backend = UniProcExecutor
-            variables |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        else:  # vLLM would bind each to a NUMA node of its own, and not start where there are fewer
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        variables |= {} if threads is None else {"OMP_NUM_THREADS": str(max(1, threads // workers))}
         with _inherited(variables):
             return AsyncLLM.from_engine_args(arguments)
     except Exception as error:

@@ -9,6 +9,7 @@ import pytest
 
 NEEDS = {
     "test_vllm_engine.py": ("vllm",),
+    "test_vllm_starting.py": ("vllm",),
     "test_served_engine.py": ("vllm",),
     "test_engine_fleet.py": ("vllm", "ray"),
     "test_lora_cluster.py": ("vllm", "deepspeed", "ray"),

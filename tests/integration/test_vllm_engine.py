@@ -1,14 +1,10 @@
 """vLLM itself on a small model in float32 and float16: what it says of its tokens is what the trainer computes."""
 
 import asyncio
-import json
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -18,15 +14,12 @@ from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.vllm.disk import Disk
 from rollgrad.adapters.vllm.engine import VLLMEngine
 from rollgrad.adapters.vllm.receiver import read_shard
-from rollgrad.adapters.vllm.starting import start
 from rollgrad.adapters.vllm.weights import EngineWeights
-from rollgrad.application.choices import SyncBackend
 from rollgrad.domain.batch import PackedBatch, pack
-from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError, MissingExtraError
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.entrypoints.cli import main
 from tests.event_loop import run
 from tests.fakes.agent_executor import make_trajectory
 
@@ -37,7 +30,6 @@ PROMPT = (65, 66, 67)
 
 TOLERANCE = 1e-4
 """Largest difference of a log-prob: products are summed in another order, no more."""
-
 
 HALF_TOLERANCE = 0.02
 """The same where one of them computes in float16, whose numbers have 11 bits."""
@@ -444,84 +436,3 @@ def test_requests_made_during_a_push_wait_for_it(
         return generations
 
     assert {version for generation in run(scenario()) for version in generation.versions} == {1}
-
-
-def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "vllm.engine.arg_utils", None)
-    with pytest.raises(MissingExtraError, match=r"pip install rollgrad\[vllm\]"):
-        VLLMEngine("any", eos_token_ids=())
-
-
-def test_a_model_that_is_not_there_is_one_sentence(vllm_engine: VLLMEngine, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="vLLM did not start"):
-        VLLMEngine(str(tmp_path / "nothing"), eos_token_ids=())
-
-
-@pytest.mark.chaos
-def test_a_killed_process_is_an_error_for_all_who_wait(wide_headed_model_dir: Path) -> None:
-    before = set(psutil.Process().children(recursive=True))
-    engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=8)
-    started = set(psutil.Process().children(recursive=True)) - before
-
-    async def scenario() -> None:
-        tasks = [asyncio.create_task(engine.generate(ask(s, max_new_tokens=500))) for s in range(4)]
-        await engine.generate(ask(max_new_tokens=2))
-        for process in started:
-            if process.is_running():
-                os.kill(process.pid, signal.SIGKILL)
-        async with asyncio.timeout(30):
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                assert isinstance(result, EngineError)
-            for work in (engine.generate(ask()), engine.pause(PauseMode.KEEP), engine.resume(), engine.ping()):
-                with pytest.raises(EngineError):
-                    await work
-
-    run(scenario())
-    engine.close()
-
-
-def test_the_core_has_the_threads_that_it_is_given(
-    wide_headed_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    seen: list[str] = []
-    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda _: seen.append(os.environ["OMP_NUM_THREADS"]))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for threads in (3, None):
-        start(SyncBackend.SHARED_MEMORY, threads=threads, model=str(wide_headed_model_dir), max_num_seqs=8)
-        assert os.environ["OMP_NUM_THREADS"] == "1"
-    assert seen == ["3", "1"]
-
-
-@pytest.mark.parametrize("divided", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_an_engine_of_two_processes_takes_weights_and_says_what_the_trainer_computes(
-    wide_headed_model_dir: Path, policy: TorchPolicy, divided: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else vLLM wants a NUMA node for each
-    size: Any = {divided: 2}
-    engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", **size)
-    learn(policy)
-    run(EngineWeights(engine).push(policy, 1))
-    generation = run(engine.generate(ask()))
-    engine.close()
-    assert set(generation.versions) == {1}
-    expected = scores(policy, PROMPT, generation.token_ids)
-    assert list(generation.logprobs) == pytest.approx(expected, abs=TOLERANCE)
-
-
-def test_a_run_in_float16_trains_on_what_vllm_samples(sums_flags: dict[str, str]) -> None:
-    flags = sums_flags | {"rollout.engine": "vllm", "vllm.sync-backend": "disk", "train.max-steps": "2"}
-    flags["actor.dtype"] = "float16"
-    before = set(psutil.Process().children(recursive=True))
-    assert main(["train", "rl", *(part for flag, value in flags.items() for part in (f"--{flag}", value))]) == 0
-    started = set(psutil.Process().children(recursive=True)) - before
-    _, alive = psutil.wait_procs([child for child in started if child.name().startswith("VLLM")], timeout=30)
-    assert not alive
-    steps = [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [1, 2]
-    assert [path.name for path in Path("out", "weights").iterdir()] == ["2"]
-    for step in steps:  # the ratio is of the trainer's probability to vLLM's
-        assert step["policy/ratio_mean"] == pytest.approx(1.0, abs=HALF_TOLERANCE)
-        assert abs(step["policy/approx_kl"]) < TOLERANCE
-        assert step["policy/loss_scale"] > 1

@@ -1,0 +1,107 @@
+"""vLLM as it starts and ends: its threads and processes, a run of its own, and what is said when it fails."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollgrad.adapters.torch.models import TorchPolicy
+from rollgrad.adapters.vllm.engine import VLLMEngine
+from rollgrad.adapters.vllm.starting import start
+from rollgrad.adapters.vllm.weights import EngineWeights
+from rollgrad.application.choices import SyncBackend
+from rollgrad.domain.errors import EngineError, MissingExtraError
+from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.entrypoints.cli import main
+from tests.event_loop import run
+from tests.integration.test_vllm_engine import HALF_TOLERANCE, PROMPT, TOLERANCE, ask, learn, policy, scores
+
+pytestmark = pytest.mark.slow
+
+__all__ = ["policy"]  # a fixture
+
+
+def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "vllm.engine.arg_utils", None)
+    with pytest.raises(MissingExtraError, match=r"pip install rollgrad\[vllm\]"):
+        VLLMEngine("any", eos_token_ids=())
+
+
+def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="vLLM did not start"):
+        VLLMEngine(str(tmp_path / "nothing"), eos_token_ids=())
+
+
+@pytest.mark.chaos
+def test_a_killed_process_is_an_error_for_all_who_wait(wide_headed_model_dir: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=8)
+    started = set(psutil.Process().children(recursive=True)) - before
+
+    async def scenario() -> None:
+        tasks = [asyncio.create_task(engine.generate(ask(s, max_new_tokens=500))) for s in range(4)]
+        await engine.generate(ask(max_new_tokens=2))
+        for process in started:
+            if process.is_running():
+                os.kill(process.pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(result, EngineError)
+            for work in (engine.generate(ask()), engine.pause(PauseMode.KEEP), engine.resume(), engine.ping()):
+                with pytest.raises(EngineError):
+                    await work
+
+    run(scenario())
+    engine.close()
+
+
+def test_the_core_has_the_threads_that_it_is_given(
+    wide_headed_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    seen: list[str] = []
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda _: seen.append(os.environ["OMP_NUM_THREADS"]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    settings: dict[str, Any] = {"model": str(wide_headed_model_dir), "max_num_seqs": 8}
+    for threads, workers in ((3, 1), (4, 2), (None, 2)):
+        start(SyncBackend.SHARED_MEMORY, threads=threads, tensor_parallel_size=workers, **settings)
+        assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert seen == ["3", "2", "1"]
+
+
+@pytest.mark.parametrize("divided", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_an_engine_of_two_processes_takes_weights_and_says_what_the_trainer_computes(
+    wide_headed_model_dir: Path, policy: TorchPolicy, divided: str
+) -> None:
+    size: Any = {divided: 2}
+    engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", **size)
+    learn(policy)
+    run(EngineWeights(engine).push(policy, 1))
+    generation = run(engine.generate(ask()))
+    engine.close()
+    assert set(generation.versions) == {1}
+    expected = scores(policy, PROMPT, generation.token_ids)
+    assert list(generation.logprobs) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_run_in_float16_trains_on_what_vllm_samples(sums_flags: dict[str, str]) -> None:
+    flags = sums_flags | {"rollout.engine": "vllm", "vllm.sync-backend": "disk", "train.max-steps": "2"}
+    flags["actor.dtype"] = "float16"
+    before = set(psutil.Process().children(recursive=True))
+    assert main(["train", "rl", *(part for flag, value in flags.items() for part in (f"--{flag}", value))]) == 0
+    started = set(psutil.Process().children(recursive=True)) - before
+    _, alive = psutil.wait_procs([child for child in started if child.name().startswith("VLLM")], timeout=30)
+    assert not alive
+    steps = [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert [path.name for path in Path("out", "weights").iterdir()] == ["2"]
+    for step in steps:  # the ratio is of the trainer's probability to vLLM's
+        assert step["policy/ratio_mean"] == pytest.approx(1.0, abs=HALF_TOLERANCE)
+        assert abs(step["policy/approx_kl"]) < TOLERANCE
+        assert step["policy/loss_scale"] > 1
