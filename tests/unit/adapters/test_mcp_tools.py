@@ -72,12 +72,13 @@ def test_a_tool_that_the_server_does_not_know_is_told(server: str) -> None:
 
 def test_a_call_has_a_deadline_and_the_next_one_is_answered(server: str) -> None:
     async def scenario() -> tuple[ToolResult, ToolResult]:
-        async with await connect(server, timeout=3.0) as connection:
-            late = await named(connection, "hang").call({})
+        async with await connect(server) as connection:
+            hang = McpTool(name="hang", description="", parameters={}, connection=connection, timeout=1.0)
+            late = await hang.call({})
             return late, await named(connection, "repeat").call({"text": "on"})
 
     late, repeated = asyncio.run(scenario())
-    assert late == ToolResult(content="The tool 'hang' gave no answer within 3 s.", is_error=True)
+    assert late == ToolResult(content="The tool 'hang' gave no answer within 1 s.", is_error=True)
     assert repeated == ToolResult(content="on")
 
 
