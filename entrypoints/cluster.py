@@ -149,7 +149,7 @@ class Cluster:
         """The vLLM engines."""
         config = self._config
         at_once = self._roles["engines"] + (self._roles["actor"] if config.train.async_enable else 0)
-        threads = max(1, (os.cpu_count() or 1) // at_once)  # Ray would give each as many as it has CPUs reserved
+        threads = _threads_each(at_once)  # Ray would give each as many as it has CPUs reserved
         settings = vllm_settings(config, tokenizer, gpus=self.gpus) | {"threads": threads}
         options = [slot.options() for slot in self._slots("engines", self._roles["engines"])]
         engines = start_engines(len(options), settings, options=options, seconds=config.cluster.timeout)
@@ -172,7 +172,7 @@ class Cluster:
         group = WorkerGroup(
             role,
             self._slots(role, size),
-            threads=max(1, (os.cpu_count() or 1) // on_a_node),
+            threads=_threads_each(on_a_node),
             timeout=config.cluster.timeout,
         )
         self._groups.append(group)
@@ -202,3 +202,8 @@ def _cluster_gpus() -> bool:
     import ray
 
     return bool(ray.cluster_resources().get("GPU", 0))
+
+
+def _threads_each(processes: int) -> int:
+    """Threads of processes that share a machine's cores, which is taken to be like this one."""
+    return max(1, (os.cpu_count() or 1) // processes)

@@ -256,7 +256,7 @@ def test_a_frozen_request_goes_on_under_the_new_weights(
 
     async def scenario() -> Generation:
         task = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=200)))
-        await vllm_engine.generate(ask(max_new_tokens=20))
+        await vllm_engine.generate(ask(max_new_tokens=40))  # which may have begun some steps earlier
         await vllm_engine.pause(PauseMode.KEEP)
         learn(policy)
         await channel.push(policy, 1)
@@ -268,7 +268,7 @@ def test_a_frozen_request_goes_on_under_the_new_weights(
     versions = list(generation.versions)
     switch = versions.index(1)
     assert versions == [0] * switch + [1] * (200 - switch)
-    assert switch > 0
+    assert switch >= 20
     new = scores(policy, PROMPT, generation.token_ids)
     assert generation.logprobs[switch:] == pytest.approx(new[switch:], abs=TOLERANCE)
     with torch.no_grad():
