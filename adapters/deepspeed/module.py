@@ -41,7 +41,8 @@ from rollgrad.domain.errors import MissingExtraError
 
 
 def start_process_group(*, rank: int, size: int, host: str, port: int, local_rank: int, timeout: float) -> None:
-    """Joins the processes of a group, which wait for each other `timeout` seconds at most, now and later.
+    """Joins the processes of a group, which wait for each other `timeout` seconds at most, now and later. They meet
+    at a `torch.distributed.TCPStore` that is there already, as torchrun's do.
 
     Raises:
         MissingExtraError: DeepSpeed is not installed.
@@ -52,6 +53,7 @@ def start_process_group(*, rank: int, size: int, host: str, port: int, local_ran
         "LOCAL_RANK": str(local_rank),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     deepspeed = _deepspeed()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an inference kernel, else compiled for a minute

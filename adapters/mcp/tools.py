@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "ROLLGRAD_MCP_TOKEN"
 """Environment variable whose value, if set, is sent to HTTP servers as a bearer token."""
+START_SECONDS = 120.0
+"""Longest wait for a server to start and list its tools: some are downloaded first."""
 CLOSE_SECONDS = 10.0
 """Longest wait for a server to end; a process is killed by then."""
 
@@ -72,11 +74,12 @@ class McpTool(Tool):
 class McpTools:
     """A connection to an MCP server, made by `connect`; closes itself at the end of `async with`."""
 
-    def __init__(self, server: str, timeout: float) -> None:
+    def __init__(self, server: str, timeout: float, start_timeout: float) -> None:
         self.tools: Sequence[McpTool] = ()
         """The server's tools as they were when the connection opened, in its order."""
         self._server = server
         self._timeout = timeout
+        self._start_timeout = start_timeout
         self._client: Client | None = None
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -101,11 +104,11 @@ class McpTools:
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(opened))
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._start_timeout):
                 await asyncio.wait({opened, self._task}, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             await self._end()
-            raise self._failure(f"it gave no answer within {self._timeout:g} s") from None
+            raise self._failure(f"it gave no answer within {self._start_timeout:g} s") from None
         except asyncio.CancelledError:
             await self._end()
             raise
@@ -169,13 +172,14 @@ class McpTools:
         )
 
 
-async def connect(server: str, *, timeout: float = 30.0) -> McpTools:
+async def connect(server: str, *, timeout: float = 30.0, start_timeout: float = START_SECONDS) -> McpTools:
     """Connects to an MCP server; close what it returns, best with `async with await connect(...) as connection`.
 
     Args:
         server: an http(s) URL (streamable HTTP), or a command line, which is started as a process with the SDK's short
             list of safe environment variables and talked to over its standard input and output.
-        timeout: seconds for connecting, and for each call.
+        timeout: seconds for each call.
+        start_timeout: seconds for connecting, and for the process to start.
 
     Raises:
         ConfigurationError: the server cannot be started or reached, or does not speak MCP.
@@ -187,7 +191,7 @@ async def connect(server: str, *, timeout: float = 30.0) -> McpTools:
         raise MissingExtraError(
             f"The tools of {server!r} come from an MCP server, but the SDK is not installed: pip install rollgrad[mcp]"
         ) from error
-    tools = McpTools(server, timeout)
+    tools = McpTools(server, timeout, start_timeout)
     await tools.open()
     return tools
 

@@ -42,12 +42,21 @@ class RankWorker:
         self._model: Any = None
 
     def address(self) -> tuple[str, int]:
-        """(host, free port) of this process, at which the others find it."""
+        """(host, free port) of this process."""
         from ray.util import get_node_ip_address
 
         with socket.socket() as listener:
             listener.bind(("", 0))
             return str(get_node_ip_address()), int(listener.getsockname()[1])
+
+    def listen(self) -> tuple[str, int]:
+        """(host, port) of a store in this process, at which all of the group find each other: its port is its own from
+        now on, while libraries load."""
+        from ray.util import get_node_ip_address
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self._store = TCPStore(get_node_ip_address(), 0, is_master=True, wait_for_workers=False)
+        return str(get_node_ip_address()), int(self._store.port)
 
     def pid(self) -> int:
         """Of this process."""
@@ -115,7 +124,7 @@ class WorkerGroup:
             remote.options(**slot.options(), max_restarts=0).remote(rank, self.size, threads)
             for rank, slot in enumerate(slots)
         ]
-        host, port = self.address()
+        host, port = self._gather({0: self._workers[0].listen.remote()}, "answering")[0]
         self._everywhere("finding each other", lambda worker: worker.join.remote(host, port, timeout))
 
     def build(self, make: Callable[..., Any], *arguments: Any) -> None:
@@ -152,8 +161,9 @@ class WorkerGroup:
 
     def begin(self, method: str, ranks: Sequence[int], *arguments: Any) -> Callable[[], list[Any]]:
         """Starts a call in some processes; what is returned waits for the results."""
+        workers = self._workers  # which another thread may empty, as it finds one lost
         self._require_whole()
-        references = {rank: self._workers[rank].call.remote(method, *arguments) for rank in ranks}
+        references = {rank: workers[rank].call.remote(method, *arguments) for rank in ranks}
         return lambda: self._gather(references, method)
 
     def read(

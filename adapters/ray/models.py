@@ -142,6 +142,7 @@ class ShardedPolicy(_Trained, PolicyModel):
         try:
             assembler = Assembler(torch.device("cpu"))
             for [(index, pieces)] in self.sent(fill_at, memory.path, memory.bucket_bytes):
+                memory.unlink()  # the sender has it open, too: what happens from now on leaves no file
                 yield from assembler.take(memory.bucket(index), pieces)
         finally:
             memory.unlink()

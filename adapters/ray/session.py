@@ -2,12 +2,16 @@
 
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
 
 CONNECT_SECONDS = 60
 """How long a cluster may take to answer."""
+
+STARTS = 3
+"""How often a cluster is started here: Ray gives it up after 30 seconds, which a busy machine may need."""
 
 
 def ray_module() -> Any:
@@ -48,7 +52,7 @@ class RaySession:
         try:
             if address is not None and ":" in address:
                 _knock(address)  # Ray itself would try for minutes
-            ray.init(address=address or "local", **settings)
+            _init(address or "local", settings)
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigurationError(
                 f"cluster.address is {address!r}, where no Ray cluster answers ({str(error).splitlines()[0]}): start "
@@ -60,6 +64,16 @@ class RaySession:
         if self._owned:
             ray_module().shutdown()
             self._owned = False
+
+
+def _init(address: str, settings: Mapping[str, Any]) -> None:
+    for left in reversed(range(STARTS)):
+        try:
+            ray_module().init(address=address, **settings)
+            return
+        except Exception as error:  # Ray has no other for this
+            if not left or "timed out during startup" not in str(error):
+                raise
 
 
 def _knock(address: str) -> None:

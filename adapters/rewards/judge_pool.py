@@ -136,7 +136,7 @@ class JudgePool:
         except (RewardError, _PoolBrokenError):
             raise
         except BrokenProcessPool as error:
-            raise RewardError(f"The reward's worker processes ended: {error} (their output tells why).") from error
+            raise _PoolBrokenError(f"they ended: {error} (their output tells why)") from error
         except Exception as error:  # whatever the judge raises, on some strange reply, costs this verdict only
             _log.warning("judge_failed", judge=func.__name__, error=repr(error))
             return Verdict(failed=True)

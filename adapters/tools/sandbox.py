@@ -25,7 +25,7 @@ from attrs import frozen
 CHUNK_BYTES = 1 << 16
 FLOOD_BYTES = 8 << 20
 """A run that prints more is stopped: reading on would cost the event loop's time."""
-CLOSE_SECONDS = 10.0
+CLOSE_SECONDS = 90.0
 """Longest wait for a run that was told to end; then it is killed."""
 PROBE_SECONDS = 20.0
 PROBE_MB = 512

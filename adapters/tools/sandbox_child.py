@@ -36,7 +36,7 @@ DISK_MB = 64
 """Megabytes that a file, and with namespaces all files of a run together, may take."""
 RESERVE_MB = 32
 """Megabytes beyond the limit for the traceback of a MemoryError, whose frames still hold what used it up."""
-SWEEP_SECONDS = 5.0
+SWEEP_SECONDS = 60.0
 """Longest that the guard hunts what is left over."""
 SOURCE = "<code>"
 """What tracebacks call the model's code."""

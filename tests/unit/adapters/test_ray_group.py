@@ -23,7 +23,7 @@ class Thread:
         self._model = model
         self._calls = ThreadPoolExecutor(1)
         self.call = SimpleNamespace(remote=lambda method, *own: self._calls.submit(getattr(model, method), *own))
-        self.address = SimpleNamespace(remote=lambda: self._calls.submit(lambda: ("here", 1)))
+        self.listen = SimpleNamespace(remote=lambda: self._calls.submit(lambda: ("here", 1)))
         self.join = SimpleNamespace(remote=lambda *own: self._calls.submit(lambda: None))
 
 
