@@ -46,24 +46,24 @@ async def asynchronous(queries: list[str], prompts: list[str], labels: list[Any]
 def source(request: pytest.FixtureRequest) -> Iterator[RewardSource]:
     if request.param == "http":
         server = RewardServer(lambda body: (200, {"rewards": plain(body["query"], body["prompts"], body["labels"])}))
-        yield HttpReward([server.url], timeout=5.0)
+        yield HttpReward([server.url], timeout=120.0)
         server.close()
     elif request.param == "fake":
         yield FakeRewardSource()
     elif request.param == "model":
-        yield ModelReward([judge, judge], timeout=5.0)
+        yield ModelReward([judge, judge], timeout=120.0)
     elif request.param in ("function", "async_function"):
-        yield FunctionReward(plain if request.param == "function" else asynchronous, timeout=5.0)
+        yield FunctionReward(plain if request.param == "function" else asynchronous, timeout=120.0)
     else:
-        yield VerifierReward(Verifier(request.param), timeout=5.0)
+        yield VerifierReward(Verifier(request.param), timeout=120.0)
 
 
 @pytest.fixture(params=["fake", "function", "model"])
 def nan_source(request: pytest.FixtureRequest) -> RewardSource:
     return {
         "fake": FakeRewardSource(lambda request: math.nan),
-        "function": FunctionReward(lambda q, p, y: [math.nan] * len(q), timeout=5.0),
-        "model": ModelReward([lambda texts: [(math.nan, False) for _ in texts]], timeout=5.0),
+        "function": FunctionReward(lambda q, p, y: [math.nan] * len(q), timeout=120.0),
+        "model": ModelReward([lambda texts: [(math.nan, False) for _ in texts]], timeout=120.0),
     }[request.param]
 
 

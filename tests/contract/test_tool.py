@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[str, Callable[[str], str]]] = {
 @asynccontextmanager
 async def opened(kind: str, folder: Path) -> AsyncIterator[Tool]:
     if kind == "mcp":
-        async with await connect(mcp_command(folder)) as connection:
+        async with await connect(mcp_command(folder), start_timeout=300) as connection:
             yield next(tool for tool in connection.tools if tool.name == "repeat")
         return
     made: dict[str, Callable[[], Tool]] = {

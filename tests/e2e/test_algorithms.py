@@ -157,6 +157,7 @@ def test_a_frozen_actor_leaves_the_critic_alone_to_learn(workspace: Path, tiny_m
 def test_a_critic_starts_from_a_reward_model_which_also_judges(workspace: Path, tiny_model_dir: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
+    torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model_dir, num_labels=1)
     torch.nn.init.normal_(model.score.weight, std=0.1)
     model.save_pretrained("rm")

@@ -87,7 +87,8 @@ def test_a_bad_reward_function_ends_the_run_in_one_sentence(
     workspace: Path, capsys: pytest.CaptureFixture[str], body: str, message: str
 ) -> None:
     Path("reward.py").write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
-    found = refused(capsys, "train", "rl", "--config", "run.yaml", "--reward.timeout", "0.3")
+    seconds = "0.3" if "sleep" in body else "120"
+    found = refused(capsys, "train", "rl", "--config", "run.yaml", "--reward.timeout", seconds)
     assert message in found
     assert "reward_func" in found
 
@@ -126,10 +127,11 @@ def test_evaluation_refuses_in_one_sentence(
 
 def test_failures_within_the_budget_do_not_end_the_run(workspace: Path) -> None:
     Path("reward.py").write_text(
-        "calls = []\n"
+        "import itertools\n"
+        "calls = itertools.count(1)\n"
         "def reward_func(queries, prompts, labels):\n"
-        "    calls.append(1)\n"
-        "    return [float('nan') if len(calls) == 2 else float(len(calls))]\n"
+        "    call = next(calls)\n"
+        "    return [float('nan') if call == 2 else float(call)]\n"
     )
     assert main(["train", "rl", "--config", "run.yaml", "--rollout.max_failures", "1"]) == 0
     (row,) = map(json.loads, Path("out/metrics.jsonl").read_text().splitlines())

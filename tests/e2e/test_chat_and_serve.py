@@ -41,7 +41,7 @@ def server(tiny_model_dir: Path) -> Iterator[str]:
     assert process.stdout is not None
     yield process.stdout.readline().strip()
     process.send_signal(signal.SIGINT)
-    _, complaints = process.communicate(timeout=30)
+    _, complaints = process.communicate(timeout=200)
     assert process.returncode == 130
     assert "Traceback" not in complaints
 

@@ -23,8 +23,8 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 @pytest.fixture
 def workplace(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout's examples, with a tiny model where the demo unpacks the real one."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    for folder in ("examples", "benchmarks"):  # of which other tests may be compiling modules
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     model = shutil.copytree(tiny_model_dir, tmp_path / ".models" / "SmolLM2-135M-Instruct")
     # The tiny tokenizer makes three times as many tokens of the same text.
     settings = json.loads((model / "config.json").read_text())
@@ -34,6 +34,7 @@ def workplace(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_run(page: Path, workplace: Path, algorithms_as_before: None) -> None:
     for language, code in blocks(page):

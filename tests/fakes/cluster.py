@@ -3,8 +3,8 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import psutil
@@ -242,12 +242,21 @@ def title_of(process: psutil.Process) -> str:
         return ""
 
 
-def kill(victims: Sequence[psutil.Process]) -> None:
+def kill(victims: Iterable[psutil.Process]) -> None:
+    """Those that have not ended by themselves."""
     for victim in victims:
-        os.kill(victim.pid, signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
 
 
-def wait_for(event: Callable[[], object], what: str, seconds: float = 240) -> None:
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two questions
+        return False
+
+
+def wait_for(event: Callable[[], object], what: str, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not event():
         assert time.monotonic() < deadline, f"{what} did not come within {seconds:g} s"

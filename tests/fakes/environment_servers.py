@@ -24,9 +24,9 @@ def serve(app: Starlette) -> Iterator[str]:
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    for _ in range(3000):
-        if server.started:
-            break
+    until = time.monotonic() + 300
+    while not server.started:
+        assert time.monotonic() < until, "the server does not start"
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     yield f"http://127.0.0.1:{port}"

@@ -11,6 +11,10 @@ from typing import Any
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128
+
+
 class JsonServer:
     """Answers with `answer(path, body) -> (status, JSON or text)`, a GET having no body; keeps what it was asked. Port
     0 is any that is free."""
@@ -50,7 +54,7 @@ class JsonServer:
             def log_message(self, *arguments: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server = _Server(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
         self._server.handle_error = lambda *arguments: None  # a client that hangs up is part of the tests
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

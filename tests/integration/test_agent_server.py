@@ -120,6 +120,7 @@ def test_a_client_that_vanishes_loses_nothing_if_it_asks_again(streams: bool, re
         engine.free.clear()
         asked = body("go", "one", "more", stream=streams)
         await vanish(http, path(served), asked, engine)
+        await until(lambda: bool(served.session._abandoned))
         assert engine.cancelled == 0, "the reply is completed"
         engine.free.set()
         await until(lambda: len(engine.said) == 2)
@@ -133,7 +134,7 @@ def test_a_client_that_vanishes_loses_nothing_if_it_asks_again(streams: bool, re
 
 async def vanish(http: Http, where: str, asked: Any, engine: ScriptedEngine) -> None:
     """Asks, and goes away in the middle of the reply."""
-    async with Http(base_url=http.base_url) as other:
+    async with Http(base_url=http.base_url, timeout=None) as other:
         task = asyncio.create_task(other.post(where, json=asked))
         await until(lambda: engine.waiting == 1)
         await asyncio.sleep(0.05)

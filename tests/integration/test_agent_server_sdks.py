@@ -50,11 +50,15 @@ def play(tiny_tokenizer: Any) -> Play:
 
 
 def client(served: Served, **settings: Any) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(**{"base_url": served.base, "api_key": "none", "max_retries": 0, **settings})
+    return openai.AsyncOpenAI(
+        **{"base_url": served.base, "api_key": "none", "max_retries": 0, "timeout": 300, **settings}
+    )
 
 
 def claude(served: Served, **settings: Any) -> anthropic.AsyncAnthropic:
-    return anthropic.AsyncAnthropic(**{"base_url": served.root, "api_key": "none", "max_retries": 0, **settings})
+    return anthropic.AsyncAnthropic(
+        **{"base_url": served.root, "api_key": "none", "max_retries": 0, "timeout": 300, **settings}
+    )
 
 
 def test_openai_with_tools_thinking_and_a_second_turn(play: Play) -> None:

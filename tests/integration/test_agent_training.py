@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import rollgrad
-from rollgrad.application.choices import Verifier
+from rollgrad.application.choices import DType, Verifier
 from rollgrad.application.config import RLConfig
 from rollgrad.domain.errors import EngineError
 from rollgrad.entrypoints.cli import main
@@ -78,7 +78,7 @@ def config(tiny_model_dir: Path, folder: Path) -> RLConfig:
     rows = [{"input": f"go {i}", "label": f"label {i}"} for i in range(4)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     made = RLConfig()
-    made.actor.model_name_or_path = str(tiny_model_dir)
+    made.actor.model_name_or_path, made.actor.dtype = str(tiny_model_dir), DType.FLOAT32
     made.algo.advantage.estimator = "reinforce"
     made.data.prompt_dataset, made.data.label_key = str(folder / "data.jsonl"), "label"
     made.train.max_steps, made.train.batch_size = 2, 4
@@ -204,9 +204,10 @@ def test_an_episode_that_reaches_a_limit_is_truncated_not_failed(
     if limit == "max_turns":
         made.rollout.max_turns = 3
     elif limit == "max_episode_seconds":
-        made.rollout.max_episode_seconds = 6.0
+        made.rollout.max_episode_seconds = 30
         slow = source.replace(
-            "            message = reply", "            import time; time.sleep(60 * turn)\n            message = reply"
+            "            message = reply",
+            "            import time; time.sleep(10**6 * turn)\n            message = reply",
         )
         (tmp_path / "agent.py").write_text(slow)
     elif limit == "max_episode_tokens":

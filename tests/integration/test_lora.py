@@ -18,6 +18,7 @@ from rollgrad.adapters.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.torch.quantized import is_quantised
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
+from rollgrad.adapters.vllm import adapter
 from rollgrad.adapters.vllm.shared_memory import shared_memory_adapter
 from rollgrad.application.choices import Engine, LoraSync, SyncBackend
 from rollgrad.application.config import RLConfig
@@ -44,6 +45,8 @@ FLAG = "--actor.model-name-or-path"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 VLLM = [pytest.param(way, marks=pytest.mark.slow) for way in ("vllm", "vllm_4bit", "vllm_adapter") if HAS_VLLM]
 PROMPT = (65, 66, 67)
+LONG = 450
+"""Tokens of a request that is still sampled seconds later."""
 LORA = LoraConfig(rank=4)
 
 TOLERANCE = 1e-4
@@ -155,9 +158,12 @@ needs_vllm = pytest.mark.parametrize("parts", VLLM[2:], indirect=True)
 
 
 @needs_vllm
-def test_what_is_sent_is_the_adapter_and_no_old_keys_are_used(parts: Parts) -> None:
+def test_what_is_sent_is_the_adapter_and_no_old_keys_are_used(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The prompt fills blocks of the prefix cache."""
     policy, engine, channel = parts
+    monkeypatch.setattr(adapter, "DIRECTORY", tmp_path)
     long = tuple(20 + index % 200 for index in range(300))
     for version in (11, 12):
         learn(policy)
@@ -165,7 +171,7 @@ def test_what_is_sent_is_the_adapter_and_no_old_keys_are_used(parts: Parts) -> N
         assert moved["bytes"] == sum(tensor.nbytes for _, tensor in policy.adapter())  # B and A of 14 layers
         assert max(map(abs, gaps(policy, engine, version, long))) < TOLERANCE
     assert 0 < moved["bytes"] < sum(tensor.nbytes for _, tensor in policy.weights()) / 2
-    assert not list(Path("/dev/shm").glob("rollgrad-adapter-*"))
+    assert not list(tmp_path.iterdir())
 
 
 @needs_vllm
@@ -174,8 +180,9 @@ def test_a_frozen_request_goes_on_under_the_new_adapter(parts: Parts) -> None:
 
     async def scenario() -> Generation:
         await channel.push(policy, 21)
-        task = asyncio.create_task(engine.generate(ask(0, 200)))
-        await engine.generate(ask(1, 20))
+        task = asyncio.create_task(engine.generate(ask(0, LONG)))
+        await asyncio.sleep(0)  # it is asked first
+        await engine.generate(ask(1, 40))
         await engine.pause(PauseMode.KEEP)
         learn(policy)
         await channel.push(policy, 22)
@@ -187,7 +194,7 @@ def test_a_frozen_request_goes_on_under_the_new_adapter(parts: Parts) -> None:
     generation = run(scenario())
     versions = list(generation.versions)
     switch = versions.index(22)
-    assert versions == [21] * switch + [22] * (200 - switch)
+    assert versions == [21] * switch + [22] * (LONG - switch)
     assert switch >= 20
     new = scores(policy, PROMPT, generation)
     assert generation.logprobs[switch:] == pytest.approx(new[switch:], abs=TOLERANCE)

@@ -13,6 +13,7 @@ import rollgrad
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
+from rollgrad.application.choices import DType
 from rollgrad.application.config import RLConfig
 from rollgrad.application.executors.multi_turn import MultiTurnExecutor
 from rollgrad.domain.messages import Action
@@ -105,7 +106,7 @@ def test_training_in_an_environment(tiny_model_dir: Path, tmp_path: Path, estima
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"input": f"go {i}"}) + "\n" for i in range(4)))
     config = RLConfig()
-    config.actor.model_name_or_path = str(tiny_model_dir)
+    config.actor.model_name_or_path, config.actor.dtype = str(tiny_model_dir), DType.FLOAT32
     config.algo.advantage.estimator = estimator
     config.data.prompt_dataset = str(data)
     config.rollout.batch_size, config.rollout.n_samples_per_prompt = 2, 2

@@ -28,7 +28,7 @@ from rollgrad.domain.rewards import Reward, RewardRequest
 from rollgrad.domain.sampling import StopReason
 
 START_SECONDS = 200.0
-STOP_SECONDS = 60.0
+STOP_SECONDS = 200.0
 
 
 @frozen

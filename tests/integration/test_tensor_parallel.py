@@ -53,11 +53,16 @@ in_two_pairs = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+def session() -> Iterator[RaySession]:
     session = RaySession(None, cpus=4)
+    yield session
+    session.close()
+
+
+@pytest.fixture(scope="module")
+def group(session: RaySession, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     with cluster.worker_group(request.param) as group:
         yield group
-    session.close()
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow
 
 FLAG = "--actor.model-name-or-path"
 PROMPT = (65, 66, 67)
+LONG = 450
+"""Tokens of a request that is still sampled seconds later."""
 
 TOLERANCE = 1e-4
 """Largest difference of a log-prob: products are summed in another order, no more."""
@@ -191,8 +193,9 @@ def test_an_abort_returns_the_tokens_so_far_and_refuses_those_who_wait(
     vllm_engine: VLLMEngine, policy: TorchPolicy
 ) -> None:
     async def scenario() -> tuple[Generation, Generation]:
-        begun = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=400)))
-        await vllm_engine.generate(ask(max_new_tokens=4))
+        begun = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=LONG)))
+        await asyncio.sleep(0)  # it is asked first
+        await vllm_engine.generate(ask(max_new_tokens=20))
         await vllm_engine.pause(PauseMode.KEEP)
         waiting = asyncio.create_task(vllm_engine.generate(ask()))
         await asyncio.sleep(0)
@@ -202,7 +205,7 @@ def test_an_abort_returns_the_tokens_so_far_and_refuses_those_who_wait(
     begun, waiting = run(scenario())
     assert begun.stop_reason is waiting.stop_reason is StopReason.ABORTED
     assert list(waiting.token_ids) == []
-    assert 0 < len(begun.token_ids) < 400
+    assert 0 < len(begun.token_ids) < LONG
     assert begun.logprobs == pytest.approx(scores(policy, PROMPT, begun.token_ids), abs=TOLERANCE)
     assert set(begun.versions) == {0}
 
@@ -255,8 +258,9 @@ def test_a_frozen_request_goes_on_under_the_new_weights(
     """Its earlier tokens are computed anew, so that its later ones are of the new policy and no mixture."""
 
     async def scenario() -> Generation:
-        task = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=200)))
-        await vllm_engine.generate(ask(max_new_tokens=40))  # which may have begun some steps earlier
+        task = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=LONG)))
+        await asyncio.sleep(0)  # it is asked first
+        await vllm_engine.generate(ask(max_new_tokens=40))
         await vllm_engine.pause(PauseMode.KEEP)
         learn(policy)
         await channel.push(policy, 1)
@@ -267,7 +271,7 @@ def test_a_frozen_request_goes_on_under_the_new_weights(
     generation = run(scenario())
     versions = list(generation.versions)
     switch = versions.index(1)
-    assert versions == [0] * switch + [1] * (200 - switch)
+    assert versions == [0] * switch + [1] * (LONG - switch)
     assert switch >= 20
     new = scores(policy, PROMPT, generation.token_ids)
     assert generation.logprobs[switch:] == pytest.approx(new[switch:], abs=TOLERANCE)
@@ -324,7 +328,8 @@ def test_a_wrong_model_is_noticed_when_frozen_requests_go_on(
     vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
 ) -> None:
     async def scenario() -> None:
-        task = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=100)))
+        task = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=LONG)))
+        await asyncio.sleep(0)
         await vllm_engine.generate(ask(max_new_tokens=2))
         await vllm_engine.pause(PauseMode.KEEP)
         policy.__class__ = Lossy

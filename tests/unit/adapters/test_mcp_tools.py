@@ -28,9 +28,9 @@ def named(connection: McpTools, name: str) -> McpTool:
     return next(tool for tool in connection.tools if tool.name == name)
 
 
-def ask(server: str, name: str, timeout: float = 30.0, **arguments: object) -> ToolResult:
+def ask(server: str, name: str, **arguments: object) -> ToolResult:
     async def scenario() -> ToolResult:
-        async with await connect(server, timeout=timeout) as connection:
+        async with await connect(server) as connection:
             return await named(connection, name).call(arguments)
 
     return asyncio.run(scenario())
@@ -155,7 +155,7 @@ def test_http_servers_get_the_bearer_token(token: str | None, monkeypatch: pytes
 )
 def test_a_server_that_is_none_is_a_configuration_error(server: str, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
-        asyncio.run(connect(server, timeout=2.0))
+        asyncio.run(connect(server, start_timeout=2.0 if "sleep" in server else 120.0))
 
 
 def test_without_the_sdk_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

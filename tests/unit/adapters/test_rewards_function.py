@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -116,12 +117,12 @@ def test_a_function_cannot_end_the_run(error: type[BaseException]) -> None:
 
 
 def slow(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
-    time.sleep(2.0)
+    time.sleep(60.0)
     return [1.0]
 
 
 async def async_slow(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(60.0)
     return [1.0]
 
 
@@ -130,7 +131,7 @@ def test_a_function_over_its_deadline_is_left_behind(func: Any) -> None:
     start = time.monotonic()
     with pytest.raises(RewardError, match=r"no answer for 1 reply within 0\.1 s.*--reward\.timeout"):
         score(func, timeout=0.1)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 30.0
 
 
 def test_a_timeout_of_the_functions_own_is_not_taken_for_the_deadline() -> None:
@@ -142,17 +143,17 @@ def test_a_timeout_of_the_functions_own_is_not_taken_for_the_deadline() -> None:
 
 
 def test_a_plain_function_does_not_block_the_loop() -> None:
-    def nap(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
-        time.sleep(0.2)
+    together = threading.Barrier(10)
+
+    def meet(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
+        together.wait(60.0)
         return [1.0] * len(queries)
 
     async def overlap() -> None:
-        reward = FunctionReward(nap, timeout=5.0)
+        reward = FunctionReward(meet, timeout=120.0)
         await asyncio.gather(*(reward.score([ask()]) for _ in range(10)))
 
-    start = time.monotonic()
     asyncio.run(overlap())
-    assert time.monotonic() - start < 1.0
 
 
 def test_a_function_is_loaded_from_its_file(tmp_path: Path) -> None:

@@ -256,7 +256,11 @@ def test_threads_that_hang_let_later_calls_wait_not_pile_up() -> None:
     async def scenario() -> tuple[list[ToolResult], ToolResult]:
         made = FunctionTool(hang, timeout=0.3)
         late = await asyncio.gather(*(made.call({}) for _ in range(THREADS + 3)))
+        async with asyncio.timeout(60):
+            while len(started) < THREADS:
+                await asyncio.sleep(0.01)
         assert len(started) == THREADS
+        made._timeout = 60.0
         release.set()
         return list(late), await made.call({})
 

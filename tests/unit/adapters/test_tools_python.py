@@ -30,14 +30,14 @@ MARK = "rollgrad_test_"
 @pytest.fixture(params=["namespaces", "no_namespaces"] if CONTAINED else ["no_namespaces"])
 def namespaces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> bool:
     """Runs a test in every way that this machine can contain code."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     if request.param == "no_namespaces":
         monkeypatch.setattr(sandbox, "namespaces_work", lambda: False)
-        folder = tmp_path / "temporary"
-        folder.mkdir()
         for part in (folder, *folder.parents):  # root's code becomes nobody, who must reach its directory
             if part.stat().st_uid == os.getuid():
                 part.chmod(part.stat().st_mode | 0o011)
-        monkeypatch.setattr(tempfile, "tempdir", str(folder))
         if os.getuid() == 0 and not sandbox.nobody_reads_python():
             command = sandbox._command()
             monkeypatch.setattr(sandbox, "_command", lambda: [SYSTEM_PYTHON, *command[1:]])
@@ -48,7 +48,7 @@ def namespaces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, 
 @pytest.fixture
 def run(namespaces: bool) -> Callable[..., ToolResult]:
     def call(code: str, **settings: Any) -> ToolResult:
-        return asyncio.run(PythonTool(**settings).call({"code": code}))
+        return asyncio.run(PythonTool(**{"seconds": 120.0, **settings}).call({"code": code}))
 
     return call
 
@@ -90,12 +90,7 @@ def _descends_from_us(pid: int) -> bool:
 
 def _adopted(script: str) -> list[int]:
     """Those whose parents are gone, so that process 1 has them: nobody's run looks like this but an escaped one."""
-    return [
-        pid
-        for pid in with_argument(script)
-        if Path(f"/proc/{pid}/stat").exists()
-        and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"
-    ]
+    return [pid for pid in with_argument(script) if _parent(pid) == 1]
 
 
 @pytest.mark.parametrize(
@@ -168,9 +163,13 @@ def test_a_traceback_shows_the_lines_of_the_code(run: Callable[..., ToolResult])
     ],
 )
 def test_the_deadline_ends_everything(run: Callable[..., ToolResult], code: str) -> None:
-    result = run(code, seconds=1.5)
-    assert result == ToolResult(content="began\nThe code was stopped: it may run for 1.5 s.", is_error=True)
-    assert sandboxes() == []
+    for seconds in (1.5, 15, 150):  # on a busy machine it begins late
+        result = run(code, seconds=seconds)
+        assert sandboxes() == []
+        if result.content.startswith("began"):
+            break
+    told = f"began\nThe code was stopped: it may run for {seconds:g} s."
+    assert result == ToolResult(content=told, is_error=True)
 
 
 def test_gigabytes_are_refused(run: Callable[..., ToolResult]) -> None:
@@ -194,7 +193,7 @@ def test_memory_in_small_pieces_is_bounded_too(run: Callable[..., ToolResult]) -
     ],
 )
 def test_bombs_are_bounded_and_leave_nothing(run: Callable[..., ToolResult], code: str) -> None:
-    assert run(code, seconds=1.5).is_error
+    assert run(code, seconds=0.7).is_error
     assert sandboxes() == []
 
 
@@ -345,7 +344,7 @@ def test_a_cancelled_call_kills_its_processes(namespaces: bool) -> None:
 
     async def scenario() -> None:
         calling = asyncio.create_task(PythonTool(seconds=60.0).call({"code": code}))
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(300.0):
             while not with_argument(mark):
                 await asyncio.sleep(0.01)
         calling.cancel()
@@ -374,7 +373,7 @@ def test_runs_end_with_the_process_that_asked_for_them(namespaces: bool) -> None
     while not with_argument(mark):
         time.sleep(0.01)
     guard.stdin.close()  # what the kernel does for a process that is gone
-    guard.wait(30)
+    guard.wait(300)
     assert with_argument(mark) == []
 
 
@@ -388,7 +387,7 @@ def test_a_killed_guard_is_an_error_and_takes_its_namespaces_with_it() -> None:
 
     async def scenario() -> ToolResult:
         calling = asyncio.create_task(PythonTool(seconds=60.0).call({"code": code}))
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(300.0):
             while not with_argument(mark):
                 await asyncio.sleep(0.01)
             (guard,) = (pid for pid in sandboxes() if _parent(pid) == os.getpid())

@@ -1,8 +1,10 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from rollgrad.adapters.vllm import buckets
 from rollgrad.adapters.vllm.buckets import ALIGNMENT, BUCKETS, Assembler, Piece, SharedMemory, fill
 from rollgrad.domain.errors import ConfigurationError
 
@@ -60,11 +62,11 @@ def test_a_piece_of_another_tensor_is_refused() -> None:
         list(assembler.take(torch.zeros(64, dtype=torch.uint8), [wrong]))
 
 
-def test_memory_that_is_not_there_is_refused() -> None:
-    before = set(os.listdir("/dev/shm"))
+def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(buckets, "DIRECTORY", tmp_path)
     with pytest.raises(ConfigurationError, match="--shm-size"):
         SharedMemory(bucket_bytes=2**50)
-    assert set(os.listdir("/dev/shm")) - before == set()
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_left_in_the_file_system() -> None:

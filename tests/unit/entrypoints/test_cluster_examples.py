@@ -17,7 +17,7 @@ from rollgrad.entrypoints.config_io import structure_config
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ("slurm.sh", "ray_job.sh")
-DEADLINE = 60
+DEADLINE = 300
 """Seconds that a script may take on a busy machine."""
 
 
