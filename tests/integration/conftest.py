@@ -42,6 +42,7 @@ def sums_flags(wide_headed_model_dir: Path, tmp_path: Path, monkeypatch: pytest.
         "data.prompt-dataset": "prompts.jsonl",
         "data.label-key": "label",
         "reward.function-path": "reward.py",
+        "reward.timeout": "120",
         "rollout.temperature": "0.8",
         "rollout.batch-size": "3",
         "rollout.n-samples-per-prompt": "3",

@@ -19,7 +19,7 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_program import AgentResult, AgentTask
 from rollgrad.domain.prompts import Prompt
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 300.0
 TASK = AgentTask(
     prompt=Prompt(
         token_ids=(1,),
