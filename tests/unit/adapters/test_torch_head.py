@@ -57,7 +57,7 @@ def test_values_and_gradients_equal_log_softmax(chunk_rows: int, rows: int, bias
 
     for mine, theirs in zip((*found, *gradients), (*expected, *expected_gradients), strict=True):
         assert mine.dtype == torch.float32
-        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("used", [0, 1])
