@@ -36,9 +36,9 @@ pip_install() {
     "$VENV/bin/python" -m pip install -qq --no-compile --disable-pip-version-check --root-user-action=ignore "$@"
 }
 
-# pip_setting NAME: as pip's environment variables or files have it; empty if they do not
+# pip_setting NAME: what $pip_settings says of it; empty if nothing
 pip_setting() {
-    "$VENV/bin/python" -m pip config list | sed -n "s/^[a-z:]*\.$1='\(.*\)'$/\1/p" | head -n 1
+    printf '%s\n' "$pip_settings" | sed -n "s/^[a-z:]*\.$1='\(.*\)'$/\1/p" | head -n 1
 }
 
 # packages ARGUMENTS...: as `pip install` takes them
@@ -105,6 +105,7 @@ if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     step "virtual environment from $python" "$python" -m venv "$VENV"
 fi
 [ -x "$VENV/bin/uv" ] || pip_install uv || echo "  without uv, pip takes several times as long"
+pip_settings=$("$VENV/bin/python" -m pip config list)
 export UV_INDEX_STRATEGY=unsafe-best-match UV_SYSTEM_CERTS=true
 UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX-$(pip_setting index-url)}
 UV_INDEX=${UV_INDEX-$(pip_setting extra-index-url)}

@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+LONG = 450
+"""Tokens of a request that is still sampled seconds later, and fits into the 512 of the small Llamas."""
+
 
 def tiny_model(name: str, tokenizer: Any, *, seed: int = 0, **settings: Any) -> Any:
     """A model of the transformers class `name`, with two layers and grouped heads; `settings` are of its config."""

@@ -40,6 +40,8 @@ class RankWorker:
         torch.set_num_threads(threads)
         self._rank, self._size = rank, size
         self._model: Any = None
+        self._store: Any = None
+        """Of `listen`: it ends with this process."""
 
     def address(self) -> tuple[str, int]:
         """(host, free port) of this process."""
@@ -55,8 +57,9 @@ class RankWorker:
         from ray.util import get_node_ip_address
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        self._store = TCPStore(get_node_ip_address(), 0, is_master=True, wait_for_workers=False)
-        return str(get_node_ip_address()), int(self._store.port)
+        host = str(get_node_ip_address())
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, int(self._store.port)
 
     def pid(self) -> int:
         """Of this process."""

@@ -26,7 +26,7 @@ CHUNK_BYTES = 1 << 16
 FLOOD_BYTES = 8 << 20
 """A run that prints more is stopped: reading on would cost the event loop's time."""
 CLOSE_SECONDS = 90.0
-"""Longest wait for a run that was told to end; then it is killed."""
+"""Longest wait for a run that was told to end; then it is killed. Longer than its guard sweeps."""
 PROBE_SECONDS = 20.0
 PROBE_MB = 512
 _ENVIRONMENT = {

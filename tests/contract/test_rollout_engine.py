@@ -20,9 +20,7 @@ from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingPara
 from tests.event_loop import run
 from tests.fakes.fleet_member import FakeFleetMember
 from tests.fakes.rollout_engine import FakeRolloutEngine
-
-LONG = 450
-"""Tokens of a request that is still sampled seconds later."""
+from tests.tiny_models import LONG
 
 VLLM = [pytest.param("vllm", marks=pytest.mark.slow)] if importlib.util.find_spec("vllm") else []
 """vLLM takes half a minute to start, so one engine serves all its tests."""

@@ -120,8 +120,11 @@ def test_corrections_weigh_or_leave_out(workspace: Path, level: str, gate: str) 
     rows = train(flags)
     assert all(row["policy/correction_weight"] == pytest.approx(1.0, abs=1e-3) for row in rows)
     strict = "--algo.correction.low 1.9" if gate == "ratio" else "--algo.correction.threshold 1e-12"
-    rows = train(flags, strict, "--rollout.generate_batch_size 5 --actor.adam.lr 0.01")
-    assert rows[1]["policy/correction_dropped_share"] > 0.1, "two of three groups are one update old"
+    if gate == "opsm":  # it goes by the sign of a difference, which in the first step is rounding alone
+        _, *rows = train(flags, strict, "--rollout.generate_batch_size 5 --actor.adam.lr 0.01")
+    else:
+        rows = train(flags, strict)
+    assert all(row["policy/correction_dropped_share"] > 0.1 for row in rows)
 
 
 def test_over_sampled_groups_are_corrected(workspace: Path) -> None:

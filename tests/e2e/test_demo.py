@@ -35,27 +35,27 @@ def test_the_demo_learns_and_repeats(tmp_path: Path) -> None:
     assert 100 * (accuracy[-1] - accuracy[0]) >= POINTS
     for name in ("report.html", "curves.png", "model/model.safetensors", "samples.jsonl"):
         assert (tmp_path / "first" / name).stat().st_size > 0
-    again, _ = run_demo(EXAMPLES / "sums.py", tmp_path / "again", 1)
-    (repeated,) = (line for line in again if "reward/mean" in line)
-    assert curve(repeated) == curve(next(line for line in first if "reward/mean" in line))
+    again, _ = run_demo(EXAMPLES / "sums.py", tmp_path / "again", 2)
+    steps = [line for line in first if "reward/mean" in line][:2]
+    repeated = [line for line in again if "reward/mean" in line]
+    assert [curve(line) for line in steps] == [curve(line) for line in repeated]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_agents_demo_trains_on_its_tool_and_calls_it(tmp_path: Path) -> None:
-    """A quarter of a step of it, for it takes longer to learn than a test should."""
+    """Half a step of it, for it takes longer to learn than a test should."""
     (tmp_path / "data").mkdir()
     for file in ("products.py", "smollm2.py", "data/products_shots.json"):
         (tmp_path / file).write_bytes((EXAMPLES / file).read_bytes())
     few = (EXAMPLES / "data" / "products_test.jsonl").read_text().splitlines(keepends=True)[:4]
     (tmp_path / "few.jsonl").write_text("".join(few))
     settings = yaml.safe_load((EXAMPLES / "products.yaml").read_text())
-    settings["rollout"]["batch_size"] //= 4
-    settings["actor"]["entropy_coef"] = 0.01  # the replies to one prompt may all be worth the same
+    settings["rollout"]["batch_size"] //= 2
     settings["eval"]["dataset"] = str(tmp_path / "few.jsonl")
     (tmp_path / "products.yaml").write_text(yaml.safe_dump(settings))
     (before, trained, after), printed = run_demo(tmp_path / "products.py", tmp_path / "run", 1)
-    assert trained["reward/tool_calls"] > 0
+    assert trained["reward/tool_calls"] > 0.3
     assert trained["reward/branches"] == 1
     assert trained["policy/grad_norm"] > 0
     assert before.keys() == after.keys()

@@ -164,7 +164,7 @@ def ppo_colocated(config: RLConfig, reward_model: str) -> dict[str, Any]:
     config.algo.advantage.estimator = "gae"
     config.algo.kl.init_coef = 0.01
     config.critic.num_gpus_per_node = config.ref.num_gpus_per_node = 1
-    config.reward.model_name_or_path, config.reward.timeout = reward_model, 300
+    config.reward.model_name_or_path, config.reward.timeout, config.reward.num_gpus_per_node = reward_model, 300, 2
     config.train.colocate_all = True
     config.ds.zero_stage = 3
     config.logger.log_samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt

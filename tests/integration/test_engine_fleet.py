@@ -28,6 +28,7 @@ from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.fakes import cluster
 from tests.fakes.agent_executor import make_trajectory
+from tests.tiny_models import LONG
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -36,9 +37,6 @@ PROMPT = (65, 66, 67)
 
 TOLERANCE = 1e-4
 """Largest difference of a log-prob: products are summed in another order, no more."""
-
-LONG = 450
-"""Tokens of a request that is still sampled seconds later."""
 
 SECONDS = 500
 """After which a test has hung: on a busy machine an engine takes more than a minute to start."""
@@ -218,7 +216,7 @@ def test_frozen_requests_go_on_under_the_new_weights_on_both(world: World) -> No
 def test_all_answers_arrive_when_an_engine_is_killed_and_are_those_of_an_undisturbed_run(
     world: World, end: Callable[[RayVLLMEngine], None]
 ) -> None:
-    requests = [ask(s, prompt=(*PROMPT, s), max_new_tokens=300) for s in range(20)]
+    requests = [ask(s, prompt=(*PROMPT, s), max_new_tokens=300) for s in range(40)]
 
     async def play(disturb: Callable[[], None]) -> list[Generation]:
         tasks = [asyncio.create_task(world.fleet.generate(request)) for request in requests]
@@ -232,7 +230,7 @@ def test_all_answers_arrive_when_an_engine_is_killed_and_are_those_of_an_undistu
     quiet = world.run(play(lambda: None))
     replayed = world.fleet.replayed
     disturbed = world.run(play(lambda: end(world.members[0])))
-    assert world.fleet.replayed - replayed >= 5
+    assert world.fleet.replayed - replayed >= 15
     for request, other in zip(requests, disturbed, strict=True):
         agrees(world, other, request.prompt_token_ids)
     same = [list(one.token_ids) == list(other.token_ids) for one, other in zip(quiet, disturbed, strict=True)]

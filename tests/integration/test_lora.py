@@ -40,13 +40,12 @@ from rollgrad.entrypoints.factories import (
 from tests.event_loop import run
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.reward_source import FakeRewardSource
+from tests.tiny_models import LONG
 
 FLAG = "--actor.model-name-or-path"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 VLLM = [pytest.param(way, marks=pytest.mark.slow) for way in ("vllm", "vllm_4bit", "vllm_adapter") if HAS_VLLM]
 PROMPT = (65, 66, 67)
-LONG = 450
-"""Tokens of a request that is still sampled seconds later."""
 LORA = LoraConfig(rank=4)
 
 TOLERANCE = 1e-4

@@ -22,13 +22,12 @@ from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.event_loop import run
 from tests.fakes.agent_executor import make_trajectory
+from tests.tiny_models import LONG
 
 pytestmark = pytest.mark.slow
 
 FLAG = "--actor.model-name-or-path"
 PROMPT = (65, 66, 67)
-LONG = 450
-"""Tokens of a request that is still sampled seconds later."""
 
 TOLERANCE = 1e-4
 """Largest difference of a log-prob: products are summed in another order, no more."""

@@ -19,7 +19,8 @@ from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.cli import main
 from tests.event_loop import run
 from tests.fakes import cluster
-from tests.integration.test_vllm_engine import HALF_TOLERANCE, LONG, PROMPT, TOLERANCE, ask, learn, policy, scores
+from tests.integration.test_vllm_engine import HALF_TOLERANCE, PROMPT, TOLERANCE, ask, learn, policy, scores
+from tests.tiny_models import LONG
 
 pytestmark = pytest.mark.slow
 

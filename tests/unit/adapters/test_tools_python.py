@@ -81,10 +81,7 @@ def _descends_from_us(pid: int) -> bool:
     while pid > 1:
         if pid == os.getpid():
             return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            return False
+        pid = _parent(pid)
     return False
 
 
@@ -421,7 +418,7 @@ def test_at_most_so_many_run_at_once_and_the_loop_goes_on(namespaces: bool) -> N
 def _parent(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
+    except (OSError, IndexError):
         return 0
 
 

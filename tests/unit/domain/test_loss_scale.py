@@ -25,7 +25,7 @@ def test_a_whole_window_without_an_overflow_doubles_it() -> None:
     assert followed(almost, True, *[False] * (WINDOW - 1)).factor == begun.factor / 2  # it counts from the overflow
 
 
-@given(st.lists(st.integers(0, 2 * WINDOW), max_size=8))
+@given(st.lists(st.integers(0, 2 * WINDOW), max_size=30))
 def test_it_is_a_power_of_two_and_never_below_the_smallest(good_steps: list[int]) -> None:
     """Powers of two scale without rounding."""
     scale = LossScale()
