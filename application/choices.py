@@ -142,3 +142,19 @@ class Verifier(StrEnum):
     EXACT_MATCH = "exact_match"
     MATH = "math"
     FORMAT = "format"
+
+
+class Resume(StrEnum):
+    """Whether a run continues from the training state in its directory."""
+
+    NEVER = "never"
+    """It starts anew."""
+    ALWAYS = "always"
+    """It continues; without a training state it is refused."""
+    AUTO = "auto"
+    """It continues if there is a training state, else it starts anew: for jobs that are started again and again."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Resume | None":
+        """True and False, as the setting was before it knew auto."""
+        return {True: cls.ALWAYS, False: cls.NEVER}.get(value) if isinstance(value, bool) else None

@@ -4,7 +4,7 @@ Importable without torch. `entrypoints` builds the command line from these class
 `application.validation` holds the rules across fields.
 """
 
-from attrs import Factory, define
+from attrs import Factory, define, field
 
 from rollgrad.application.agent_config import AgentConfig
 from rollgrad.application.choices import (
@@ -16,6 +16,7 @@ from rollgrad.application.choices import (
     KLEstimator,
     Normalise,
     OldLogprobs,
+    Resume,
     Verifier,
     Whiten,
 )
@@ -143,8 +144,9 @@ class RolloutConfig:
     """Texts that end a reply, besides the model's own end token."""
     max_concurrent: int = 4096
     """Episodes in flight at once."""
-    max_failures: int = 0
-    """Failed episodes tolerated per rollout (with train.async_enable from update to update); one more ends the run."""
+    max_failures: int | None = None
+    """Failed episodes tolerated per rollout (with train.async_enable from update to update), each named on the console;
+    one more ends the run. Default: 5 % of a rollout's episodes."""
     engine: Engine = Engine.EMBEDDED
     """What samples: this process, vllm in processes of its own (pip install rollgrad[vllm]), or a server that is there
     already."""
@@ -266,14 +268,22 @@ class CheckpointConfig:
     """What is written where."""
 
     output_dir: str = "./runs/rollgrad"
-    """Directory of the run: model, metrics, report."""
+    """Directory of the run: model, metrics, report. One that holds another run is refused."""
+    overwrite: bool = False
+    """Remove the run that output_dir holds, when the new one begins."""
     save_steps: int = -1
-    """Rollouts between model checkpoints; -1 saves only at the end."""
+    """Rollouts between model checkpoints; -1 saves only at the end, however the run ends."""
+    state_minutes: float | None = 30.0
+    """Minutes between training states (weights, optimizer, position; about 12 bytes a parameter), from which resume
+    continues. The newest is kept; the last one is of the run's end, however it ends. None, without state_steps, saves
+    none."""
     state_steps: int = -1
-    """Rollouts between training states (weights, optimizer, position), from which resume continues; the newest is kept,
-    also when the run is interrupted. -1 saves none."""
-    resume: bool = False
-    """Continue the run in output_dir from its training state."""
+    """Rollouts between training states, besides state_minutes; -1 goes by time alone."""
+    state_dir: str | None = None
+    """Directory of the training state; default: output_dir."""
+    resume: Resume = field(default=Resume.NEVER, converter=Resume)
+    """Continue the run in output_dir from its training state: never, always (an error without one), or auto: if there
+    is one. The bare flag means always."""
 
 
 @define(kw_only=True)

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from rollgrad.application.rollout import RolloutService
+from rollgrad.domain.errors import RewardError
 from rollgrad.domain.evaluation import summarise
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams
@@ -36,17 +37,26 @@ class EvaluationService:
         self._threshold = threshold
 
     async def run(self) -> dict[str, float]:
-        """`eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, lengths and truncation; with several data sources
-        each of them also as `eval/<source>/...`."""
+        """`eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, lengths, truncation, and `eval/failed`: episodes
+        that failed, which nothing else counts. With several data sources scores also as `eval/<source>/...`.
+
+        Raises:
+            RewardError, EngineError: too many episodes failed, or all of them.
+        """
         groups = await self._rollout.collect(self._prompts, self._params, samples=self._samples)
+        failures = [failure for group in groups for failure in group.failures]
         scores: dict[str, list[list[float]]] = defaultdict(list)
         for group in groups:
-            scores[group.prompt.datasource].append(group.scores)
+            if group.scores:
+                scores[group.prompt.datasource].append(group.scores)
+        if not scores:
+            raise RewardError(f"All {len(failures)} episodes of an evaluation failed; the last: {failures[-1].message}")
         metrics = self._summary("eval", [s for source in scores.values() for s in source])
         if len(scores) > 1:
             for source, source_scores in scores.items():
                 metrics |= self._summary(f"eval/{source}", source_scores)
         played = [t for group in groups for t in group.trajectories]
+        metrics["eval/failed"] = float(len(failures))
         metrics["eval/response_length_mean"] = sum(t.action_length for t in played) / len(played)
         metrics["eval/truncated_share"] = sum(t.stop_reason.truncated for t in played) / len(played)
         return metrics

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rollgrad.application.dealing import Deal, PromptDealer
-from rollgrad.application.rollout import RolloutGroup, RolloutService
+from rollgrad.application.rollout import FailureBudget, RolloutGroup, RolloutService
 from rollgrad.application.sampling import SamplingPlan, exhausted, sampling_metrics
 from rollgrad.domain.curriculum import Curriculum
 from rollgrad.domain.errors import EngineError
@@ -66,7 +66,7 @@ class GroupStream:
         self._changed = asyncio.Event()
         self._played: list[RolloutGroup] = []
         self._rejected: Counter[str] = Counter()
-        self._failures = rollout.failure_budget()
+        self._failures = self._failure_budget()
         self._idle_s = 0.0
         self._idle_since: float | None = clock.monotonic()
 
@@ -98,7 +98,7 @@ class GroupStream:
             "rollout/kept_for_next": float(len(self._ready)),
             "rollout/groups_in_flight": float(self.gate.running),
         }
-        self._played, self._rejected, self._failures = [], Counter(), self._rollout.failure_budget()
+        self._played, self._rejected, self._failures = [], Counter(), self._failure_budget()
         lags = lag_metrics(groups, self.gate.version, self.gate.bound.max_staleness)
         return groups, metrics | lags
 
@@ -137,6 +137,9 @@ class GroupStream:
         self.gate = StalenessGate.resumed(
             self.gate.bound, version=int(state["version"]), trained=int(state["trained"]), dropped=state["dropped"]
         )
+
+    def _failure_budget(self) -> FailureBudget:
+        return self._rollout.failure_budget(self._plan.groups * self._plan.samples)
 
     def _fill(self) -> None:
         """Starts as many groups as may be."""

@@ -1,7 +1,8 @@
 """What all pipelines share: the schedule of steps, evaluations and checkpoints, one update, interruption and resuming.
 
 Invariants: prompts submitted = trained + dropped by reason + in flight; an interruption ends the run between two steps,
-with the model of the last finished one.
+with the model and the training state of the last finished one. So does an error, but for one in the middle of an update
+of several optimizer steps: the model then has those that were taken, and the training state is the one saved before.
 Does not own: where the groups of a step come from, and when the engine takes new weights (its subclasses).
 """
 
@@ -24,13 +25,15 @@ from rollgrad.domain.kl_control import KLController
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.metric_sink import MetricSink
-from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueObjective
+from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
 from rollgrad.domain.ports.weight_channel import WeightChannel
 
 log = structlog.get_logger(__name__)
 
 SampleLog = Callable[[int, Sequence[RolloutGroup]], None]
 """Receives each step's groups, for people to read."""
+
+SECONDS_PER_MINUTE = 60.0
 
 FINAL_MODEL = "model"
 """Name of the model written at the end of a run."""
@@ -39,15 +42,22 @@ FINAL_MODEL = "model"
 @frozen(kw_only=True)
 class Schedule:
     """`steps` rollouts, the first `freezing_steps` of which train the critic alone; evaluation and model checkpoints
-    every so many steps (-1: only at the ends), and the state from which training continues (-1: never). A sample passes
-    from a score of `pass_threshold` on."""
+    every so many steps (-1: only at the ends). The state from which training continues is saved every `state_steps`
+    steps (-1: not by steps), when the one before is `state_minutes` old (None: not by time), and at the end; never if
+    neither is set. A sample passes from a score of `pass_threshold` on."""
 
     steps: int
     eval_steps: int = -1
     save_steps: int = -1
     state_steps: int = -1
+    state_minutes: float | None = None
     freezing_steps: int = 0
     pass_threshold: float = 1.0
+
+    @property
+    def saves_state(self) -> bool:
+        """Whether the run leaves a training state."""
+        return self.state_steps > 0 or self.state_minutes is not None
 
 
 class ObjectiveFactory(Protocol):
@@ -91,6 +101,7 @@ class Pipeline(ABC):
         experience: ExperienceService,
         update: UpdateService,
         policy: PolicyModel,
+        critic: ValueModel | None,
         channel: WeightChannel,
         objective: ObjectiveFactory,
         value_objective: ValueObjective | None,
@@ -107,6 +118,7 @@ class Pipeline(ABC):
         self._experience = experience
         self._update = update
         self._policy = policy
+        self._critic = critic
         self._channel = channel
         self._objective = objective
         self._value_objective = value_objective
@@ -118,34 +130,75 @@ class Pipeline(ABC):
         self._clock = clock
         self._sample_log = sample_log
         self._done = 0
+        self._began = 0
+        self._state_saved_at = 0.0
         self._before: Mapping[str, float] = {}
 
     async def run(self) -> RunOutcome:
-        """Trains to the end of the schedule, or until the task is cancelled (Ctrl-C), and saves the model."""
+        """Trains to the end of the schedule, or until the task is cancelled (Ctrl-C), and saves the model.
+
+        Raises:
+            RollgradError, or whatever ended the run: what was trained until then is saved before.
+        """
+        self._state_saved_at = self._clock.monotonic()
         after: Mapping[str, float] = {}
         interrupted = False
         try:
-            await self._channel.push(self._policy, self._done)  # whatever weights the engine began with
-            if not self._done:
-                self._before = await self._evaluate()
-            while self._done < self._schedule.steps:
-                await self._step()
-                if self._due(self._schedule.eval_steps):
-                    await self._evaluate()
-                if self._due(self._schedule.save_steps):
-                    self._save(f"step_{self._done}")
-                if self._due(self._schedule.state_steps):
-                    self._checkpoints.save_training(self.training_state())
-            after = await self._evaluate()
-        except asyncio.CancelledError:
-            interrupted = True
-            log.info("interrupted: saving the model", step=self._done)
-        finally:
-            await self._stop()
+            try:
+                after = await self._train()
+            except asyncio.CancelledError:
+                interrupted = True
+                log.info("interrupted: saving the model", step=self._done)
+            finally:
+                await self._stop()
+        except (Exception, SystemExit) as error:  # whatever it is, what was trained is not lost with it
+            self._rescue(error)
+            raise
         self._save(FINAL_MODEL)
-        if self._schedule.state_steps > 0:
-            self._checkpoints.save_training(self.training_state())
+        if self._schedule.saves_state:
+            self._save_training()
         return RunOutcome(steps=self._done, before=self._before, after=after, interrupted=interrupted)
+
+    async def _train(self) -> Mapping[str, float]:
+        """The steps that are left; returns the last evaluation."""
+        schedule = self._schedule
+        await self._channel.push(self._policy, self._done)  # whatever weights the engine began with
+        if not self._done:
+            self._before = await self._evaluate()
+        while self._done < schedule.steps:
+            await self._step()
+            if self._due(schedule.eval_steps):
+                await self._evaluate()
+            if self._due(schedule.save_steps):
+                self._save(f"step_{self._done}")
+            if self._due(schedule.state_steps) or self._state_is_old():
+                self._save_training()
+        return await self._evaluate()
+
+    def _state_is_old(self) -> bool:
+        minutes = self._schedule.state_minutes
+        if minutes is None or self._done >= self._schedule.steps:
+            return False
+        return self._clock.monotonic() - self._state_saved_at >= SECONDS_PER_MINUTE * minutes
+
+    def _rescue(self, error: BaseException) -> None:
+        """Saves what was trained before `error`, as far as it can be; never raises, for `error` is what is raised."""
+        if self._done == self._began and not self._update.under_way:
+            return  # nothing was trained
+        log.warning("the run ends early: saving the model", step=self._done, error=type(error).__name__)
+        try:
+            self._save(FINAL_MODEL)
+            if self._update.under_way:
+                log.warning("the model has optimizer steps of an update that was not finished", after_step=self._done)
+            elif self._schedule.saves_state:
+                self._save_training()
+                log.warning("saved; --ckpt.resume continues the run", step=self._done)
+        except Exception as second:
+            log.error("saving failed: what was saved before is still there", reason=str(second))
+
+    def _save_training(self) -> None:
+        self._checkpoints.save_training(self.training_state())
+        self._state_saved_at = self._clock.monotonic()
 
     @abstractmethod
     async def _step(self) -> None:
@@ -156,11 +209,21 @@ class Pipeline(ABC):
         """Ends what is still in flight when the steps are over, however they ended."""
 
     def _learn(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """The update that `groups` feed; returns what is to report about it and them.
+        """The update that `groups` feed; returns what is to report about it and them. One that fails before its first
+        optimizer step leaves everything as it was.
 
         Raises:
             RewardError: every episode of the groups failed.
         """
+        entropy, experience = self._entropy, self._experience.state_dict()
+        try:
+            return self._learned(groups)
+        except BaseException:
+            self._entropy = entropy
+            self._experience.load_state_dict(experience)
+            raise
+
+    def _learned(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         schedule, clock = self._schedule, self._clock
         started = clock.monotonic()
         trajectories = [t for group in groups for t in group.trajectories]
@@ -208,7 +271,7 @@ class Pipeline(ABC):
         return metrics
 
     def _save(self, name: str) -> None:
-        self._checkpoints.save_model(self._policy, name)
+        self._checkpoints.save_model(self._policy, name, self._critic)
         self._checkpoints.save_state(self.state_dict(), name)
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,3 +307,4 @@ class Pipeline(ABC):
         self._kl = self._kl.load_state_dict(run["kl"])
         self._entropy = self._entropy.load_state_dict(run["entropy"])
         self._done, self._before = int(run["step"]), dict(state["before"])
+        self._began = self._done

@@ -121,6 +121,7 @@ RANGES: dict[str, Range] = {
     "eval.max_samples": COUNT,
     "ckpt.output_dir": (bool, "a directory"),
     "ckpt.save_steps": PERIOD,
+    "ckpt.state_minutes": POSITIVE,
     "ckpt.state_steps": PERIOD,
     "logger.log_samples": NOT_NEGATIVE,
 }

@@ -6,9 +6,11 @@ failure; sample and group ids, and with them the seeds, depend on the position i
 
 import asyncio
 import itertools
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
+import structlog
 from attrs import evolve, frozen
 
 from rollgrad.domain.errors import EngineError, RewardError, RollgradError
@@ -17,6 +19,12 @@ from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.sampling import SamplingParams
 from rollgrad.domain.trajectory import Trajectory
+
+log = structlog.get_logger(__name__)
+
+FAILURE_SHARE = 0.05
+"""Share of a rollout's episodes that may fail where no number is set: what a flaky service loses now and then, and far
+below what a broken reward or environment does."""
 
 SEED_MULTIPLIER = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio: spreads consecutive sample ids over the whole range of seeds."""
@@ -58,21 +66,30 @@ class RolloutGroup:
 
 
 class FailureBudget:
-    """Counts failed episodes; tolerates `allowed` of them."""
+    """Counts and names failed episodes; tolerates `allowed` of them, by default `FAILURE_SHARE` of `episodes`."""
 
-    def __init__(self, allowed: int) -> None:
-        self._allowed = allowed
+    def __init__(self, allowed: int | None, episodes: int) -> None:
+        self._allowed = math.ceil(FAILURE_SHARE * episodes) if allowed is None else allowed
         self._failures: Counter[FailureKind] = Counter()
 
     def charge(self, group: RolloutGroup) -> None:
         """Adds a group's failures.
 
         Raises:
-            RewardError, EngineError: they are too many; the message is the last failure's.
+            RewardError, EngineError: they are too many; the message ends with the last failure's.
         """
         self._failures.update(failure.kind for failure in group.failures)
         if self._failures.total() > self._allowed:
             raise _too_many(group.failures[-1], self._failures, self._allowed)
+        for failure in group.failures:
+            log.warning(
+                "an episode failed, and is left out",
+                kind=failure.kind.value,
+                reason=failure.message,
+                sample=failure.sample_id,
+                failed=self._failures.total(),
+                tolerated=self._allowed,
+            )
 
 
 class RolloutService:
@@ -81,11 +98,14 @@ class RolloutService:
     Args:
         executor: plays one episode.
         max_concurrent: episodes in flight at once.
-        max_failures: failed episodes tolerated in one `stream`; one more raises.
+        max_failures: failed episodes tolerated in one `stream`; one more raises. None tolerates `FAILURE_SHARE` of its
+            episodes.
         seed: run seed, from which each sample's own seed follows.
     """
 
-    def __init__(self, executor: AgentExecutor, *, max_concurrent: int, max_failures: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self, executor: AgentExecutor, *, max_concurrent: int, max_failures: int | None = None, seed: int = 0
+    ) -> None:
         self._executor = executor
         self._max_concurrent = max_concurrent
         self._max_failures = max_failures
@@ -114,10 +134,10 @@ class RolloutService:
             greedy_baseline: also play each prompt greedily, for `RolloutGroup.baseline`.
 
         Raises:
-            RewardError, EngineError: more than `max_failures` episodes failed; the message is the last failure's.
+            RewardError, EngineError: more than `max_failures` episodes failed; the message ends with the last one's.
         """
         slots = self.slots()
-        budget = self.failure_budget()
+        budget = self.failure_budget(groups * samples)
         numbers = itertools.count(first_group_id)
 
         def start() -> asyncio.Task[RolloutGroup]:
@@ -159,9 +179,9 @@ class RolloutService:
         """Places for `max_concurrent` episodes, to be shared by the groups of one stream."""
         return asyncio.Semaphore(self._max_concurrent)
 
-    def failure_budget(self) -> "FailureBudget":
-        """The failed episodes that one rollout may have."""
-        return FailureBudget(self._max_failures)
+    def failure_budget(self, episodes: int) -> FailureBudget:
+        """The failed episodes that a rollout of `episodes` may have."""
+        return FailureBudget(self._max_failures, episodes)
 
     async def play(
         self,
@@ -207,6 +227,6 @@ def _too_many(last: RolloutFailure, failures: "Counter[FailureKind]", allowed: i
         return kind(last.message)
     counts = ", ".join(f"{count} {name.value}" for name, count in failures.items())
     return kind(
-        f"{failures.total()} episodes failed ({counts}), more than --rollout.max-failures {allowed}; "
-        f"the last one: {last.message}"
+        f"{failures.total()} episodes of a rollout failed ({counts}), and {allowed} may (--rollout.max_failures); the "
+        f"last one: {last.message}"
     )

@@ -39,13 +39,6 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
             "are one update old when they are trained on, which needs a correction: set --algo.correction.level (or "
             "--algo.preset tis), or --algo.old_logprobs to rollout."
         )
-    if over_sampling and (config.ckpt.state_steps > 0 or config.ckpt.resume):
-        key = "state_steps" if config.ckpt.state_steps > 0 else "resume"
-        yield (
-            f"ckpt.{key} is {getattr(config.ckpt, key)} with rollout.generate_batch_size {groups}, but groups kept for "
-            f"the next rollout are not part of a training state: leave --ckpt.{key} or --rollout.generate_batch_size "
-            "out."
-        )
     stale = over_sampling or (overlaps and config.train.max_staleness > 0)
     if algo.old_logprobs is OldLogprobs.INTERPOLATE and not stale:
         yield (

@@ -4,6 +4,7 @@ Invariants: which prompts are played, under which ids and seeds, follows from th
 never from timing; prompts played = groups handed out + rejected by reason + kept for the next rollout.
 """
 
+import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,12 +12,13 @@ from typing import Any
 
 from attrs import field, frozen
 
-from rollgrad.application.dealing import PromptDealer
+from rollgrad.application.dealing import Deal, PromptDealer
 from rollgrad.application.rollout import RolloutGroup, RolloutService
 from rollgrad.domain.curriculum import Curriculum
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.filtering import EMPTY, GroupFilter
 from rollgrad.domain.ports.prompt_source import PromptSource
+from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams
 
 
@@ -49,6 +51,8 @@ class GroupSampler:
         self._params = params
         self._plan = plan
         self._ready: list[RolloutGroup] = []
+        self._deals: dict[int, Deal] = {}  # of the groups that are ready, and of those that are played
+        self._again: list[Deal] = []  # groups that were ready when a run was interrupted
 
     async def take(self, rollouts_left: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         """(the groups of the next rollout in the order of their prompts, what was noticed about all that were played).
@@ -62,10 +66,44 @@ class GroupSampler:
         """
         before = self.state_dict()
         try:
+            await self._play_again()
             return await self._take(rollouts_left)
         except BaseException:  # also a cancellation
             self._dealer.load_state_dict(before)
             raise
+
+    async def _play_again(self) -> None:
+        """Plays the groups that an interrupted run had kept for its next rollout, under their own ids and seeds."""
+        if not self._again:
+            return
+        budget = self._rollout.failure_budget(len(self._again) * self._plan.samples)
+        slots = self._rollout.slots()
+        groups = await asyncio.gather(
+            *(
+                self._rollout.play(
+                    deal.prompt,
+                    self._params,
+                    samples=self._plan.samples,
+                    group_id=deal.group_id,
+                    slots=slots,
+                    greedy_baseline=self._plan.greedy_baseline,
+                )
+                for deal in self._again
+            )
+        )
+        for group in groups:
+            budget.charge(group)
+        self._ready = [group for group in groups if self._kept(group)]
+        self._deals = {deal.group_id: deal for deal in self._again}
+        self._again = []
+
+    def _kept(self, group: RolloutGroup) -> bool:
+        return self._plan.group_filter.rejection(group.scores, group.rewards) is None
+
+    def _deal(self) -> Prompt:
+        deal = self._dealer.deal()
+        self._deals[deal.group_id] = deal
+        return deal.prompt
 
     async def _take(self, rollouts_left: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         plan = self._plan
@@ -92,7 +130,7 @@ class GroupSampler:
                 return True
 
             stream = self._rollout.stream(
-                (self._dealer.deal().prompt for _ in itertools.count()),
+                (self._deal() for _ in itertools.count()),
                 self._params,
                 samples=plan.samples,
                 groups=wanted,
@@ -103,18 +141,22 @@ class GroupSampler:
             async for _ in stream:
                 pass
         played.sort(key=lambda group: group.group_id)
-        kept = [group for group in played if plan.group_filter.rejection(group.scores, group.rewards) is None]
-        self._ready += kept
+        self._ready += [group for group in played if self._kept(group)]
         taken, self._ready = self._ready[: plan.groups], self._ready[plan.groups :]
+        self._deals = {group.group_id: self._deals[group.group_id] for group in self._ready}
         self._dealer.learn(played)
         return taken, sampling_metrics(played, rejected) | {"rollout/kept_for_next": float(len(self._ready))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, JSON-serialisable; groups kept for the next rollout are not part of it."""
-        return self._dealer.state_dict()
+        """Where the stream stands, JSON-serialisable: groups kept for the next rollout are places in the stream."""
+        kept = [self._deals[group.group_id] for group in self._ready] + self._again
+        return {
+            **self._dealer.state_dict(),
+            "kept": [{"group": deal.group_id, "position": dict(deal.position)} for deal in kept],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from `state`.
+        """Continues from `state`: kept groups are played again, under the same ids and seeds.
 
         Raises:
             ValueError: it is of an asynchronous run that had groups in flight.
@@ -122,6 +164,8 @@ class GroupSampler:
         if state.get("pending"):
             raise ValueError(f"{len(state['pending'])} groups were in flight, which needs train.async_enable")
         self._dealer.load_state_dict(state)
+        self._ready, self._deals = [], {}
+        self._again = [self._dealer.deal_again(int(p["group"]), p["position"]) for p in state.get("kept", ())]
 
 
 def exhausted(started: int, wanted: int, kept: int, rejected: "Counter[str]") -> RewardError:

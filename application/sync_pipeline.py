@@ -27,24 +27,30 @@ class SyncPipeline(Pipeline):
     async def _step(self) -> None:
         """One rollout and the update it feeds."""
         clock = self._clock
-        started = clock.monotonic()
+        started, position = clock.monotonic(), self._sampler.state_dict()
         groups, sampling_metrics = await self._sampler.take(self._schedule.steps - self._done)
         generated = clock.monotonic()
         if self._sleeper is not None:
             await self._sleeper.sleep()
-        metrics = self._learn(groups) | sampling_metrics
+        try:
+            metrics = self._learn(groups) | sampling_metrics
+        except BaseException:  # nobody has learned from these groups: who resumes plays them again
+            self._sampler.load_state_dict(position)
+            raise
         self._done += 1
         updated = clock.monotonic()
-        if self._sleeper is not None:
-            await self._sleeper.wake()
-        metrics |= await self._push()
-        ended = clock.monotonic()
-        metrics |= {
-            "time/generate_s": generated - started,
-            "time/sync_s": ended - updated,
-            "time/step_s": ended - started,
-        }
-        self._report(groups, metrics)
+        try:
+            if self._sleeper is not None:
+                await self._sleeper.wake()
+            metrics |= await self._push()
+        finally:  # the step is done, also if the run is interrupted here
+            ended = clock.monotonic()
+            metrics |= {
+                "time/generate_s": generated - started,
+                "time/sync_s": ended - updated,
+                "time/step_s": ended - started,
+            }
+            self._report(groups, metrics)
 
     async def _stop(self) -> None:
         """Between two steps nothing is in flight."""

@@ -70,6 +70,8 @@ class UpdateService:
         self._skip_idle = skip_idle
         self._select = select
         self._pass_threshold = pass_threshold
+        self.under_way = False
+        """Whether a `run` has taken some of its optimizer steps, and not all: after an error, that it ended there."""
 
     def run(
         self,
@@ -82,18 +84,39 @@ class UpdateService:
         """Trains on `batch`; returns metrics averaged over its optimizer steps, under `policy/` and `critic/`; of steps
         that were skipped the number, and of the gradient norm the mean over the others.
 
-        Without `train_policy` the critic alone learns.
+        Without `train_policy` the critic alone learns. What fails before its first optimizer step changes nothing.
         """
+        shuffle = self._generator.get_state()
+        try:
+            return self._take_steps(batch, objective, value_objective, train_policy=train_policy)
+        except BaseException:
+            if not self.under_way:
+                self._generator.set_state(shuffle)
+            raise
+
+    def _take_steps(
+        self,
+        batch: PackedBatch,
+        objective: PolicyObjective,
+        value_objective: ValueObjective | None,
+        *,
+        train_policy: bool,
+    ) -> dict[str, float]:
         totals: dict[str, float] = {}
         steps = 0
         for step_batch in self._steps(batch):
-            metrics = self._update_policy(step_batch, objective) if train_policy else {}
+            metrics: dict[str, float] = {}
+            if train_policy:
+                metrics |= self._update_policy(step_batch, objective)
+                self.under_way = True
             if self._critic is not None and value_objective is not None:
                 parts = split(step_batch, self._max_tokens)
                 metrics |= {f"critic/{k}": v for k, v in self._critic.update(parts, value_objective).items()}
+                self.under_way = True
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value
             steps += 1
+        self.under_way = False
         return _over_steps(totals, steps)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The command line: `COMMANDS` lists what follows `rollgrad`.
 
-Exit status: 0 done, 1 a defect (with its traceback), 2 an error that one sentence explains, 130 interrupted. Torch is
+Exit status: 0 done, 1 a defect (with its traceback), 2 an error that one sentence explains, 130 interrupted (143 by
+SIGTERM, 129 by SIGHUP). Torch is
 imported by the commands only, so that help and refusals come at once.
 """
 
@@ -20,6 +21,7 @@ import tyro
 from attrs import Factory, define
 
 import rollgrad
+from rollgrad.application.choices import Resume
 from rollgrad.application.config import RLConfig
 from rollgrad.application.validation import validate, validate_evaluation
 from rollgrad.domain.errors import ConfigurationError, RollgradError
@@ -33,8 +35,9 @@ if TYPE_CHECKING:
     from rollgrad.entrypoints.library import TrainResult
 
 EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
+SIGNAL_STATUS = 128
+"""Added to the signal's number, as shells report a process that a signal ended."""
+EXIT_INTERRUPTED = SIGNAL_STATUS + 2
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Settings = Annotated[RLConfig, tyro.conf.arg(name="")]
@@ -143,7 +146,7 @@ def _train(config: RLConfig, *, dry_run: bool = False) -> int:
         configure_logging()
         result = train(config)
     _show_result(config, result)
-    return EXIT_INTERRUPTED if result.interrupted else 0
+    return SIGNAL_STATUS + result.stopped_by if result.stopped_by else 0
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -268,7 +271,7 @@ def _parse_run(kind: type[RunArguments], command: str, arguments: Sequence[str])
         config=None if path is None else Path(path),
         run=load_config(path, preset=_flag_value("--algo.preset", arguments)),
     )
-    parsed = _parse(default, command, arguments)
+    parsed = _parse(default, command, _with_values(arguments))
     parsed.run.algo.preset = None  # expanded above
     return parsed
 
@@ -294,6 +297,15 @@ def _parse(default: Arguments, command: str, arguments: Sequence[str]) -> Argume
     if unknown:
         raise ConfigurationError(_unknown_argument(kind, command, unknown))
     return parsed
+
+
+def _with_values(arguments: Sequence[str]) -> list[str]:
+    """`--ckpt.resume` without a value means always."""
+    given = list(arguments)
+    for index in reversed(range(len(given))):
+        if given[index] == "--ckpt.resume" and given[index + 1 : index + 2] not in [[value] for value in Resume]:
+            given.insert(index + 1, Resume.ALWAYS)
+    return given
 
 
 def _flag_value(flag: str, arguments: Sequence[str]) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from dependency_injector import containers, providers
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
+from rollgrad.adapters.checkpoints.names import SAMPLES_FILE
 from rollgrad.adapters.reasoning_gym.source import ReasoningGymReward
 from rollgrad.adapters.rewards.function import FunctionReward, load_reward_function
 from rollgrad.adapters.rewards.none import NoReward
@@ -59,7 +59,6 @@ from rollgrad.entrypoints.algorithm_factories import (
 )
 from rollgrad.entrypoints.cluster import Cluster
 from rollgrad.entrypoints.factories import (
-    SAMPLES_FILE,
     channel_kind,
     dataset_kind,
     engine_kind,
@@ -68,6 +67,7 @@ from rollgrad.entrypoints.factories import (
     has_gpu,
     make_actor_model,
     make_agent_file,
+    make_checkpoints,
     make_command_executor,
     make_critic,
     make_dataset_source,
@@ -101,7 +101,7 @@ class Container(containers.DeclarativeContainer):
     config: providers.Provider[RLConfig] = providers.Dependency(instance_of=RLConfig)
 
     clock = providers.Singleton(SystemClock)
-    checkpoints = providers.Singleton(LocalCheckpointStore, providers.Callable(Path, config.provided.ckpt.output_dir))
+    checkpoints = providers.Singleton(make_checkpoints, config)
     tokenizer = providers.Singleton(
         load_tokenizer, config.provided.actor.model_name_or_path, flag="--actor.model-name-or-path"
     )
@@ -329,12 +329,14 @@ class Container(containers.DeclarativeContainer):
             eval_steps=config.provided.eval.steps,
             save_steps=config.provided.ckpt.save_steps,
             state_steps=config.provided.ckpt.state_steps,
+            state_minutes=config.provided.ckpt.state_minutes,
             freezing_steps=config.provided.critic.freezing_steps,
             pass_threshold=config.provided.reward.pass_threshold,
         ),
         "experience": experience,
         "update": update,
         "policy": policy,
+        "critic": critic,
         "channel": channel,
         "objective": providers.Callable(make_objective, config).provider,
         "value_objective": providers.Callable(ClippedValueObjective, clip=config.provided.critic.value_clip),

@@ -17,6 +17,7 @@ from rollgrad.application.rules_common import optimizer_steps_per_rollout
 from rollgrad.application.rules_inputs import REASONING_GYM, dataset_names
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.config_io import dump_config
+from rollgrad.entrypoints.run_directory import output_problem
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,6 +44,9 @@ def check_files(config: RLConfig) -> None:
             _check_dataset(key, name)
     _check_reward_file(config)
     _check_output_dir(config.ckpt.output_dir)
+    problem = output_problem(config.ckpt)
+    if problem is not None:
+        raise CheckpointError(problem)
 
 
 def check_eval_files(config: RLConfig) -> None:

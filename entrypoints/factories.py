@@ -8,6 +8,8 @@ from typing import Any
 from rollgrad.adapters.agents.command import CommandAgent
 from rollgrad.adapters.agents.function import FunctionAgent
 from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
+from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.datasets.loading import load_dataset
 from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.datasets.source import DatasetPromptSource
@@ -54,8 +56,6 @@ from rollgrad.domain.sampling import SamplingParams
 from rollgrad.entrypoints.tool_box import ToolBox
 from rollgrad.entrypoints.training_server import MODEL, TrainingServer
 
-METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
 WEIGHTS_DIRECTORY = "weights"
 
 
@@ -379,6 +379,12 @@ def _longest(config: RLConfig, engine: RolloutEngine) -> int | None:
     """Tokens of an episode at most: as set, and never more than the model has positions."""
     limits = [config.rollout.max_episode_tokens, getattr(engine, "max_tokens", None)]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def make_checkpoints(config: RLConfig) -> LocalCheckpointStore:
+    """Where models and training state are kept."""
+    states = config.ckpt.state_dir
+    return LocalCheckpointStore(Path(config.ckpt.output_dir), None if states is None else Path(states))
 
 
 def make_sinks(config: RLConfig, rollouts: int) -> MultiSink:

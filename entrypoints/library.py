@@ -1,16 +1,18 @@
 """The library face: the same runs as the command line, with any adapter replaced by keyword."""
 
 import asyncio
-import json
+import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import structlog
 from attrs import evolve, field, frozen
 from dependency_injector import providers
 
+from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.tracking.report import write_report
 from rollgrad.application.config import RLConfig
@@ -25,7 +27,9 @@ from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.config_io import load_config as load_config
 from rollgrad.entrypoints.container import Container
 from rollgrad.entrypoints.extensions import load_extension
-from rollgrad.entrypoints.factories import METRICS_FILE, SAMPLES_FILE
+from rollgrad.entrypoints.run_directory import LOGS, continues, keep_steps, output_problem, remove_run
+
+log = structlog.get_logger(__name__)
 
 Result = TypeVar("Result")
 
@@ -44,6 +48,8 @@ class TrainResult:
     after: Mapping[str, float] = field(factory=dict)
     report: Path | None = None
     interrupted: bool = False
+    stopped_by: int | None = None
+    """Signal that interrupted the run: SIGINT (Ctrl-C), SIGTERM or SIGHUP."""
 
     @property
     def model(self) -> Path:
@@ -71,40 +77,61 @@ def train(
             `codec`, `clock` or any other provider of the container.
 
     Returns:
-        What was made. An interruption (Ctrl-C) ends the run with the model of the last finished step.
+        What was made. An interruption (Ctrl-C, SIGTERM, SIGHUP) ends the run with the model of the last finished step.
 
     Raises:
-        RollgradError: a setting, file or reward is wrong; the message says which and how to fix it.
+        RollgradError: a setting, file or reward is wrong; the message says which and how to fix it. What was trained
+            until then is saved before, as after an interruption.
     """
     load_extension(config)
     validate(config, has_reward=reward is not None, has_environment=environment is not None)
+    problem = output_problem(config.ckpt)
+    if problem is not None:
+        raise CheckpointError(problem)
     container = _container(config, reward, environment, adapters)
     output_dir = Path(config.ckpt.output_dir)
     store: CheckpointStore = container.checkpoints()  # refuses an unwritable output before anything is loaded
-    state = _training_state(store, config) if config.ckpt.resume else None
-    metrics_path = output_dir / METRICS_FILE
-    for log in (metrics_path, output_dir / SAMPLES_FILE):
-        _keep_steps(log, until=-1 if state is None else state["run"]["step"])
+    state = store.load_training() if continues(config.ckpt) else None
     with _cluster(container, config):
         pipeline: Pipeline = container.pipeline()
         if state is not None:
             pipeline.resume(state)
+        elif config.ckpt.overwrite:  # not before: what cannot even begin replaces nothing
+            remove_run(config.ckpt)
+        for log in LOGS:
+            keep_steps(output_dir / log, until=-1 if state is None else state["run"]["step"])
         try:
-            outcome = _run(_closing(pipeline.run(), container))
+            outcome, stopped_by = _run(_heeding_signals(_closing(pipeline.run(), container)))
+        except (Exception, SystemExit):  # whatever ended it, its curves are there to look at
+            _report_so_far(config)
+            raise
         finally:
             _close(container.reward, container.sink, container.engine)
-    report = None
-    if metrics_path.exists():
-        title = f"{Path(config.actor.model_name_or_path).name} on {config.data.prompt_dataset}"
-        report = write_report(metrics_path, output_dir, title=title, before=outcome.before, after=outcome.after)
     return TrainResult(
         output_dir=output_dir,
         steps=outcome.steps,
         before=outcome.before,
         after=outcome.after,
-        report=report,
+        report=_report(config, outcome.before, outcome.after),
         interrupted=outcome.interrupted,
+        stopped_by=stopped_by if outcome.interrupted else None,
     )
+
+
+def _report_so_far(config: RLConfig) -> None:
+    try:
+        _report(config, {}, {})
+    except Exception as error:  # the error of the run is the one to tell
+        log.warning("no report could be written", reason=str(error))
+
+
+def _report(config: RLConfig, before: Mapping[str, float], after: Mapping[str, float]) -> Path | None:
+    output_dir = Path(config.ckpt.output_dir)
+    metrics_path = output_dir / METRICS_FILE
+    if not metrics_path.exists():
+        return None
+    title = f"{Path(config.actor.model_name_or_path).name} on {config.data.prompt_dataset}"
+    return write_report(metrics_path, output_dir, title=title, before=before, after=after)
 
 
 def evaluate(
@@ -139,25 +166,6 @@ def _cluster(container: Container, config: RLConfig) -> Iterator[None]:
         yield
     finally:
         cluster.close()
-
-
-def _training_state(store: CheckpointStore, config: RLConfig) -> Mapping[str, Any]:
-    state = store.load_training()
-    if state is None:
-        raise CheckpointError(
-            f"--ckpt.resume is on, but {config.ckpt.output_dir} holds no training state: leave it out to start anew, "
-            "and set --ckpt.state_steps to be able to continue."
-        )
-    return state
-
-
-def _keep_steps(log: Path, *, until: int) -> None:
-    """Takes the lines of later steps out of a JSONL file; without any left, removes it."""
-    if log.exists():
-        kept = [line for line in log.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= until]
-        log.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        if not kept:
-            log.unlink()
 
 
 def _container(
@@ -202,6 +210,32 @@ async def _closing(work: Coroutine[Any, Any, Result], container: Container) -> R
             aclose = getattr(used, "aclose", None)
             if aclose is not None:
                 await aclose()
+
+
+async def _heeding_signals(work: Coroutine[Any, Any, Result]) -> tuple[Result, int]:
+    """(what `work` returns, the signal that cancelled it, if one did): SIGTERM, as schedulers send it before they kill,
+    and SIGHUP, as a closed terminal does, are heeded like Ctrl-C, but where they are ignored (nohup)."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:  # another one must not break off the saving
+            task.cancel()
+
+    own = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP) if own}
+    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in heeded:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        result = await work
+    finally:
+        for number, handler in heeded.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+    return result, received[0] if received else signal.SIGINT
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:

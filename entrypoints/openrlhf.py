@@ -16,6 +16,7 @@ from rollgrad.application.validation import validate
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.config_io import dump_config, structure_config
 from rollgrad.entrypoints.openrlhf_algorithm import translate_algorithm
+from rollgrad.entrypoints.openrlhf_checkpoints import translate_checkpoints
 from rollgrad.entrypoints.openrlhf_cluster import translate_cluster
 from rollgrad.entrypoints.openrlhf_draft import Draft
 from rollgrad.entrypoints.openrlhf_flags import FLAGS
@@ -56,7 +57,7 @@ def translate(argv: Sequence[str]) -> Translation:
     for name, flag in FLAGS.items():
         if flag.to is not None and name in draft.options and not name.startswith("critic."):
             draft.set(flag.to, draft.value(name))
-    draft.set("ckpt.output_dir", draft.value("ckpt.output_dir", "./ckpt"))
+    translate_checkpoints(draft)
     translate_algorithm(draft)
     translate_run(draft)
     translate_cluster(draft)

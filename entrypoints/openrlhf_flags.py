@@ -36,9 +36,6 @@ COLLECTIVES = "NCCL is called without Ray's collectives, which leaves the weight
 GRAPHS = "on a GPU vLLM replays graphs, which leaves the results the same up to rounding"
 ZERO = "ZeRO divides over all processes of a model, with DeepSpeed's own settings"
 LORA_DROPOUT = "adapters have no dropout: the ratio of two log-probs means nothing if chance decides both"
-CHECKPOINTS = (
-    "models are saved in the run's directory (ckpt.output_dir), and runs continue by ckpt.state_steps and ckpt.resume"
-)
 WANDB = "metrics go to metrics.jsonl, and to TensorBoard with --use_tensorboard; wandb is not there yet"
 VISION = "prompts and replies are text; images are not there yet"
 MUON = "Muon takes five steps of Newton-Schulz on Nesterov's momentum, in OpenRLHF too whatever is set"
@@ -85,7 +82,7 @@ FLAGS: dict[str, Flag] = {
     "critic.model_name_or_path": Flag(TEXT),
     "critic.value_clip": Flag(NUMBER, "critic.value_clip"),
     "critic.freezing_steps": Flag(INTEGER),
-    "critic.save_value_network": Flag(SWITCH, reason="the critic is not saved"),
+    "critic.save_value_network": Flag(SWITCH),
     "algo.advantage.estimator": Flag(TEXT, "algo.advantage.estimator"),
     "algo.advantage.gamma": Flag(NUMBER),
     "algo.advantage.lambd": Flag(NUMBER),
@@ -201,13 +198,13 @@ FLAGS: dict[str, Flag] = {
     "eval.temperature": Flag(NUMBER),
     "eval.n_samples_per_prompt": Flag(INTEGER),
     "ckpt.output_dir": Flag(TEXT, "ckpt.output_dir"),
-    "ckpt.save_steps": Flag(INTEGER, "ckpt.save_steps"),
+    "ckpt.save_steps": Flag(INTEGER),
     "ckpt.save_hf": Flag(SWITCH),
-    "ckpt.path": Flag(TEXT, reason=CHECKPOINTS),
-    "ckpt.max_num": Flag(INTEGER, reason=CHECKPOINTS),
-    "ckpt.max_mem": Flag(NUMBER, reason=CHECKPOINTS),
-    "ckpt.load_enable": Flag(SWITCH, reason=CHECKPOINTS),
-    "ckpt.disable_ds": Flag(SWITCH, reason=CHECKPOINTS),
+    "ckpt.path": Flag(TEXT),
+    "ckpt.max_num": Flag(INTEGER),
+    "ckpt.max_mem": Flag(NUMBER),
+    "ckpt.load_enable": Flag(SWITCH),
+    "ckpt.disable_ds": Flag(SWITCH),
     "ckpt.best_metric_key": Flag(TEXT, reason="the best model is not kept apart", idle=("none",)),
     "logger.tensorboard_dir": Flag(TEXT, "logger.tensorboard_dir"),
     "logger.logging_steps": Flag(INTEGER, reason="every step is logged", idle=("1",)),

@@ -9,18 +9,18 @@ from rollgrad.domain.ports.metric_sink import MetricSink
 
 
 class JsonlSink(MetricSink):
-    """Appends `{"step": ..., **metrics}` to `path` at each call, at once; numbers that are not finite become null."""
+    """Appends `{"step": ..., **metrics}` to `path` at each call, at once; numbers that are not finite become null. The
+    file is opened for each line: one that was replaced or removed meanwhile is the one to write to."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one line."""
         numbers = {key: float(value) if math.isfinite(value) else None for key, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **numbers}) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **numbers}) + "\n")
 
     def close(self) -> None:
-        """Closes the file; idempotent."""
-        self._file.close()
+        """Leaves nothing open."""

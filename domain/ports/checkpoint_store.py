@@ -4,15 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from rollgrad.domain.ports.models import PolicyModel
+from rollgrad.domain.ports.models import PolicyModel, ValueModel
+
+CRITIC_DIRECTORY = "critic"
+"""Where a saved model has its critic."""
 
 
 @runtime_checkable
 class CheckpointStore(Protocol):
     """Promises: a checkpoint is complete or absent, also when the process dies while writing it."""
 
-    def save_model(self, policy: PolicyModel, name: str) -> Path:
-        """Writes a Hugging Face model under `name`; returns its directory.
+    def save_model(self, policy: PolicyModel, name: str, critic: ValueModel | None = None) -> Path:
+        """Writes a Hugging Face model under `name`, and its critic in the directory `critic` below it; returns the
+        model's directory.
 
         Raises:
             CheckpointError: it cannot be written.

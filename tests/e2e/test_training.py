@@ -226,14 +226,6 @@ def test_the_size_of_a_micro_batch_changes_nothing(workspace: Path) -> None:
         assert parts == pytest.approx(whole, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.slow
-def test_a_second_run_in_the_same_place_replaces_the_first(workspace: Path) -> None:
-    assert train() == 0
-    first = timeless(metrics()), Path("out/samples.jsonl").read_text()
-    assert train() == 0
-    assert (timeless(metrics()), Path("out/samples.jsonl").read_text()) == first
-
-
 def test_kl_in_the_reward_with_an_adaptive_weight(workspace: Path) -> None:
     assert train("--algo.kl.init_coef", "0.1", "--algo.kl.target", "0.001", "--algo.kl.horizon", "100") == 0
     first, second = metrics()

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rollgrad.domain.errors import CheckpointError
-from rollgrad.domain.ports.checkpoint_store import CheckpointStore
-from rollgrad.domain.ports.models import PolicyModel
+from rollgrad.domain.ports.checkpoint_store import CRITIC_DIRECTORY, CheckpointStore
+from rollgrad.domain.ports.models import PolicyModel, ValueModel
 
 
 class FakeCheckpointStore(CheckpointStore):
@@ -19,10 +19,12 @@ class FakeCheckpointStore(CheckpointStore):
         self.states: dict[str, dict[str, Any]] = {}
         self.training: dict[str, Any] | None = None
 
-    def save_model(self, policy: PolicyModel, name: str) -> Path:
+    def save_model(self, policy: PolicyModel, name: str, critic: ValueModel | None = None) -> Path:
         path = self._root / name
         try:
             policy.save(path)
+            if critic is not None:
+                critic.save(path / CRITIC_DIRECTORY)
         except OSError as error:
             raise CheckpointError(f"The model {name!r} cannot be written: {error}") from error
         self.models.append(name)

@@ -83,9 +83,10 @@ def make_run(
     eval_steps: int = -1,
     save_steps: int = -1,
     state_steps: int = -1,
+    state_minutes: float | None = None,
     evaluation: bool = False,
     kl: KLController | None = None,
-    max_failures: int = 0,
+    max_failures: int | None = 0,
     value: Callable[[RewardRequest], float] = bytes_above_half,
     policy: FakePolicy | None = None,
     params: SamplingParams = PARAMS,
@@ -93,6 +94,7 @@ def make_run(
     curriculum: Curriculum | None = None,
     bound: StalenessBound | None = None,
     pause: PauseMode = PauseMode.WAIT,
+    in_flight: int = GROUPS,
 ) -> Run:
     """Two groups of three samples an update; asynchronous where there is a `bound`."""
     controller = kl or KLController(coef=0.0)
@@ -118,7 +120,13 @@ def make_run(
         clock=clock,
     )
     services: dict[str, Any] = {
-        "schedule": Schedule(steps=steps, eval_steps=eval_steps, save_steps=save_steps, state_steps=state_steps),
+        "schedule": Schedule(
+            steps=steps,
+            eval_steps=eval_steps,
+            save_steps=save_steps,
+            state_steps=state_steps,
+            state_minutes=state_minutes,
+        ),
         "experience": ExperienceService(
             policy,
             reference=FakeReference() if controller.coef else None,
@@ -140,6 +148,7 @@ def make_run(
             seed=0,
         ),
         "policy": policy,
+        "critic": None,
         "channel": run.channel,
         "objective": lambda **weights: PolicyLossObjective(),
         "value_objective": None,
@@ -151,7 +160,7 @@ def make_run(
         "clock": clock,
         "sample_log": lambda step, groups: run.sampled.append((step, list(groups))),
     }
-    plan = SamplingPlan(groups=GROUPS, samples=SAMPLES, in_flight=GROUPS, group_filter=group_filter or GroupFilter())
+    plan = SamplingPlan(groups=GROUPS, samples=SAMPLES, in_flight=in_flight, group_filter=group_filter or GroupFilter())
     if bound is None:
         sampler = GroupSampler(rollout, prompts, params, plan, curriculum)
         run.pipeline = SyncPipeline(sampler=sampler, **services)

@@ -97,10 +97,10 @@ def test_state_that_is_not_json_leaves_the_older_state(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_made_names_its_flag(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"--ckpt\.output-dir is '.*/file/run'.*Not a directory"):
+    with pytest.raises(CheckpointError, match=r"--ckpt\.output_dir is '.*/file/run'.*Not a directory"):
         LocalCheckpointStore(tmp_path / "file" / "run")
 
 
 def test_a_directory_that_cannot_be_written_names_its_flag() -> None:
-    with pytest.raises(CheckpointError, match=r"--ckpt\.output-dir is '/proc'"):
+    with pytest.raises(CheckpointError, match=r"--ckpt\.output_dir is '/proc'"):
         LocalCheckpointStore(Path("/proc"))

@@ -254,7 +254,7 @@ def test_failed_groups_are_replaced_and_counted(build: Callable[..., Run]) -> No
         (
             {"value": lambda request: float("nan"), "max_failures": 20},
             RewardError,
-            "more than --rollout.max-failures 20",
+            r"and 20 may \(--rollout.max_failures\)",
         ),
         ({"policy": FakePolicy(torch.full((VOCABULARY,), float("nan")))}, NonFiniteUpdateError, "loss"),
         ({"value": lambda request: 1.0, "group_filter": GroupFilter(score_range=(0.0, 1.0))}, RewardError, "budget"),

@@ -54,6 +54,7 @@ def test_passes_means_lengths_and_truncation() -> None:
             "eval/mean@2": (0.5 + 1 + 0.25) / 3,
             "eval/response_length_mean": 2.0,
             "eval/truncated_share": 2 / 6,
+            "eval/failed": 0.0,
         }
     )
 

@@ -113,13 +113,13 @@ def test_failures_within_the_budget_are_counted_with_their_group() -> None:
 
 def test_the_first_failure_ends_a_run_without_budget() -> None:
     with pytest.raises(RewardError, match=r"^sample 1 broke$"):
-        collect(RolloutService(failing(1), max_concurrent=4), 3, 2)
+        collect(RolloutService(failing(1), max_concurrent=4, max_failures=0), 3, 2)
 
 
 def test_one_failure_too_many_says_how_many_of_which_kind() -> None:
     service = RolloutService(failing(0, 2, 4, kind=FailureKind.INFRASTRUCTURE), max_concurrent=1, max_failures=2)
     with pytest.raises(
-        EngineError, match=r"3 episodes failed \(3 infrastructure\).*--rollout\.max-failures 2.*sample 4"
+        EngineError, match=r"3 episodes.* failed \(3 infrastructure\), and 2 may \(--rollout\.max_failures\).*sample 4"
     ):
         collect(service, 3, 2)
 

@@ -229,8 +229,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.dynamic_filtering_budget": 3.0}, "--algo.dynamic_filtering_enable"),
     ({"rollout.generate_batch_size": 64}, "raise --rollout.generate_batch_size"),
     ({"rollout.generate_batch_size": 256}, "--algo.preset tis"),
-    (TIS | {"rollout.generate_batch_size": 256, "ckpt.state_steps": 1}, "leave --ckpt.state_steps"),
-    (TIS | {"rollout.generate_batch_size": 256, "ckpt.resume": True}, "leave --ckpt.resume"),
     ({"algo.old_logprobs": OldLogprobs.INTERPOLATE}, "--algo.old_logprobs to rollout"),
     *(
         ({f"train.{key}": value}, "turn on --train.async_enable, or")

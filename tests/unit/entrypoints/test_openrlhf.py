@@ -99,7 +99,7 @@ def test_every_flag_has_one_fate() -> None:
     assert all(flag.to is None or flag.reason is None for flag in FLAGS.values())
     modules = Path(cli.__file__).parent.glob("openrlhf*.py")
     source = "".join(module.read_text() for module in modules if module.stem != "openrlhf_flags")
-    always = {"ckpt.save_hf", "vllm.enable_prefix_caching"}
+    always = {"vllm.enable_prefix_caching"}
     for name in (name for name, flag in FLAGS.items() if flag.to is None and flag.reason is None):
         key = name.rpartition(".")[2].removeprefix("is_correction_")
         assert key in source or name in always
@@ -505,7 +505,6 @@ def test_evaluation() -> None:
         ("--lora_alpha", "8"),
         ("--lora_dropout", "0.1"),
         ("--load_in_4bit",),  # all weights are trained
-        ("--load_checkpoint",),
         ("--use_wandb", "key"),
         ("--ema_beta", "0.9"),
         ("--data.max_images_per_prompt", "2"),
@@ -523,7 +522,7 @@ def test_what_has_no_counterpart_is_one_line_that_says_why(flags: tuple[str, ...
     "flags",
     [
         *(("--lora_rank", "0"), ("--zpg", "1"), ("--ring_attn_size", "1"), ("--logging_steps", "1")),
-        *(("--save_hf_ckpt",), ("--ckpt.best_metric_key", "none")),
+        ("--ckpt.best_metric_key", "none"),
         ("--enable_prefix_caching",),
     ],
 )
@@ -786,3 +785,31 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_translates_without_torch() -> None:
     code = "import sys, rollgrad.entrypoints.openrlhf; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), {"save_steps": -1, "state_steps": -1, "state_minutes": 30.0, "state_dir": None, "resume": "never"}),
+        (("--save_steps", "20"), {"save_steps": -1, "state_steps": 20}),
+        (("--save_steps", "20", "--save_hf_ckpt"), {"save_steps": 20, "state_steps": 20}),
+        (
+            ("--save_steps", "20", "--save_hf_ckpt", "--disable_ds_ckpt"),
+            {"save_steps": 20, "state_steps": -1, "state_minutes": None},
+        ),
+        (("--load_checkpoint",), {"resume": "auto"}),
+        (("--save_path", "out", "--ckpt_path", "scratch"), {"output_dir": "out", "state_dir": "scratch"}),
+    ],
+)
+def test_checkpoints_go_where_they_went_and_runs_continue(flags: tuple[str, ...], expected: dict[str, Any]) -> None:
+    ckpt = config_of(*flags).ckpt
+    assert {name: getattr(ckpt, name) for name in expected} == expected
+    assert not [note for note in notes_of(*flags) if note.startswith("not honoured")]
+
+
+def test_the_critic_is_saved_as_asked() -> None:
+    (note,) = notes_of("--advantage_estimator", "gae", "--save_value_network")
+    assert note.startswith("not identical: --save_value_network: the critic is saved below the model")

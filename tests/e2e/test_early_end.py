@@ -1,0 +1,237 @@
+"""Runs of the command line that end before their time, or begin where another one has been: nothing is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from rollgrad.entrypoints.cli import main
+
+STARTUP_SECONDS = 300.0
+STOP_SECONDS = 200.0
+STEPS, BREAKS_AT = 4, 3
+
+REWARD = """
+def reward_func(queries, prompts, labels):
+    return [len(query) % 5 for query in queries]
+"""
+BROKEN = """
+import os
+from pathlib import Path
+
+LIMIT = int(os.environ.get("FILE_LIMIT", "0"))
+
+def reward_func(queries, prompts, labels):
+    if Path("out/metrics.jsonl").exists() and len(Path("out/metrics.jsonl").read_text().splitlines()) == {at} - 1:
+        if LIMIT:
+            import resource
+            resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, LIMIT))
+        else:
+            raise KeyError("the judge is down")
+    return [len(query) % 5 for query in queries]
+""".replace("{at}", str(BREAKS_AT))
+"""Breaks in rollout `BREAKS_AT`: it raises, or from then on no larger file can be written, as on a full disk."""
+
+
+@pytest.fixture
+def workspace(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"input": f"Say {n}."}) for n in range(8)))
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    settings = {
+        "actor": {"model_name_or_path": str(tiny_model_dir), "dtype": "float32", "adam": {"lr": 1e-3}},
+        "algo": {"advantage": {"estimator": "rloo"}},
+        "data": {"prompt_dataset": "prompts.jsonl"},
+        "reward": {"function_path": "reward.py"},
+        "rollout": {"batch_size": 4, "n_samples_per_prompt": 2, "max_new_tokens": 8},
+        "train": {"max_steps": STEPS},
+        "logger": {"console": False},
+        "ckpt": {"output_dir": "out"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(*flags: str) -> int:
+    return main(["train", "rl", "--config", "run.yaml", *flags])
+
+
+def start(workspace: Path, *flags: str, **environment: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl", "--config", "run.yaml", *flags],
+        cwd=workspace,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def weights(path: Path | str) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def same(left: Path | str, right: Path | str) -> bool:
+    first, second = weights(left), weights(right)
+    return all(torch.equal(first[name], second[name]) for name in second)
+
+
+def step(output: str = "out") -> int:
+    return int(json.loads(Path(output, "model.state.json").read_text())["step"])
+
+
+def logged(output: str = "out") -> list[Any]:
+    return [json.loads(line)["step"] for line in Path(output, "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_reward_that_breaks_costs_its_own_rollout_only(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--reward.function_path", "broken.py") == 2
+    error = capsys.readouterr().err
+    assert "KeyError: 'the judge is down'" in error
+    assert "Traceback" not in error
+    assert step() == BREAKS_AT - 1
+    assert Path("out/report.html").exists()
+    assert train("--ckpt.resume", "auto") == 0
+    assert logged() == list(range(1, STEPS + 1))
+    assert train("--ckpt.output_dir", "whole") == 0
+    assert same("out/model", "whole/model")
+
+
+def test_a_full_disk_leaves_the_last_finished_step(workspace: Path) -> None:
+    """The training state, three times as large as the model, cannot be written any more; the model can."""
+    assert train("--train.max_steps", "1", "--ckpt.output_dir", "size") == 0
+    size = max(path.stat().st_size for path in Path("size/model").iterdir())
+    assert Path("size/training_state.pt").stat().st_size > 2 * size
+    process = start(
+        workspace, "--reward.function_path", "broken.py", "--ckpt.state_steps", "1", FILE_LIMIT=str(size + size // 2)
+    )
+    _, stderr = process.communicate(timeout=STARTUP_SECONDS)
+    assert process.returncode == 2, stderr
+    assert "Traceback" not in stderr
+    assert "error: The training state cannot be written" in stderr.splitlines()[-1]
+    assert step() == BREAKS_AT
+    assert weights("out/model")
+    assert train("--ckpt.resume") == 0, "the state of the step before is whole"
+    assert logged() == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_run_as_ctrl_c_does(workspace: Path, number: signal.Signals) -> None:
+    process = start(workspace, "--train.max_steps", "100000")
+    metrics = workspace / "out" / "metrics.jsonl"
+    deadline = time.monotonic() + STARTUP_SECONDS
+    try:
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=STOP_SECONDS)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 128 + number, stderr
+    assert "what was trained is in out" in stderr
+    assert step() == logged()[-1] >= 2
+    assert weights(workspace / "out" / "model")
+    more = str(step() + 1)
+    assert train("--ckpt.resume", "--train.max_steps", more) == 0
+    assert logged() == list(range(1, int(more) + 1))
+
+
+def test_a_second_run_in_the_same_place_is_refused_until_told_to_overwrite(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workspace / "out").mkdir()
+    (workspace / "out" / "notes.txt").write_text("mine")
+    assert train("--ckpt.save_steps", "2") == 0
+    first = Path("out/metrics.jsonl").read_text()
+    capsys.readouterr()
+    for flags in ((), ("--dry_run",)):
+        assert train(*flags) == 2
+        error = capsys.readouterr().err
+        assert "'out', which holds a run of 4 steps" in error
+        assert "--ckpt.overwrite" in error
+        assert "--ckpt.resume" in error
+    assert Path("out/metrics.jsonl").read_text() == first
+    assert train("--ckpt.overwrite", "--ckpt.resume") == 2
+    assert train("--ckpt.overwrite", "--train.max_steps", "1") == 0
+    assert logged() == [1]
+    assert not Path("out/step_2").exists()
+    assert Path("out/notes.txt").read_text() == "mine"
+
+
+def test_what_cannot_begin_replaces_nothing(workspace: Path) -> None:
+    assert train("--train.max_steps", "1") == 0
+    Path("broken").mkdir()
+    Path("broken/config.json").write_text("{}")
+    assert train("--ckpt.overwrite", "--actor.model_name_or_path", "./broken") == 2
+    assert logged() == [1]
+    assert step() == 1
+    assert Path("out/training_state.pt").exists()
+
+
+def test_auto_resumes_where_there_is_something_and_begins_where_there_is_nothing(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    auto = ("--ckpt.resume", "auto")
+    assert train(*auto, "--train.max_steps", "2") == 0
+    assert train(*auto) == 0
+    assert logged() == list(range(1, STEPS + 1))
+    Path("out/training_state.pt").unlink()
+    assert train(*auto) == 2, "a model without a state would be replaced"
+    assert "holds a run of 4 steps" in capsys.readouterr().err
+    for name in ("model", "model.state.json"):
+        Path("out", name).rename(f"kept_{name}")
+    assert train(*auto, "--train.max_steps", "1") == 0, "logs of a run that was killed before it saved anything"
+    assert logged() == [1]
+
+
+def test_the_training_state_may_lie_elsewhere(workspace: Path) -> None:
+    elsewhere = ("--ckpt.state_dir", "scratch")
+    assert train(*elsewhere, "--train.max_steps", "2") == 0
+    assert not Path("out/training_state.pt").exists()
+    assert Path("scratch/training_state.pt").exists()
+    assert train(*elsewhere, "--ckpt.resume") == 0
+    assert step() == STEPS
+
+
+def test_a_log_whose_last_line_was_cut_off_is_continued(workspace: Path) -> None:
+    assert train("--train.max_steps", "2") == 0
+    with Path("out/metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward/me')
+    with Path("out/samples.jsonl").open("a") as file:
+        file.write('{"step": 2, "prompt": "\u2028\x85", "response": ""}\n{"step"')
+    assert train("--ckpt.resume") == 0
+    assert logged() == list(range(1, STEPS + 1))
+    samples = [json.loads(line) for line in Path("out/samples.jsonl").read_text(encoding="utf-8").split("\n") if line]
+    assert [row["prompt"] for row in samples].count("\u2028\x85") == 1
+
+
+def test_a_saved_critic_continues(workspace: Path) -> None:
+    """A critic is saved below its model, and a later run that starts from it values what it valued."""
+    from rollgrad.adapters.torch.loading import load_critic
+
+    ppo = ("--algo.advantage.estimator", "gae", "--critic.adam.lr", "1e-3")
+    assert train(*ppo, "--ckpt.save_steps", "2") == 0
+    for saved in ("out/step_2/critic", "out/model/critic"):
+        _, head = load_critic(saved, dtype=torch.float32, device=torch.device("cpu"), flag="--critic")
+        assert head["weight"].abs().max() > 0, "it has learned"
+    assert train(*ppo, "--critic.model_name_or_path", "out/model/critic", "--ckpt.output_dir", "next") == 0
+    explained = [json.loads(line) for line in Path("next/metrics.jsonl").read_text().splitlines()]
+    fresh = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert explained[0]["critic/value_loss"] < fresh[0]["critic/value_loss"]

@@ -1,0 +1,244 @@
+"""However a run ends, the last finished step's model and training state are there, and the run can go on from them."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollgrad.application.update import UpdateService
+from rollgrad.domain.batch import PackedBatch
+from rollgrad.domain.errors import CheckpointError, EngineError, NonFiniteUpdateError, RewardError
+from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel
+from rollgrad.domain.rewards import RewardRequest
+from rollgrad.domain.staleness import StalenessBound
+from tests.fakes.checkpoint_store import FakeCheckpointStore
+from tests.fakes.models import VOCABULARY, FakePolicy
+from tests.fakes.pipeline import GROUPS, SAMPLES, Run, make_run
+
+STEPS, FAILS_AFTER = 6, 3
+EPISODES = GROUPS * SAMPLES
+
+
+class BreakingPolicy(FakePolicy):
+    """Raises in the update after so many."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__(torch.linspace(-0.5, 0.5, VOCABULARY))
+        self.after = after
+
+    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+        if len(self.updates) == self.after:
+            raise NonFiniteUpdateError("The loss is nan.")
+        return super().update(micro_batches, objective)
+
+
+def reward_fails(run: Run) -> None:
+    def value(request: RewardRequest) -> float:
+        return float("nan") if len(run.steps) == FAILS_AFTER else 0.5 + len(request.response) % 2
+
+    run.rewards._value = value
+
+
+def engine_fails(run: Run) -> None:
+    log = run.sink.log
+
+    def break_engine(step: int, metrics: Any) -> None:
+        log(step, metrics)
+        if step == FAILS_AFTER:
+            run.engine.fail_with = "out of memory"
+
+    run.sink.log = break_engine  # type: ignore[method-assign]
+
+
+BREAKS: dict[str, tuple[Callable[[Run], None], type[Exception]]] = {
+    "reward": (reward_fails, RewardError),
+    "engine": (engine_fails, EngineError),
+}
+
+
+@pytest.fixture(params=[None, StalenessBound(updates=STEPS, groups=GROUPS, max_staleness=1)], ids=["sync", "async"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Run]:
+    def build(**settings: Any) -> Run:
+        return make_run(tmp_path, steps=STEPS, state_minutes=30.0, bound=request.param, **settings)
+
+    return build
+
+
+def trained_ids(run: Run) -> list[int]:
+    return [int(i) for step in run.policy.updates for part in step for i in part.sample_ids_S]
+
+
+@pytest.mark.parametrize(("breaks", "error"), BREAKS.values(), ids=BREAKS)
+def test_an_error_leaves_the_last_finished_step(
+    make: Callable[..., Run], breaks: Callable[[Run], None], error: type[Exception]
+) -> None:
+    run = make()
+    breaks(run)
+    with pytest.raises(error):
+        run.train()
+    done = len(run.steps)
+    assert done >= 1
+    assert run.checkpoints.models == ["model"]
+    assert run.checkpoints.states["model"]["step"] == done
+    assert run.checkpoints.training is not None
+    assert run.checkpoints.training["run"]["step"] == done
+
+
+def test_a_run_that_an_update_ended_continues_as_if_it_never_had(make: Callable[..., Run]) -> None:
+    """Also the prompts whose update failed are trained on, once."""
+    broken = make(policy=BreakingPolicy(FAILS_AFTER))
+    with pytest.raises(NonFiniteUpdateError):
+        broken.train()
+    state = broken.checkpoints.training
+    assert state is not None
+    assert state["run"]["step"] == FAILS_AFTER
+    resumed = make()
+    resumed.pipeline.resume(state)
+    assert resumed.train().steps == STEPS
+    assert sorted(trained_ids(broken) + trained_ids(resumed)) == list(range(STEPS * EPISODES))
+    if "pending" not in state["run"]:  # which groups an asynchronous run joins in an update goes by time
+        whole = make()
+        whole.train()
+        assert torch.equal(resumed.policy.state_dict()["table"], whole.policy.state_dict()["table"])
+
+
+def test_a_last_evaluation_that_fails_does_not_cost_the_training(make: Callable[..., Run]) -> None:
+    run = make(evaluation=True, max_failures=0)
+
+    def value(request: RewardRequest) -> float:
+        return float("nan") if len(run.steps) == STEPS else 0.5
+
+    run.rewards._value = value
+    with pytest.raises(RewardError):
+        run.train()
+    assert run.checkpoints.states["model"]["step"] == STEPS
+
+
+def test_optimizer_steps_of_an_unfinished_update_are_saved_in_the_model_alone(tmp_path: Path) -> None:
+    """A training state in the middle of an update is of no use: the one before stays."""
+    policy = BreakingPolicy(after=3)  # the second of two steps of the second update
+    run = make_run(tmp_path, steps=STEPS, state_steps=1, policy=policy)
+    update: UpdateService = run.pipeline._update
+    update._batch_size = EPISODES // 2
+    with pytest.raises(NonFiniteUpdateError):
+        run.train()
+    assert run.checkpoints.models == ["model"]
+    assert run.checkpoints.training is not None
+    assert run.checkpoints.training["run"]["step"] == 1
+
+
+def test_nothing_trained_is_nothing_saved(make: Callable[..., Run]) -> None:
+    run = make(policy=BreakingPolicy(after=0))
+    with pytest.raises(NonFiniteUpdateError):
+        run.train()
+    assert run.checkpoints.models == []
+    assert run.checkpoints.training is None
+
+
+class FullDisk(FakeCheckpointStore):
+    """Has no room for a model."""
+
+    def save_model(self, policy: PolicyModel, name: str, critic: ValueModel | None = None) -> Path:
+        raise CheckpointError("No space left on device")
+
+
+def test_the_error_that_ended_the_run_is_raised_also_if_nothing_can_be_saved(
+    make: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make(policy=BreakingPolicy(FAILS_AFTER))
+    run.pipeline._checkpoints = FullDisk(tmp_path)
+    with pytest.raises(NonFiniteUpdateError):
+        run.train()
+
+
+# How often the training state is saved.
+
+
+@pytest.mark.parametrize(("minutes", "expected"), [(1.0, [1, 2, 3, 4, 5, 6]), (2.5, [3, 6]), (30.0, [6]), (None, [])])
+def test_the_training_state_is_saved_every_so_many_minutes_and_at_the_end(
+    tmp_path: Path, minutes: float | None, expected: list[int]
+) -> None:
+    """Every step takes a minute."""
+    run = make_run(tmp_path, steps=STEPS, state_minutes=minutes)
+    saved: list[int] = []
+    log, save = run.sink.log, run.checkpoints.save_training
+
+    def a_minute_each(step: int, metrics: Any) -> None:
+        run.clock.advance(60.0)
+        log(step, metrics)
+
+    def count(state: Any) -> Path:
+        saved.append(state["run"]["step"])
+        return save(state)
+
+    run.sink.log = a_minute_each  # type: ignore[method-assign]
+    run.checkpoints.save_training = count  # type: ignore[method-assign]
+    run.train()
+    assert saved == expected
+
+
+# Failed episodes.
+
+
+def failing(every: int) -> Callable[[RewardRequest], float]:
+    """Every so many-th judgement fails."""
+    calls: list[int] = []
+
+    def value(request: RewardRequest) -> float:
+        calls.append(1)
+        return float("nan") if len(calls) % every == 0 else float(len(calls) % 2)
+
+    return value
+
+
+def test_by_default_one_failed_episode_in_twenty_ends_no_run_and_is_named(
+    make: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of six episodes a rollout one may fail: a twentieth, rounded up."""
+    run = make(max_failures=None, value=failing(EPISODES + 1))
+    assert run.train().steps == STEPS
+    failed = sum(metrics.get("rollout/failed_reward", 0.0) for metrics in run.steps)
+    assert failed >= 4
+    assert capsys.readouterr().out.count("an episode failed, and is left out") == failed
+
+
+def test_by_default_more_failures_end_the_run_with_what_was_trained(make: Callable[..., Run]) -> None:
+    run = make(max_failures=None)
+
+    def value(request: RewardRequest) -> float:
+        return float("nan") if len(run.steps) >= FAILS_AFTER else 0.5
+
+    run.rewards._value = value
+    with pytest.raises(RewardError, match=r"episodes of a rollout failed \(\d reward\), and 1 may .*max_failures"):
+        run.train()
+    assert run.checkpoints.models == ["model"]
+
+
+# What a rollout had left over.
+
+
+def test_groups_that_were_kept_for_the_next_rollout_are_played_again(tmp_path: Path) -> None:
+    """Over-sampling: none is lost or trained on twice."""
+    runs = [make_run(tmp_path, steps=steps, state_steps=1, in_flight=GROUPS + 1) for steps in (5, 5)]
+    first, second = runs
+
+    async def interrupted() -> None:
+        task = asyncio.create_task(first.pipeline.run())
+        while len(first.steps) < 1:
+            await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    asyncio.run(interrupted())
+    state = first.checkpoints.training
+    assert state is not None
+    assert state["run"]["kept"], "the case that this is about"
+    second.pipeline.resume(state)
+    assert second.pipeline.state_dict() == state["run"]
+    assert second.train().steps == 5
+    trained = trained_ids(first) + trained_ids(second)
+    assert len(trained) == len(set(trained)) == 5 * EPISODES
+    assert max(trained) == 5 * EPISODES - 1
