@@ -197,7 +197,17 @@ class Pipeline(ABC):
             log.error("saving failed: what was saved before is still there", reason=str(second))
 
     def _save_training(self) -> None:
-        self._checkpoints.save_training(self.training_state())
+        """Saves the training state. Where nobody asked for it by steps, one that cannot be saved ends no run.
+
+        Raises:
+            CheckpointError: it was asked for, and cannot be saved.
+        """
+        try:
+            self._checkpoints.save_training(self.training_state())
+        except CheckpointError as error:
+            if self._schedule.state_steps > 0:
+                raise
+            log.warning("no training state was saved", step=self._done, reason=str(error))
         self._state_saved_at = self._clock.monotonic()
 
     @abstractmethod

@@ -69,6 +69,7 @@ def train_smollm2(tasks: str, description: str, *, settings: str | None = None) 
     config.train.seed = options.seed
     config.train.max_steps = options.steps
     config.ckpt.output_dir = str(options.output_dir)
+    config.ckpt.overwrite = True  # an example may be run again
     started = time.monotonic()
     result = rollgrad.train(config)
     show(result, time.monotonic() - started, tasks)

@@ -278,7 +278,7 @@ class WorkerGroup:
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         self._broken = (
             f"Of the {self.size} training processes of {self.name}, {who} {what} while {doing!r} was under way. Start "
-            "again with --ckpt.resume if the run saves its state (--ckpt.state_steps)."
+            "again with --ckpt.resume, which continues from the last training state (--ckpt.state_minutes)."
         )
         self._reading, self._beside = None, {}
         self.close()

@@ -180,6 +180,22 @@ def test_the_training_state_is_saved_every_so_many_minutes_and_at_the_end(
     assert saved == expected
 
 
+def no_room(state: Any) -> Path:
+    raise CheckpointError("The training state cannot be written: No space left on device")
+
+
+def test_a_state_that_nobody_asked_for_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, steps=STEPS, state_minutes=30.0)
+    run.checkpoints.save_training = no_room  # type: ignore[method-assign]
+    assert run.train().steps == STEPS
+    assert "No space left" in capsys.readouterr().out
+    asked = make_run(tmp_path, steps=STEPS, state_minutes=30.0, state_steps=2)
+    asked.checkpoints.save_training = no_room  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="No space left"):
+        asked.train()
+    assert asked.checkpoints.models == ["model"]
+
+
 # Failed episodes.
 
 
