@@ -7,11 +7,13 @@ Does not own: where the groups of a step come from, and when the engine takes ne
 """
 
 import asyncio
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import structlog
+import torch
 from attrs import field, frozen
 
 from rollgrad.application.evaluation import EvaluationService
@@ -20,7 +22,7 @@ from rollgrad.application.rollout import RolloutGroup
 from rollgrad.application.rollout_metrics import rollout_metrics
 from rollgrad.application.update import UpdateService
 from rollgrad.domain.entropy_control import EntropyController
-from rollgrad.domain.errors import CheckpointError, RewardError
+from rollgrad.domain.errors import CheckpointError, OutOfMemory, RewardError
 from rollgrad.domain.kl_control import KLController
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.clock import Clock
@@ -152,7 +154,14 @@ class Pipeline(ABC):
             finally:
                 await self._stop()
         except (Exception, SystemExit) as error:  # whatever it is, what was trained is not lost with it
+            traceback.clear_frames(error.__traceback__)  # what they hold may be the memory that saving needs
             self._rescue(error)
+            if _lacks_memory(error):
+                raise OutOfMemory(
+                    f"Step {self._done + 1} ran out of memory ({(str(error) or repr(error)).splitlines()[0]}): lower "
+                    "--train.max_tokens_per_micro_batch or --rollout.max_batch_size, turn on "
+                    "--actor.gradient_checkpointing, or see --dry_run for what takes how much."
+                ) from error
             raise
         self._save(FINAL_MODEL)
         if self._schedule.saves_state:
@@ -318,3 +327,8 @@ class Pipeline(ABC):
         self._entropy = self._entropy.load_state_dict(run["entropy"])
         self._done, self._before = int(run["step"]), dict(state["before"])
         self._began = self._done
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Whether a device or the machine had no memory left: torch raises a plain RuntimeError for that on a CPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -46,5 +46,9 @@ class UntrainedParameterError(RollgradError, RuntimeError):
     """A parameter that is to be trained takes no part in what the model computes; the step was not applied."""
 
 
+class OutOfMemory(RollgradError, MemoryError):  # noqa: N818 (as torch and Python call it)
+    """A device or this machine has no memory left for what was to be computed."""
+
+
 class WorkerError(RollgradError, RuntimeError):
     """A training process died, or did not answer before its deadline; the message names it."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ import torch
 
 import rollgrad
 from rollgrad.adapters.ray.session import RaySession
-from rollgrad.application.choices import CorrectionLevel, DType, Engine, SyncBackend
+from rollgrad.application.choices import CorrectionLevel, DType, Engine, Resume, SyncBackend
 from rollgrad.application.config import RLConfig
 from rollgrad.application.train_config import PartialRollout
 from rollgrad.domain.errors import WorkerError
@@ -138,6 +139,34 @@ def test_a_killed_controller_leaves_no_process_and_its_run_continues(
     resumed = without_cluster(config)
     resumed.ds.zero_stage = RLConfig().ds.zero_stage
     resumed.ckpt.resume = True
+    assert [line["step"] for line in train(resumed)] == list(range(1, STEPS + 1))
+    for name, tensor in model(finished).items():
+        torch.testing.assert_close(model(resumed)[name], tensor, rtol=0, atol=1e-3)
+
+
+@pytest.mark.chaos
+def test_a_terminated_controller_saves_what_its_processes_have(
+    make: Callable[..., RLConfig], finished: RLConfig, tmp_path: Path
+) -> None:
+    """SIGTERM, as `ray job stop` and schedulers send it before they kill, in the middle of a rollout."""
+    config = divided(make("terminated"))
+    settings = tmp_path / "run.yaml"
+    settings.write_text(dump_config(config))
+    output = Path(config.ckpt.output_dir)
+    command = [sys.executable, "-m", "tests.fakes.controller", str(settings), "generating"]
+    with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ) | {"RAY_ADDRESS": ""}) as run:
+        try:
+            halted = output / controller.HALTED
+            cluster.wait_for(lambda: halted.exists() or run.poll() is not None, "the second rollout")
+            assert not (output / "model").exists()
+            run.send_signal(signal.SIGTERM)
+            assert run.wait(300) == 0
+        finally:
+            run.kill()
+    assert json.loads((output / "model.state.json").read_text())["step"] == 1
+    resumed = without_cluster(config)
+    resumed.ds.zero_stage = RLConfig().ds.zero_stage
+    resumed.ckpt.resume = Resume.ALWAYS
     assert [line["step"] for line in train(resumed)] == list(range(1, STEPS + 1))
     for name, tensor in model(finished).items():
         torch.testing.assert_close(model(resumed)[name], tensor, rtol=0, atol=1e-3)

@@ -10,7 +10,7 @@ import torch
 
 from rollgrad.application.update import UpdateService
 from rollgrad.domain.batch import PackedBatch
-from rollgrad.domain.errors import CheckpointError, EngineError, NonFiniteUpdateError, RewardError
+from rollgrad.domain.errors import CheckpointError, EngineError, NonFiniteUpdateError, OutOfMemory, RewardError
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel
 from rollgrad.domain.rewards import RewardRequest
 from rollgrad.domain.staleness import StalenessBound
@@ -128,6 +128,23 @@ def test_optimizer_steps_of_an_unfinished_update_are_saved_in_the_model_alone(tm
     assert run.checkpoints.models == ["model"]
     assert run.checkpoints.training is not None
     assert run.checkpoints.training["run"]["step"] == 1
+
+
+class HungryPolicy(BreakingPolicy):
+    """Asks for more memory than any machine has."""
+
+    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+        if len(self.updates) == self.after:
+            torch.empty(2**60)
+        return super().update(micro_batches, objective)
+
+
+def test_running_out_of_memory_saves_and_names_what_takes_less(make: Callable[..., Run]) -> None:
+    run = make(policy=HungryPolicy(FAILS_AFTER))
+    with pytest.raises(OutOfMemory, match=rf"^Step {FAILS_AFTER + 1} ran out of memory .*max_tokens_per_micro_batch"):
+        run.train()
+    assert run.checkpoints.states["model"]["step"] == FAILS_AFTER
+    assert run.checkpoints.training is not None
 
 
 def test_nothing_trained_is_nothing_saved(make: Callable[..., Run]) -> None:
