@@ -313,7 +313,13 @@ def test_the_command_line_as_a_process(workspace: Path, tiny_model_dir: Path) ->
     evaluated = run("eval", "--config", "run.yaml", *flags.split())
     assert evaluated.returncode == 0, evaluated.stderr
     found = json.loads(evaluated.stdout)
-    assert {"eval/pass@1", "eval/mean@1", "eval/response_length_mean", "eval/truncated_share"} == found.keys()
+    assert {
+        "eval/pass@1",
+        "eval/mean@1",
+        "eval/response_length_mean",
+        "eval/truncated_share",
+        "eval/failed",
+    } == found.keys()
     assert 0 < found["eval/mean@1"] < 1
 
 
