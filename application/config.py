@@ -219,7 +219,7 @@ class RewardConfig:
     pass_threshold: float = 1.0
     """A reply passes when its score reaches this."""
     clip_range: tuple[float, float] | None = None
-    """Rewards are clamped to this range before any baseline."""
+    """The reward of a whole episode, summed over its turns, is clamped to this range before any baseline."""
     normalize: Normalise = Normalise.NONE
     """Centre and scale rewards: by the running mean and deviation of all so far, or by those of a dataset."""
     normalize_mean_std: tuple[float, float] | None = None

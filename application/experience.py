@@ -120,7 +120,7 @@ class ExperienceService:
             mean, std = reward.normalize_mean_std
             batch = evolve(batch, rewards_N=shaping.normalise(batch, mean=mean, std=std))
         if reward.clip_range is not None:
-            batch = evolve(batch, rewards_N=shaping.clip_rewards(batch.rewards_N, reward.clip_range))
+            batch = evolve(batch, rewards_N=shaping.clip_outcomes(batch, reward.clip_range))
         metrics["reward/shaped_mean"] = float(shaping.outcomes(batch).mean())
         return batch
 
@@ -132,7 +132,7 @@ class ExperienceService:
         moments = {Normalise.RUNNING: (self._moments.mean, self._moments.std)}
         mean, std = moments.get(reward.normalize, reward.normalize_mean_std or (0.0, 1.0))
         baselines_S = (baselines_S - mean) / std
-        return baselines_S if reward.clip_range is None else shaping.clip_rewards(baselines_S, reward.clip_range)
+        return baselines_S if reward.clip_range is None else baselines_S.clamp(*reward.clip_range)
 
     def _with_old_logprobs(self, batch: PackedBatch) -> PackedBatch:
         """Adds `old_logprobs_N` where the ratio or the KL penalty needs it."""

@@ -18,9 +18,14 @@ def first_change(section: Any, default: Any) -> str | None:
     return None
 
 
+def samples_per_rollout(config: RLConfig) -> int:
+    """Samples that one update trains on, each with all its branches."""
+    return config.rollout.batch_size * config.rollout.n_samples_per_prompt
+
+
 def optimizer_steps_per_rollout(config: RLConfig) -> int:
     """Optimizer steps that one rollout feeds: passes over its samples times mini-batches of a pass."""
-    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    samples = samples_per_rollout(config)
     return config.train.max_epochs * math.ceil(samples / (config.train.batch_size or samples))
 
 

@@ -30,7 +30,8 @@ class TrainConfig:
     num_episodes: int = 1
     """Passes over the prompts when max_steps is not set."""
     batch_size: int | None = None
-    """Samples per optimizer step; default: the whole rollout (strictly on-policy)."""
+    """Samples per optimizer step, each with all its branches; default: all of a rollout (strictly on-policy). Where
+    failed episodes leave fewer samples than planned, steps become smaller, not fewer."""
     max_epochs: int = 1
     """Passes over each rollout's samples."""
     max_tokens_per_micro_batch: int = 16384

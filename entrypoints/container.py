@@ -34,7 +34,7 @@ from rollgrad.application.experience import ExperienceService
 from rollgrad.application.group_stream import GroupStream
 from rollgrad.application.pipeline import Schedule
 from rollgrad.application.rollout import RolloutService
-from rollgrad.application.rules_common import optimizer_steps_per_rollout, tokens_per_pass
+from rollgrad.application.rules_common import optimizer_steps_per_rollout, samples_per_rollout, tokens_per_pass
 from rollgrad.application.sampling import GroupSampler
 from rollgrad.application.sync_pipeline import SyncPipeline
 from rollgrad.application.update import UpdateService
@@ -290,6 +290,7 @@ class Container(containers.DeclarativeContainer):
         aggregation=providers.Callable(make_aggregation, config),
         max_length=config.provided.rollout.max_new_tokens,
         batch_size=config.provided.train.batch_size,
+        planned=providers.Callable(samples_per_rollout, config),
         epochs=config.provided.train.max_epochs,
         max_tokens=providers.Callable(tokens_per_pass, config),
         seed=config.provided.train.seed,
