@@ -225,14 +225,16 @@ class RewardConfig:
     normalize_mean_std: tuple[float, float] | None = None
     """Mean and standard deviation of rewards over a dataset, for normalize dataset."""
     overlong_buffer_len: int | None = None
-    """Last tokens of rollout.max_new_tokens over which a length penalty grows (DAPO); none turns it off."""
+    """Last tokens before the limit over which a length penalty grows (DAPO); none turns it off. The limit is
+    rollout.max_new_tokens, in episodes of several turns rollout.max_episode_tokens; sampled tokens count."""
     overlong_penalty_factor: float = 1.0
     """Penalty at full length."""
     stop_properly_penalty_coef: float | None = None
     """What a truncated reply is worth at most: this share of its reward, or this reward if negative; none turns it
     off."""
     cosine_length: bool = False
-    """Reward by outcome and length along half a cosine, in place of the reward itself."""
+    """Reward by outcome and length along half a cosine, in place of the reward itself; full length is the limit of
+    overlong_buffer_len."""
     cosine_passed: tuple[float, float] = (2.0, 1.0)
     """Reward of a reply that passed, at no and at full length."""
     cosine_failed: tuple[float, float] = (-10.0, 0.0)

@@ -123,13 +123,12 @@ class UpdateService:
         if squared > 0:
             scaled["mismatch_effective_sample_share"] = scaled.pop("mismatch_weight") ** 2 / squared
         metrics = {f"policy/{name}": value for name, value in scaled.items()}
-        share = len(trained.rollout_ids_S.unique()) / len(step_batch.rollout_ids_S.unique())
+        share = trained.rollouts / step_batch.rollouts
         return metrics | {"policy/trained_share": share} | gradient_share_by_turn(step_batch)
 
     def _steps(self, batch: PackedBatch) -> Iterator[PackedBatch]:
         """The samples of each optimizer step, all branches of each, with their loss weights."""
-        rollout_S = batch.rollout_ids_S
-        rollouts = int(rollout_S.max()) + 1
+        rollout_S, rollouts = batch.rollout_ids_S, batch.rollouts
         planned = max(rollouts, self._planned or 0)
         parts = min(rollouts, math.ceil(planned / (self._batch_size or planned)))
         for _ in range(self._epochs):

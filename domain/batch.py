@@ -113,6 +113,11 @@ class PackedBatch:
         return rank_R[found_S]
 
     @property
+    def rollouts(self) -> int:
+        """R."""
+        return int(self.rollout_ids_S.max()) + 1
+
+    @property
     def token_count(self) -> int:
         """N."""
         return len(self.tokens_N)
