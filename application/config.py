@@ -69,8 +69,11 @@ class KLConfig:
 class CorrectionConfig:
     """Off-policy correction: what a token weighs that another policy sampled."""
 
-    level: CorrectionLevel = CorrectionLevel.OFF
-    """Where the importance ratio is taken: token, sequence (the product) or geometric (its geometric mean)."""
+    level: CorrectionLevel = CorrectionLevel.AUTO
+    """Where the importance ratio is taken: token, sequence (the product) or geometric (its geometric mean); off
+    corrects nothing. auto is token where samples may be older than the weights (train.async_enable with max_staleness
+    1 or more, over-sampling) and algo.old_logprobs does not correct for it, else off; --dry_run and the start of a run
+    say which."""
     mode: CorrectionMode = CorrectionMode.TRUNCATE
     """truncate the ratio at high, clip it to low and high, or mask what lies outside."""
     gate: CorrectionGate = CorrectionGate.RATIO
@@ -123,7 +126,7 @@ class RolloutConfig:
     """Samples of each prompt: one group."""
     generate_batch_size: int | None = None
     """Groups in flight at once; default: batch_size. More (over-sampling) keeps what a rollout does not need for the
-    next one, where it is one update old: needs a correction, or old_logprobs rollout. With train.async_enable the
+    next one, where it is one update old, which algo.correction corrects. With train.async_enable the
     default, and the most, is all that the bound on staleness lets through."""
     temperature: float = 1.0
     """Sampling temperature, also used in training log-probs."""

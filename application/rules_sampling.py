@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from rollgrad.application.choices import CorrectionLevel, KLAgainst, Normalise, OldLogprobs
 from rollgrad.application.config import AlgoConfig, RewardConfig, RLConfig, RolloutConfig
-from rollgrad.application.rules_async import off_policy
+from rollgrad.application.correction import correction_level, may_be_stale, off_policy
+from rollgrad.application.rules_async import correction_fix
 from rollgrad.application.rules_common import longest_reply, samples_per_rollout
 from rollgrad.domain.catalogue import estimator_traits
 
@@ -37,8 +38,7 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
     if over_sampling and not off_policy(config):
         yield (
             f"rollout.generate_batch_size is {groups} with rollout.batch_size {rollout.batch_size}, so some samples "
-            "are one update old when they are trained on, which needs a correction: set --algo.correction.level (or "
-            "--algo.preset tis), or --algo.old_logprobs to rollout."
+            f"are one update old when they are trained on, which needs a correction: {correction_fix(config)}."
         )
     if over_sampling and (config.ckpt.state_steps > 0 or config.ckpt.resume):
         key = "state_steps" if config.ckpt.state_steps > 0 else "resume"
@@ -47,8 +47,7 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
             f"the next rollout are not part of a training state: leave --ckpt.{key} or --rollout.generate_batch_size "
             "out."
         )
-    stale = over_sampling or (overlaps and config.train.max_staleness > 0)
-    if algo.old_logprobs is OldLogprobs.INTERPOLATE and not stale:
+    if algo.old_logprobs is OldLogprobs.INTERPOLATE and not may_be_stale(config):
         yield (
             "algo.old_logprobs is interpolate, but every sample is of the newest policy, so there is nothing between: "
             "set --algo.old_logprobs to rollout."
@@ -58,8 +57,8 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
         key = (
             f"algo.old_logprobs is {algo.old_logprobs}"
             if algo.old_logprobs is not OldLogprobs.RECOMPUTE
-            else f"algo.correction.level is {algo.correction.level}"
-            if algo.correction.level is not CorrectionLevel.OFF
+            else f"algo.correction.level is {correction_level(config)}"
+            if correction_level(config) is not CorrectionLevel.OFF
             else "algo.kl.against is rollout"
         )
         yield (

@@ -14,6 +14,7 @@ from dependency_injector import providers
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.tracking.report import write_report
 from rollgrad.application.config import RLConfig
+from rollgrad.application.correction import log_correction
 from rollgrad.application.evaluation import EvaluationService
 from rollgrad.application.model_config import LoraConfig
 from rollgrad.application.pipeline import Pipeline
@@ -78,6 +79,7 @@ def train(
     """
     load_extension(config)
     validate(config, has_reward=reward is not None, has_environment=environment is not None)
+    log_correction(config)
     container = _container(config, reward, environment, adapters)
     output_dir = Path(config.ckpt.output_dir)
     store: CheckpointStore = container.checkpoints()  # refuses an unwritable output before anything is loaded

@@ -56,7 +56,8 @@ def _overlap(draft: Draft, prompts: int) -> None:
         draft.set("train.max_staleness", ahead)
         if draft.value("train.partial_rollout_enable", False):
             draft.set("train.partial_rollout", "keep")
-        draft.change("train.async_enable", "an update waits for its own groups only, not for a whole batch")
+        corrected = "" if corrects else "; stale samples are corrected (algo.correction.level auto), there never"
+        draft.change("train.async_enable", f"an update waits for its own groups only, not for a whole batch{corrected}")
         most = prompts * (ahead + 1)
         if in_flight > most:
             draft.change("rollout.vllm_generate_batch_size", f"{most}, for no more can be trained on in time")

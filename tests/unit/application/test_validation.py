@@ -35,6 +35,7 @@ VALID: dict[str, Any] = {
 GROUPS: dict[str, Any] = {"rollout.n_samples_per_prompt": 2}
 FILTER: dict[str, Any] = {"algo.dynamic_filtering_enable": True}
 TIS: dict[str, Any] = {"algo.correction.level": CorrectionLevel.TOKEN}
+NO_CORRECTION: dict[str, Any] = {"algo.correction.level": CorrectionLevel.OFF}
 ASYNC: dict[str, Any] = {"train.async_enable": True}
 OVERLAP: dict[str, Any] = {
     "stale_policy": StalePolicy.DROP,
@@ -117,6 +118,11 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         | {"algo.correction.gate": CorrectionGate.BINARY_KL, "algo.correction.threshold": 0.01},
         TIS | {"rollout.generate_batch_size": 256},
         ASYNC,
+        ASYNC | NO_CORRECTION,
+        ASYNC | {"rollout.top_p": 0.9},
+        ASYNC | {"train.max_staleness": 2},
+        ASYNC | {"algo.correction.high": 3.0},
+        {"rollout.generate_batch_size": 256},
         ASYNC | {"train.max_staleness": 0},
         ASYNC | TIS | {"train.max_staleness": 4, "rollout.generate_batch_size": 640, "ckpt.state_steps": 1},
         ASYNC | {"train.max_staleness": 2, "algo.old_logprobs": OldLogprobs.INTERPOLATE},
@@ -223,7 +229,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.kl.init_coef": 0.1, "algo.kl.estimator": KLEstimator.K3_UNBIASED}, "turn on --algo.kl.use_loss"),
     ({"algo.kl.init_coef": 0.1, "algo.kl.against": KLAgainst.ROLLOUT}, "turn on --algo.kl.use_loss"),
     (KL_TO_ROLLOUT | {"ref.model_name_or_path": "r"}, "--ref.model_name_or_path out"),
-    ({"algo.correction.mode": CorrectionMode.MASK}, "level is off"),
+    ({"algo.correction.mode": CorrectionMode.MASK}, "nothing is corrected"),
     (TIS | {"algo.correction.low": 0.1}, "does not use"),
     (TIS | {"algo.correction.threshold": 0.1}, "does not use"),
     (TIS | {"algo.correction.mode": CorrectionMode.CLIP, "algo.correction.low": 3.0}, "below the upper"),
@@ -235,7 +241,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.dynamic_filtering_range": (0.1, 0.9)}, "--algo.dynamic_filtering_enable"),
     ({"algo.dynamic_filtering_budget": 3.0}, "--algo.dynamic_filtering_enable"),
     ({"rollout.generate_batch_size": 64}, "raise --rollout.generate_batch_size"),
-    ({"rollout.generate_batch_size": 256}, "--algo.preset tis"),
+    (NO_CORRECTION | {"rollout.generate_batch_size": 256}, "set --algo.correction.level to auto"),
+    ({"rollout.generate_batch_size": 256, "rollout.top_p": 0.9}, "set --rollout.top_p 1 and --rollout.top_k 0"),
     (TIS | {"rollout.generate_batch_size": 256, "ckpt.state_steps": 1}, "leave --ckpt.state_steps"),
     (TIS | {"rollout.generate_batch_size": 256, "ckpt.resume": True}, "leave --ckpt.resume"),
     ({"algo.old_logprobs": OldLogprobs.INTERPOLATE}, "--algo.old_logprobs to rollout"),
@@ -247,7 +254,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         (ASYNC | {"train.max_staleness": 0, f"train.{key}": value}, f"--train.{key} out")
         for key, value in OVERLAP.items()
     ),
-    (ASYNC | {"train.max_staleness": 2}, "more than 1 update old need a correction: set --algo.correction.level"),
+    (
+        ASYNC | NO_CORRECTION | {"train.max_staleness": 2},
+        "more than 1 update old need a correction: set --algo.correction.level to auto",
+    ),
+    (
+        ASYNC | {"train.max_staleness": 2, "rollout.top_k": 5},
+        "more than 1 update old need a correction: with rollout.top_p 1.0 and rollout.top_k 5 there is none",
+    ),
+    (NO_CORRECTION | {"algo.correction.high": 3.0}, "nothing is corrected (algo.correction.level is off)"),
+    (
+        ASYNC | {"algo.correction.mode": CorrectionMode.MASK, "algo.correction.gate": CorrectionGate.OPSM},
+        "algo.correction.level is auto, here token",
+    ),
     (ASYNC | {"rollout.generate_batch_size": 257}, "at most 256 groups are in flight: lower"),
     (ASYNC | {"train.max_staleness": 0, "algo.old_logprobs": OldLogprobs.INTERPOLATE}, "nothing between"),
     ({"reward.normalize": Normalise.DATASET}, "--reward.normalize_mean_std"),
