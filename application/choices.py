@@ -30,6 +30,8 @@ class Whiten(StrEnum):
 class CorrectionLevel(StrEnum):
     """Where the importance ratio of an off-policy correction is taken."""
 
+    AUTO = "auto"
+    """token where samples may be stale and nothing else corrects them, else off."""
     OFF = "off"
     TOKEN = "token"
     SEQUENCE = "sequence"

@@ -62,6 +62,10 @@ class VLLMConfig:
     that these GPUs do not hold, or that do not divide by more."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that an engine may take; lower it where models share the GPU."""
+    max_model_len: int | None = None
+    """Tokens of a prompt and its reply at most, by which vLLM lays out its memory; default: as many as the run can ask
+    for (data.max_prompt_tokens and the longest reply, or rollout.max_episode_tokens). Never more than the model has
+    positions."""
     sync_backend: SyncBackend = SyncBackend.AUTO
     """How weights reach the engines: auto is cuda_ipc where each engine shares its GPU with the actor, nccl where none
     does, else shared_memory; disk goes through files below ckpt.output_dir, which all machines then share."""

@@ -70,8 +70,11 @@ class KLConfig:
 class CorrectionConfig:
     """Off-policy correction: what a token weighs that another policy sampled."""
 
-    level: CorrectionLevel = CorrectionLevel.OFF
-    """Where the importance ratio is taken: token, sequence (the product) or geometric (its geometric mean)."""
+    level: CorrectionLevel = CorrectionLevel.AUTO
+    """Where the importance ratio is taken: token, sequence (the product) or geometric (its geometric mean); off
+    corrects nothing. auto is token where samples may be older than the weights (train.async_enable with max_staleness
+    1 or more, over-sampling) and algo.old_logprobs does not correct for it, else off; --dry_run and the start of a run
+    say which."""
     mode: CorrectionMode = CorrectionMode.TRUNCATE
     """truncate the ratio at high, clip it to low and high, or mask what lies outside."""
     gate: CorrectionGate = CorrectionGate.RATIO
@@ -124,7 +127,7 @@ class RolloutConfig:
     """Samples of each prompt: one group."""
     generate_batch_size: int | None = None
     """Groups in flight at once; default: batch_size. More (over-sampling) keeps what a rollout does not need for the
-    next one, where it is one update old: needs a correction, or old_logprobs rollout. With train.async_enable the
+    next one, where it is one update old, which algo.correction corrects. With train.async_enable the
     default, and the most, is all that the bound on staleness lets through."""
     temperature: float = 1.0
     """Sampling temperature, also used in training log-probs."""
@@ -221,20 +224,22 @@ class RewardConfig:
     pass_threshold: float = 1.0
     """A reply passes when its score reaches this."""
     clip_range: tuple[float, float] | None = None
-    """Rewards are clamped to this range before any baseline."""
+    """The reward of a whole episode, summed over its turns, is clamped to this range before any baseline."""
     normalize: Normalise = Normalise.NONE
     """Centre and scale rewards: by the running mean and deviation of all so far, or by those of a dataset."""
     normalize_mean_std: tuple[float, float] | None = None
     """Mean and standard deviation of rewards over a dataset, for normalize dataset."""
     overlong_buffer_len: int | None = None
-    """Last tokens of rollout.max_new_tokens over which a length penalty grows (DAPO); none turns it off."""
+    """Last tokens before the limit over which a length penalty grows (DAPO); none turns it off. The limit is
+    rollout.max_new_tokens, in episodes of several turns rollout.max_episode_tokens; sampled tokens count."""
     overlong_penalty_factor: float = 1.0
     """Penalty at full length."""
     stop_properly_penalty_coef: float | None = None
     """What a truncated reply is worth at most: this share of its reward, or this reward if negative; none turns it
     off."""
     cosine_length: bool = False
-    """Reward by outcome and length along half a cosine, in place of the reward itself."""
+    """Reward by outcome and length along half a cosine, in place of the reward itself; full length is the limit of
+    overlong_buffer_len."""
     cosine_passed: tuple[float, float] = (2.0, 1.0)
     """Reward of a reply that passed, at no and at full length."""
     cosine_failed: tuple[float, float] = (-10.0, 0.0)

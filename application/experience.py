@@ -37,7 +37,7 @@ class ExperienceService:
         critic: None unless the estimator needs one.
         algo: algorithm settings.
         reward: how rewards are shaped before any baseline.
-        max_length: sampled tokens of the longest reply, which penalties of length go by.
+        max_length: sampled tokens of an episode at most, which penalties of length go by; None without any.
         max_tokens: token budget of one forward pass.
         steps_per_rollout: optimizer steps that one rollout feeds; with 1 the ratio is exactly 1 and the policy's
             log-probs before the update need not be computed for it.
@@ -51,7 +51,7 @@ class ExperienceService:
         critic: ValueModel | None,
         algo: AlgoConfig,
         reward: RewardConfig,
-        max_length: int,
+        max_length: int | None,
         max_tokens: int,
         steps_per_rollout: int,
     ) -> None:
@@ -98,12 +98,14 @@ class ExperienceService:
         """Rewards by length and truncation, then normalised, then clipped."""
         reward = self._reward
         if reward.cosine_length:
+            assert self._max_length is not None
             settings = shaping.CosineLength(
                 passed=reward.cosine_passed, failed=reward.cosine_failed, exceeded=reward.cosine_exceeded
             )
             shaped_N = shaping.cosine_length(batch, settings, limit=self._max_length, threshold=reward.pass_threshold)
             batch = evolve(batch, rewards_N=shaped_N)
         if reward.overlong_buffer_len is not None:
+            assert self._max_length is not None
             shaped_N = shaping.overlong_penalty(
                 batch,
                 limit=self._max_length,
@@ -120,7 +122,7 @@ class ExperienceService:
             mean, std = reward.normalize_mean_std
             batch = evolve(batch, rewards_N=shaping.normalise(batch, mean=mean, std=std))
         if reward.clip_range is not None:
-            batch = evolve(batch, rewards_N=shaping.clip_rewards(batch.rewards_N, reward.clip_range))
+            batch = evolve(batch, rewards_N=shaping.clip_outcomes(batch, reward.clip_range))
         metrics["reward/shaped_mean"] = float(shaping.outcomes(batch).mean())
         return batch
 
@@ -132,7 +134,7 @@ class ExperienceService:
         moments = {Normalise.RUNNING: (self._moments.mean, self._moments.std)}
         mean, std = moments.get(reward.normalize, reward.normalize_mean_std or (0.0, 1.0))
         baselines_S = (baselines_S - mean) / std
-        return baselines_S if reward.clip_range is None else shaping.clip_rewards(baselines_S, reward.clip_range)
+        return baselines_S if reward.clip_range is None else baselines_S.clamp(*reward.clip_range)
 
     def _with_old_logprobs(self, batch: PackedBatch) -> PackedBatch:
         """Adds `old_logprobs_N` where the ratio or the KL penalty needs it."""

@@ -77,6 +77,7 @@ RANGES: dict[str, Range] = {
     "vllm.num_engines": COUNT,
     "vllm.tensor_parallel_size": COUNT,
     "vllm.pipeline_parallel_size": COUNT,
+    "vllm.max_model_len": COUNT,
     "vllm.gpu_memory_utilization": (lambda share: 0 < share <= 1, "greater than 0 and at most 1"),
     "rollout.batch_size": COUNT,
     "rollout.n_samples_per_prompt": COUNT,

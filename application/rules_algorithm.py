@@ -12,6 +12,7 @@ from rollgrad.application.choices import (
     Whiten,
 )
 from rollgrad.application.config import AdvantageConfig, CorrectionConfig, KLConfig, RLConfig
+from rollgrad.application.correction import correction_level
 from rollgrad.application.model_config import ActorConfig, CriticConfig
 from rollgrad.application.rules_common import first_change
 from rollgrad.domain.catalogue import ESTIMATORS, POLICY_LOSSES, estimator_traits, policy_loss_traits
@@ -144,13 +145,15 @@ def kl_problems(config: RLConfig) -> Iterator[str]:
 
 def correction_problems(config: RLConfig) -> Iterator[str]:
     """What is wrong with the off-policy correction."""
-    correction, default = config.algo.correction, CorrectionConfig()
-    if correction.level is CorrectionLevel.OFF:
+    correction, level = config.algo.correction, correction_level(config)
+    default = CorrectionConfig(level=correction.level)
+    if level is CorrectionLevel.OFF:
         changed = first_change(correction, default)
         if changed:
             yield (
-                f"algo.correction.{changed} is {getattr(correction, changed)}, but algo.correction.level is off: set "
-                f"--algo.correction.level to token, sequence or geometric, or leave --algo.correction.{changed} out."
+                f"algo.correction.{changed} is {getattr(correction, changed)}, but nothing is corrected "
+                f"(algo.correction.level is {correction.level}): set --algo.correction.level to token, sequence or "
+                f"geometric, or leave --algo.correction.{changed} out."
             )
         return
     mode, gate = correction.mode, correction.gate
@@ -172,10 +175,10 @@ def correction_problems(config: RLConfig) -> Iterator[str]:
             f"algo.correction.low is {correction.low} and algo.correction.high is {correction.high}, but the lower "
             "bound must be below the upper: change --algo.correction.low or --algo.correction.high."
         )
-    if gate is CorrectionGate.OPSM and correction.level is CorrectionLevel.TOKEN:
+    if gate is CorrectionGate.OPSM and level is CorrectionLevel.TOKEN:
         yield (
-            "algo.correction.gate is opsm, which judges whole sequences, but algo.correction.level is token: set "
-            "--algo.correction.level to sequence."
+            f"algo.correction.gate is opsm, which judges whole sequences, but algo.correction.level is "
+            f"{correction.level}, here token: set --algo.correction.level to sequence."
         )
     if config.algo.old_logprobs is OldLogprobs.ROLLOUT and mode is not CorrectionMode.MASK:
         yield (

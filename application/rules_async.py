@@ -2,18 +2,20 @@
 
 from collections.abc import Iterator
 
-from rollgrad.application.choices import CorrectionLevel, OldLogprobs
 from rollgrad.application.config import RLConfig
+from rollgrad.application.correction import off_policy, truncated_sampling
 from rollgrad.application.train_config import TrainConfig
 
 FREE_STALENESS = 1
 """Updates of lag that are trained on without a correction: what one overlapping rollout has."""
 
 
-def off_policy(config: RLConfig) -> bool:
-    """Whether the loss accounts for samples of older policies."""
-    algo = config.algo
-    return algo.correction.level is not CorrectionLevel.OFF or algo.old_logprobs is not OldLogprobs.RECOMPUTE
+def correction_fix(config: RLConfig) -> str:
+    """The flags that let stale samples be corrected."""
+    truncated = truncated_sampling(config)
+    if truncated:
+        return f"with {truncated} there is none, so set --rollout.top_p 1 and --rollout.top_k 0"
+    return "set --algo.correction.level to auto, or --algo.old_logprobs to rollout"
 
 
 def async_problems(config: RLConfig) -> Iterator[str]:
@@ -32,8 +34,7 @@ def async_problems(config: RLConfig) -> Iterator[str]:
     if train.max_staleness > FREE_STALENESS and not off_policy(config):
         yield (
             f"train.max_staleness is {train.max_staleness}, and samples of policies more than {FREE_STALENESS} update "
-            "old need a correction: set --algo.correction.level (or --algo.preset tis), --algo.old_logprobs to rollout "
-            "or interpolate, or --train.max_staleness to 1."
+            f"old need a correction: {correction_fix(config)}, or --train.max_staleness to 1."
         )
     for key in overlap:
         value = getattr(train, key)

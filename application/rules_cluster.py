@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rollgrad.application.choices import Engine, Optim, SyncBackend
 from rollgrad.application.cluster_config import PARAMETERS, ClusterConfig, DeepSpeedConfig, VLLMConfig
 from rollgrad.application.config import RLConfig
-from rollgrad.application.rules_common import first_change, ranks
+from rollgrad.application.rules_common import first_change, longest_sequence, ranks
 from rollgrad.application.sync_backend import engines_without_actor, shares_gpus
 from rollgrad.domain.catalogue import estimator_traits
 
@@ -52,6 +52,17 @@ def cluster_problems(config: RLConfig) -> Iterator[str]:
                 f"vllm.{key} is {size} with train.colocate_all, where an engine has one GPU: leave one of --vllm.{key} "
                 "and --train.colocate_all out."
             )
+
+
+def engine_length_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
+    """Whether vLLM holds the longest sequence that the run can ask for."""
+    held = config.vllm.max_model_len
+    longest = longest_sequence(config, plays=has_environment or config.agent.plays)
+    if held is not None and longest is not None and held < longest:
+        yield (
+            f"vllm.max_model_len is {held}, but the run can ask for {longest} tokens (data.max_prompt_tokens and the "
+            "longest reply, or rollout.max_episode_tokens): raise --vllm.max_model_len, or leave it out."
+        )
 
 
 def server_problems(config: RLConfig) -> Iterator[str]:

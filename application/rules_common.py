@@ -18,10 +18,29 @@ def first_change(section: Any, default: Any) -> str | None:
     return None
 
 
+def samples_per_rollout(config: RLConfig) -> int:
+    """Samples that one update trains on, each with all its branches."""
+    return config.rollout.batch_size * config.rollout.n_samples_per_prompt
+
+
 def optimizer_steps_per_rollout(config: RLConfig) -> int:
     """Optimizer steps that one rollout feeds: passes over its samples times mini-batches of a pass."""
-    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    samples = samples_per_rollout(config)
     return config.train.max_epochs * math.ceil(samples / (config.train.batch_size or samples))
+
+
+def longest_reply(config: RLConfig, *, plays: bool) -> int | None:
+    """Sampled tokens of an episode at most, which penalties of length go by: `rollout.max_new_tokens` of a single
+    reply; where episodes have several turns (`plays`) `rollout.max_episode_tokens`, None if it is not set."""
+    return config.rollout.max_episode_tokens if plays else config.rollout.max_new_tokens
+
+
+def longest_sequence(config: RLConfig, *, plays: bool) -> int | None:
+    """Tokens at most of a prompt and its reply, also in evaluation, or of an episode of several turns (`plays`); None
+    is as many as the model has positions."""
+    if plays:
+        return config.rollout.max_episode_tokens
+    return config.data.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
 
 
 def ranks(config: RLConfig, model: str = "actor") -> int:

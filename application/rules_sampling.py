@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 from rollgrad.application.choices import CorrectionLevel, KLAgainst, Normalise, OldLogprobs
 from rollgrad.application.config import AlgoConfig, RewardConfig, RLConfig, RolloutConfig
-from rollgrad.application.rules_async import off_policy
+from rollgrad.application.correction import correction_level, may_be_stale, off_policy
+from rollgrad.application.rules_async import correction_fix
+from rollgrad.application.rules_common import longest_reply, samples_per_rollout
 from rollgrad.domain.catalogue import estimator_traits
 
 
@@ -36,11 +38,9 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
     if over_sampling and not off_policy(config):
         yield (
             f"rollout.generate_batch_size is {groups} with rollout.batch_size {rollout.batch_size}, so some samples "
-            "are one update old when they are trained on, which needs a correction: set --algo.correction.level (or "
-            "--algo.preset tis), or --algo.old_logprobs to rollout."
+            f"are one update old when they are trained on, which needs a correction: {correction_fix(config)}."
         )
-    stale = over_sampling or (overlaps and config.train.max_staleness > 0)
-    if algo.old_logprobs is OldLogprobs.INTERPOLATE and not stale:
+    if algo.old_logprobs is OldLogprobs.INTERPOLATE and not may_be_stale(config):
         yield (
             "algo.old_logprobs is interpolate, but every sample is of the newest policy, so there is nothing between: "
             "set --algo.old_logprobs to rollout."
@@ -50,8 +50,8 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
         key = (
             f"algo.old_logprobs is {algo.old_logprobs}"
             if algo.old_logprobs is not OldLogprobs.RECOMPUTE
-            else f"algo.correction.level is {algo.correction.level}"
-            if algo.correction.level is not CorrectionLevel.OFF
+            else f"algo.correction.level is {correction_level(config)}"
+            if correction_level(config) is not CorrectionLevel.OFF
             else "algo.kl.against is rollout"
         )
         yield (
@@ -63,7 +63,8 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
 
 def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
     """What is wrong with how rewards are shaped."""
-    reward, default, limit = config.reward, RewardConfig(), config.rollout.max_new_tokens
+    reward, default = config.reward, RewardConfig()
+    plays = has_environment or config.agent.plays
     if (reward.normalize is Normalise.DATASET) != (reward.normalize_mean_std is not None):
         yield (
             f"reward.normalize is {reward.normalize} and reward.normalize_mean_std is {reward.normalize_mean_std}, but "
@@ -75,10 +76,12 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             f"reward.overlong_penalty_factor is {reward.overlong_penalty_factor}, but there is no length penalty: set "
             "--reward.overlong_buffer_len, or leave --reward.overlong_penalty_factor out."
         )
-    if (reward.overlong_buffer_len or 0) > limit:
+    limit = longest_reply(config, plays=plays)
+    if limit is not None and (reward.overlong_buffer_len or 0) > limit:
+        one, key = ("an episode", "max_episode_tokens") if plays else ("a reply", "max_new_tokens")
         yield (
-            f"reward.overlong_buffer_len is {reward.overlong_buffer_len}, but a reply has at most {limit} tokens "
-            "(rollout.max_new_tokens): lower --reward.overlong_buffer_len."
+            f"reward.overlong_buffer_len is {reward.overlong_buffer_len}, but {one} has at most {limit} tokens "
+            f"(rollout.{key}): lower --reward.overlong_buffer_len."
         )
     if not reward.cosine_length:
         for key in ("cosine_passed", "cosine_failed", "cosine_exceeded"):
@@ -102,18 +105,19 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             f"reward.{by_length[0]} is set with algo.advantage.estimator {config.algo.advantage.estimator}, whose "
             f"greedy baseline is not shaped by length: leave --reward.{by_length[0]} out."
         )
-    if has_environment and (reward.cosine_length or reward.overlong_buffer_len is not None):
+    if limit is None and (reward.cosine_length or reward.overlong_buffer_len is not None):
         key = "cosine_length" if reward.cosine_length else "overlong_buffer_len"
         yield (
-            f"reward.{key} measures one reply against rollout.max_new_tokens, but an environment's episodes have many: "
-            f"leave --reward.{key} out."
+            f"reward.{key} is {getattr(reward, key)}, which measures the sampled tokens of an episode of several turns "
+            "against rollout.max_episode_tokens, but that is not set: set --rollout.max_episode_tokens, or leave "
+            f"--reward.{key} out."
         )
 
 
 def rollout_problems(config: RLConfig) -> Iterator[str]:
     """What is wrong with the size of optimizer steps."""
     rollout = config.rollout
-    samples = rollout.batch_size * rollout.n_samples_per_prompt
+    samples = samples_per_rollout(config)
     if (config.train.batch_size or 0) > samples:
         yield (
             f"train.batch_size is {config.train.batch_size}, but a rollout has {rollout.batch_size} prompts x "

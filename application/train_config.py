@@ -30,7 +30,8 @@ class TrainConfig:
     num_episodes: int = 1
     """Passes over the prompts when max_steps is not set."""
     batch_size: int | None = None
-    """Samples per optimizer step; default: the whole rollout (strictly on-policy)."""
+    """Samples per optimizer step, each with all its branches; default: all of a rollout (strictly on-policy). Where
+    failed episodes leave fewer samples than planned, steps become smaller, not fewer."""
     max_epochs: int = 1
     """Passes over each rollout's samples."""
     max_tokens_per_micro_batch: int = 16384
@@ -40,8 +41,8 @@ class TrainConfig:
     async_enable: bool = False
     """Roll out while training, with a second copy of the weights; groups are trained on as they are finished."""
     max_staleness: int = 1
-    """Updates that may lie between the weights that began a sample and those that train on it, with async_enable. Above
-    1 it needs a correction (algo.correction.level, or --algo.preset tis)."""
+    """Updates that may lie between the weights that began a sample and those that train on it, with async_enable. From
+    1 on samples are corrected for it (algo.correction.level); above 1 they have to be."""
     stale_policy: StalePolicy = StalePolicy.WAIT
     """What happens when a slow group would become staler than that: training waits for it, or goes on and drops it."""
     staleness_unit: StalenessUnit = StalenessUnit.TRAJECTORY

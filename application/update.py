@@ -1,5 +1,6 @@
-"""Update: epochs over a rollout's samples, minibatches (one optimizer step each), micro-batches within a budget."""
+"""Update: epochs over the rollouts of a batch, minibatches (one optimizer step each), micro-batches within a budget."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,8 +34,10 @@ class UpdateService:
         critic: trained beside it, or None.
         aggregation: how token losses become one number; weights are fixed per optimizer step before it is split.
         max_length: constant length of `Aggregation.CONSTANT_LENGTH`, in tokens.
-        batch_size: samples per optimizer step; None takes the whole rollout.
-        epochs: passes over the samples.
+        batch_size: rollouts per optimizer step, each with all its branches; None takes all.
+        planned: rollouts of an update as the learning-rate schedule counts them. Where failures leave fewer, steps
+            become smaller, not fewer, so that the schedule ends with the run; None: as many as there are.
+        epochs: passes over the rollouts.
         max_tokens: token budget of one micro-batch.
         seed: shuffles samples into minibatches.
         skip_idle: leave samples whose advantages are all 0 out of the policy's passes. Their gradient is exactly 0
@@ -52,6 +55,7 @@ class UpdateService:
         aggregation: Aggregation,
         max_length: int,
         batch_size: int | None,
+        planned: int | None = None,
         epochs: int,
         max_tokens: int,
         seed: int,
@@ -64,6 +68,7 @@ class UpdateService:
         self._aggregation = aggregation
         self._max_length = max_length
         self._batch_size = batch_size
+        self._planned = planned
         self._epochs = epochs
         self._max_tokens = max_tokens
         self._generator = torch.Generator().manual_seed(seed)
@@ -141,14 +146,18 @@ class UpdateService:
         if squared > 0:
             scaled["mismatch_effective_sample_share"] = scaled.pop("mismatch_weight") ** 2 / squared
         metrics = {f"policy/{name}": value for name, value in scaled.items()}
-        return metrics | {"policy/trained_share": len(trained) / len(step_batch)} | gradient_share_by_turn(step_batch)
+        share = trained.rollouts / step_batch.rollouts
+        return metrics | {"policy/trained_share": share} | gradient_share_by_turn(step_batch)
 
     def _steps(self, batch: PackedBatch) -> Iterator[PackedBatch]:
-        """The samples of each optimizer step, with their loss weights."""
+        """The samples of each optimizer step, all branches of each, with their loss weights."""
+        rollout_S, rollouts = batch.rollout_ids_S, batch.rollouts
+        planned = max(rollouts, self._planned or 0)
+        parts = min(rollouts, math.ceil(planned / (self._batch_size or planned)))
         for _ in range(self._epochs):
-            for indices in minibatches(len(batch), self._batch_size, self._generator):
+            for indices in minibatches(rollouts, parts, self._generator):
                 # Order within a step does not change its gradient; neighbours of one prompt share its forward pass.
-                part = batch.select(sorted(indices))
+                part = batch.select(torch.isin(rollout_S, torch.tensor(indices)).nonzero()[:, 0])
                 yield evolve(
                     part,
                     selected_N=None if self._select is None else self._select(part),

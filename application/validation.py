@@ -15,7 +15,7 @@ from rollgrad.application.rules_algorithm import (
     policy_loss_problems,
 )
 from rollgrad.application.rules_async import async_problems
-from rollgrad.application.rules_cluster import cluster_problems, server_problems
+from rollgrad.application.rules_cluster import cluster_problems, engine_length_problems, server_problems
 from rollgrad.application.rules_inputs import (
     data_problems,
     eval_problems,
@@ -57,6 +57,7 @@ def validate(config: RLConfig, *, has_reward: bool = False, has_environment: boo
         async_problems(config),
         cluster_problems(config),
         server_problems(config),
+        engine_length_problems(config, has_environment=plays),
         sampling_problems(config),
         shaping_problems(config, has_environment=plays),
         optimizer_problems(config),
@@ -81,6 +82,7 @@ def validate_evaluation(config: RLConfig, *, has_reward: bool = False, has_envir
         required_eval_problems(config),
         range_problems(config),
         server_problems(config),
+        engine_length_problems(config, has_environment=plays),
         prompt_form_problems(config),
         reward_problems(config, config.eval.dataset or "", has_reward=has_reward or plays),
         agent_problems(config, has_environment=plays),

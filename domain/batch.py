@@ -102,6 +102,22 @@ class PackedBatch:
         return torch.repeat_interleave(torch.arange(len(self), device=self.lengths_S.device), self.lengths_S)
 
     @property
+    def rollout_ids_S(self) -> Tensor:
+        """Rollout (0..R-1, in order of first appearance) of each sequence: the branches of a sample are one rollout."""
+        keys = torch.stack([self.group_ids_S, self.sample_ids_S], dim=1)
+        _, found_S = torch.unique(keys, dim=0, return_inverse=True)  # numbered by key
+        count = int(found_S.max()) + 1
+        first_R = torch.full((count,), len(self)).scatter_reduce(0, found_S, torch.arange(len(self)), "amin")
+        rank_R = torch.empty_like(first_R)
+        rank_R[first_R.argsort()] = torch.arange(count)
+        return rank_R[found_S]
+
+    @property
+    def rollouts(self) -> int:
+        """R."""
+        return int(self.rollout_ids_S.max()) + 1
+
+    @property
     def token_count(self) -> int:
         """N."""
         return len(self.tokens_N)

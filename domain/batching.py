@@ -1,4 +1,4 @@
-"""How samples are divided: into optimizer steps, and within one into forward passes."""
+"""How a batch is divided: its rollouts into optimizer steps, and the sequences of one step into forward passes."""
 
 import heapq
 from collections.abc import Sequence
@@ -6,13 +6,12 @@ from collections.abc import Sequence
 import torch
 
 
-def minibatches(count: int, size: int | None, generator: torch.Generator) -> list[list[int]]:
-    """Shuffled partition of `count` samples into ceil(count / size) parts whose sizes differ by at most one; one part
-    in order when `size` is None or not smaller than `count`."""
-    if size is None or size >= count:
+def minibatches(count: int, parts: int, generator: torch.Generator) -> list[list[int]]:
+    """Shuffled partition of `count` rollouts into `parts` whose sizes differ by at most one; one part is in order."""
+    if parts == 1:
         return [list(range(count))]
     order = torch.randperm(count, generator=generator)
-    return [part.tolist() for part in order.tensor_split(-(-count // size))]
+    return [part.tolist() for part in order.tensor_split(parts)]
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

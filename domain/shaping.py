@@ -40,8 +40,7 @@ class _Outcomes:
 
     @classmethod
     def of(cls, batch: PackedBatch) -> "_Outcomes":
-        keys = torch.stack([batch.group_ids_S, batch.sample_ids_S], dim=1)
-        _, rollout_S = torch.unique(keys, dim=0, return_inverse=True)
+        rollout_S = batch.rollout_ids_S
         rollout_A = rollout_S[batch.sequence_ids_N[batch.action_mask_N]]
         count = int(rollout_S.max()) + 1
         index_A = batch.action_mask_N.nonzero()[:, 0]
@@ -59,13 +58,17 @@ class _Outcomes:
         )
 
     def replace(self, batch: PackedBatch, reward_R: Tensor) -> Tensor:
-        """`rewards_N` whose sums over rollouts are `reward_R`."""
-        return batch.rewards_N.index_add(0, self.last_R, (reward_R - self.reward_R).to(batch.rewards_N.dtype))
+        """`rewards_N` whose sums over rollouts are `reward_R`; those of rollouts whose sum stays are not touched."""
+        changed_R = (reward_R != self.reward_R) & (self.length_R > 0)
+        last_R = self.last_R[changed_R]
+        earlier_R = self.reward_R[changed_R] - batch.rewards_N[last_R]  # exactly 0 for a single turn
+        return batch.rewards_N.index_put((last_R,), (reward_R[changed_R] - earlier_R).to(batch.rewards_N.dtype))
 
 
-def clip_rewards(rewards_N: Tensor, limits: tuple[float, float]) -> Tensor:
-    """Rewards clamped to `limits`, each turn's own."""
-    return torch.clamp(rewards_N, *limits)
+def clip_outcomes(batch: PackedBatch, limits: tuple[float, float]) -> Tensor:
+    """Outcomes clamped to `limits`; what lies beyond is taken from, or added to, a rollout's last action token."""
+    outcomes = _Outcomes.of(batch)
+    return outcomes.replace(batch, outcomes.reward_R.clamp(*limits))
 
 
 def overlong_penalty(batch: PackedBatch, *, limit: int, buffer: int, factor: float) -> Tensor:

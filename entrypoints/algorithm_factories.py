@@ -6,6 +6,7 @@ from torch import Tensor
 
 from rollgrad.application.choices import CorrectionLevel, KLAgainst, OldLogprobs
 from rollgrad.application.config import RLConfig
+from rollgrad.application.correction import correction_level
 from rollgrad.application.sampling import SamplingPlan
 from rollgrad.application.train_config import PartialRollout
 from rollgrad.domain.batch import PackedBatch
@@ -42,11 +43,11 @@ def _loss_params(config: RLConfig) -> PolicyLossParams:
 
 
 def _correction(config: RLConfig) -> Correction | None:
-    settings = config.algo.correction
-    if settings.level is CorrectionLevel.OFF:
+    settings, level = config.algo.correction, correction_level(config)
+    if level is CorrectionLevel.OFF:
         return None
     return Correction(
-        level=settings.level,
+        level=level,
         mode=settings.mode,
         gate=settings.gate,
         low=settings.low,

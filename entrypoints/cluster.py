@@ -145,12 +145,12 @@ class Cluster:
             reward_copies(self._group("reward", make_reward_model, self._config)), timeout=self._config.reward.timeout
         )
 
-    def engines(self, tokenizer: Any) -> EngineFleet:
-        """The vLLM engines."""
+    def engines(self, tokenizer: Any, plays: bool) -> EngineFleet:
+        """The vLLM engines; `plays` says whether episodes have several turns."""
         config = self._config
         at_once = self._roles["engines"] + (self._roles["actor"] if config.train.async_enable else 0)
         threads = _threads_each(at_once)  # Ray would give each as many as it has CPUs reserved
-        settings = vllm_settings(config, tokenizer, gpus=self.gpus) | {"threads": threads}
+        settings = vllm_settings(config, tokenizer, gpus=self.gpus, plays=plays) | {"threads": threads}
         options = [slot.options() for slot in self._slots("engines", self._roles["engines"])]
         engines = start_engines(len(options), settings, options=options, seconds=config.cluster.timeout)
         return EngineFleet(asyncio.run(engines))

@@ -159,6 +159,11 @@ def _exactly(kind: type) -> Any:
     return structure
 
 
+def _choice(value: Any, kind: type[StrEnum]) -> StrEnum:
+    """YAML reads an unquoted off as false."""
+    return kind("off" if value is False else value)
+
+
 def _number(value: Any, _: Any) -> float:
     """YAML reads 1e-6, which has no dot, as text; so text that is a number is one."""
     if isinstance(value, bool):
@@ -207,5 +212,5 @@ _converter.register_structure_hook(float, _number)
 _converter.register_structure_hook_func(_is_optional, _optional)
 _converter.register_structure_hook_func(_is_tuple, _tuple)
 _converter.register_structure_hook_func(_is_mapping, _mapping)
-_converter.register_structure_hook(StrEnum, lambda value, kind: kind(value))
+_converter.register_structure_hook(StrEnum, _choice)
 _converter.register_unstructure_hook(StrEnum, lambda member: member.value)

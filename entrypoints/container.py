@@ -34,7 +34,12 @@ from rollgrad.application.experience import ExperienceService
 from rollgrad.application.group_stream import GroupStream
 from rollgrad.application.pipeline import Schedule
 from rollgrad.application.rollout import RolloutService
-from rollgrad.application.rules_common import optimizer_steps_per_rollout, tokens_per_pass
+from rollgrad.application.rules_common import (
+    longest_reply,
+    optimizer_steps_per_rollout,
+    samples_per_rollout,
+    tokens_per_pass,
+)
 from rollgrad.application.sampling import GroupSampler
 from rollgrad.application.sync_pipeline import SyncPipeline
 from rollgrad.application.update import UpdateService
@@ -65,6 +70,7 @@ from rollgrad.entrypoints.factories import (
     engine_model_kind,
     executor_kind,
     has_gpu,
+    has_turns,
     make_actor_model,
     make_agent_file,
     make_checkpoints,
@@ -191,14 +197,18 @@ class Container(containers.DeclarativeContainer):
         none=providers.Object(None),
     )
 
+    environment: providers.Object[Any] = providers.Object(None)
+    plays = providers.Callable(has_turns, config, environment)
     engine_model = providers.Selector(
         providers.Callable(engine_model_kind, config),
         shared=actor_model,
         own=providers.Singleton(make_actor_model, config, None, "--actor.model-name-or-path"),
     )
     embedded_engine = providers.Singleton(make_engine, config, engine_model, tokenizer, codec)
-    vllm_engine = providers.Singleton(make_vllm_engine, config, tokenizer)
-    fleet = providers.Singleton(lambda cluster, tokenizer: cluster.engines(tokenizer), cluster, tokenizer)
+    vllm_engine = providers.Singleton(make_vllm_engine, config, tokenizer, plays)
+    fleet = providers.Singleton(
+        lambda cluster, tokenizer, plays: cluster.engines(tokenizer, plays), cluster, tokenizer, plays
+    )
     served_engines = providers.Singleton(make_served_engines, config, tokenizer)
     served_fleet = providers.Singleton(make_served_fleet, served_engines)
     sampling_engine = providers.Selector(
@@ -246,7 +256,6 @@ class Container(containers.DeclarativeContainer):
             make_served_weights, served_engines, served_fleet, temperature=config.provided.rollout.temperature
         ),
     )
-    environment: providers.Object[Any] = providers.Object(None)
     server = providers.Singleton(TrainingServer, engine, codec)
     tool_box = providers.Singleton(ToolBox, config.provided.agent.tools)
     executor = providers.Selector(
@@ -279,7 +288,7 @@ class Container(containers.DeclarativeContainer):
         critic=critic,
         algo=config.provided.algo,
         reward=config.provided.reward,
-        max_length=config.provided.rollout.max_new_tokens,
+        max_length=providers.Callable(longest_reply, config, plays=plays),
         max_tokens=providers.Callable(tokens_per_pass, config),
         steps_per_rollout=providers.Callable(optimizer_steps_per_rollout, config),
     )
@@ -290,6 +299,7 @@ class Container(containers.DeclarativeContainer):
         aggregation=providers.Callable(make_aggregation, config),
         max_length=config.provided.rollout.max_new_tokens,
         batch_size=config.provided.train.batch_size,
+        planned=providers.Callable(samples_per_rollout, config),
         epochs=config.provided.train.max_epochs,
         max_tokens=providers.Callable(tokens_per_pass, config),
         seed=config.provided.train.seed,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollgrad.application.config import RLConfig
+from rollgrad.application.correction import correction_summary
 from rollgrad.application.memory_plan import MIB, Machine, ModelShape, RoleMemory, memory_plan, places, shortages
 from rollgrad.application.model_config import LoraConfig
 from rollgrad.application.rules_common import optimizer_steps_per_rollout
@@ -82,6 +83,8 @@ def show_plan(config: RLConfig) -> None:
     for sentence in shortages(rows, machine):
         console.print(sentence)
     console.print(_count_table(config, prompts))
+    for name, words in correction_summary(config).items():
+        console.print(f"{'off-policy correction' if name == 'weights' else '  ' + name}: {words}")
 
 
 def model_shape(key: str, name: str, lora: LoraConfig | None = None) -> ModelShape:

@@ -41,7 +41,7 @@ from rollgrad.application.config import RLConfig
 from rollgrad.application.executors.multi_turn import EnvironmentFactory, MultiTurnExecutor
 from rollgrad.application.executors.served_agent import ServedAgentExecutor
 from rollgrad.application.model_config import ActorConfig, CriticConfig
-from rollgrad.application.rules_common import optimizer_steps_per_rollout
+from rollgrad.application.rules_common import longest_sequence, optimizer_steps_per_rollout
 from rollgrad.application.rules_inputs import REASONING_GYM
 from rollgrad.application.sync_backend import sync_backend
 from rollgrad.domain.errors import ConfigurationError
@@ -195,9 +195,9 @@ def make_engine(config: RLConfig, model: Any, tokenizer: Any, codec: TemplateCod
     )
 
 
-def make_vllm_engine(config: RLConfig, tokenizer: Any) -> VLLMEngine:
+def make_vllm_engine(config: RLConfig, tokenizer: Any, plays: bool) -> VLLMEngine:
     """The engine that samples in vLLM, started by this process."""
-    return VLLMEngine(**vllm_settings(config, tokenizer, gpus=has_gpu()))
+    return VLLMEngine(**vllm_settings(config, tokenizer, gpus=has_gpu(), plays=plays))
 
 
 def has_gpu() -> bool:
@@ -210,8 +210,9 @@ def weights_directory(config: RLConfig) -> Path:
     return Path(config.ckpt.output_dir).absolute() / WEIGHTS_DIRECTORY
 
 
-def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool) -> dict[str, Any]:
-    """Arguments of a `VLLMEngine`, which finds the actor's number format where it runs; `gpus` says whether it has any.
+def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) -> dict[str, Any]:
+    """Arguments of a `VLLMEngine`, which finds the actor's number format where it runs; `gpus` says whether it has any,
+    `plays` whether episodes have several turns.
 
     Raises:
         ConfigurationError: weights cannot reach it as the settings want.
@@ -221,6 +222,7 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool) -> dict[str, 
         "model": name,
         "eos_token_ids": eos_token_ids(load_generation_settings(name), tokenizer),
         "dtype": str(config.actor.dtype),
+        "max_tokens": config.vllm.max_model_len or longest_sequence(config, plays=plays),
         "max_batch_size": config.rollout.max_batch_size,
         "tensor_parallel_size": config.vllm.tensor_parallel_size,
         "pipeline_parallel_size": config.vllm.pipeline_parallel_size,
@@ -281,6 +283,11 @@ def executor_kind(config: RLConfig, environment: Any) -> str:
     if config.agent.command is not None:
         return "command"
     return "tools" if config.agent.converses else "single_turn"
+
+
+def has_turns(config: RLConfig, environment: Any) -> bool:
+    """Whether episodes have several turns."""
+    return executor_kind(config, environment) != "single_turn"
 
 
 def make_multi_turn(

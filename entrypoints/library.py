@@ -16,6 +16,7 @@ from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.tracking.report import write_report
 from rollgrad.application.config import RLConfig
+from rollgrad.application.correction import log_correction
 from rollgrad.application.evaluation import EvaluationService
 from rollgrad.application.model_config import LoraConfig
 from rollgrad.application.pipeline import Pipeline
@@ -88,6 +89,7 @@ def train(
     problem = output_problem(config.ckpt)
     if problem is not None:
         raise CheckpointError(problem)
+    log_correction(config)
     container = _container(config, reward, environment, adapters)
     output_dir = Path(config.ckpt.output_dir)
     store: CheckpointStore = container.checkpoints()  # refuses an unwritable output before anything is loaded

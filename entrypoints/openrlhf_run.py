@@ -56,7 +56,8 @@ def _overlap(draft: Draft, prompts: int) -> None:
         draft.set("train.max_staleness", ahead)
         if draft.value("train.partial_rollout_enable", False):
             draft.set("train.partial_rollout", "keep")
-        draft.change("train.async_enable", "an update waits for its own groups only, not for a whole batch")
+        corrected = "" if corrects else "; stale samples are corrected (algo.correction.level auto), there never"
+        draft.change("train.async_enable", f"an update waits for its own groups only, not for a whole batch{corrected}")
         most = prompts * (ahead + 1)
         if in_flight > most:
             draft.change("rollout.vllm_generate_batch_size", f"{most}, for no more can be trained on in time")
@@ -120,6 +121,14 @@ def _reward(draft: Draft) -> None:
         draft.lose("reward.overlong_penalty_factor", "there is no length penalty without --overlong_buffer_len")
     else:
         draft.set("reward.overlong_penalty_factor", draft.value("reward.overlong_penalty_factor", 1.0))
+        if "train.agent_func_path" in draft.options:
+            limit = draft.value("data.max_len", 2 * PROMPT_TOKENS)
+            draft.set("rollout.max_episode_tokens", limit)
+            draft.change(
+                "reward.overlong_buffer_len",
+                f"sampled tokens count against the {limit} of an episode (rollout.max_episode_tokens), in OpenRLHF all "
+                "tokens after the prompt against those of a reply",
+            )
 
 
 def _reward_model(draft: Draft) -> None:

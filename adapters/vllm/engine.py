@@ -249,8 +249,8 @@ class CoreEngine(RolloutEngine, WeightTaker):
         if self.max_tokens is not None and total > self.max_tokens:
             raise ConfigurationError(
                 f"A prompt of {len(request.prompt_token_ids)} tokens plus {request.params.max_new_tokens} new ones is "
-                f"{total} tokens, but the engine holds {self.max_tokens}: shorten the prompt, or lower "
-                "--rollout.max-new-tokens."
+                f"{total} tokens, but the engine holds {self.max_tokens}: shorten the prompt, lower "
+                "--rollout.max_new_tokens, or let vLLM hold more (--vllm.max_model_len)."
             )
 
     async def _admitted(self) -> bool:
@@ -310,7 +310,8 @@ class VLLMEngine(CoreEngine):
         eos_token_ids: tokens that end every reply.
         dtype: number format of the weights in vLLM: float32, bfloat16, float16, or auto, what the hardware
             multiplies.
-        max_tokens: tokens of a prompt and its reply at most; None is what the model has positions for.
+        max_tokens: tokens of a prompt and its reply at most; None, like more than the model has positions for, is as
+            many as it has.
         max_batch_size: sequences decoded together.
         tensor_parallel_size: devices that share each layer of the model.
         pipeline_parallel_size: parts that its layers are divided into, each on as many devices.
@@ -348,7 +349,7 @@ class VLLMEngine(CoreEngine):
             threads=threads,
             model=model,
             dtype=str(number_format).removeprefix("torch."),
-            max_model_len=max_tokens,
+            longest=max_tokens,
             max_num_seqs=max_batch_size,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollgrad.adapters.vllm.plugin import VLLM_BACKENDS, register
+from rollgrad.adapters.vllm.weights import PROBE_TOKENS
 from rollgrad.application.choices import SyncBackend
 from rollgrad.application.cluster_config import CPU_CACHE_BYTES
 from rollgrad.domain.errors import EngineError, MissingExtraError
@@ -18,8 +19,9 @@ PREFILL_TOKENS = 8192
 """Prompt tokens computed in one step on a CPU, or the longest sequence where that is more."""
 
 
-def start(sync_backend: SyncBackend, *, threads: int | None = None, **settings: Any) -> Any:
-    """An `AsyncLLM` that takes weights by `sync_backend`. Log-probs are of the distribution that is sampled from;
+def start(sync_backend: SyncBackend, *, longest: int | None = None, threads: int | None = None, **settings: Any) -> Any:
+    """An `AsyncLLM` that takes weights by `sync_backend` and holds sequences of up to `longest` tokens, but no more
+    than the model has positions for, which None stands for. Log-probs are of the distribution that is sampled from;
     prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
     `threads` of the processes that share a model on a CPU; None leaves it to OMP_NUM_THREADS how many each has.
 
@@ -54,9 +56,12 @@ def start(sync_backend: SyncBackend, *, threads: int | None = None, **settings: 
             weight_transfer_config=WeightTransferConfig(backend=VLLM_BACKENDS[sync_backend]),
             disable_log_stats=True,
         )
+        model = arguments.create_model_config()
+        if longest is not None:
+            held = min(model.max_model_len, max(longest, PROBE_TOKENS))  # so far as many as the model has positions
+            model.max_model_len = arguments.max_model_len = held
         if not cpu:
             return AsyncLLM.from_engine_args(arguments)
-        model = arguments.create_model_config()
         arguments.max_num_batched_tokens = max(model.max_model_len, PREFILL_TOKENS)
         arguments.kv_cache_memory_bytes = _cache_bytes(model, arguments.max_num_seqs)
         # A pipeline's stages have what they pass on in only where vLLM warms the model up, as it would to compile it.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 import rollgrad
 from rollgrad.application.choices import CorrectionLevel
@@ -244,3 +245,24 @@ def test_an_interrupted_run_goes_on(make: Callable[..., RLConfig]) -> None:
     assert (second.interrupted, second.steps) == (False, 5)
     assert sorted(seen) == list(range(5 * 2))
     assert [row["step"] for row in rows(again)] == [1, 2, 3, 4, 5]
+
+
+def test_by_default_a_run_that_overlaps_corrects_stale_samples_and_says_so(make: Callable[..., RLConfig]) -> None:
+    config = make("out", async_enable=True, max_steps=6)
+    config.actor.adam.lr = 1e-2
+    with capture_logs() as logs:
+        rollgrad.train(config, **single_turn(config))
+    (said,) = [entry for entry in logs if entry["event"] == "off-policy correction"]
+    assert (said["weights"], said["bounds"]) == ("token importance ratio, truncate", "at most 2.0")
+    fresh, stale = [], []
+    for row in rows(config):
+        (stale if row["staleness/max"] else fresh).append(row["policy/correction_weight"])
+    assert stale
+    assert all(abs(weight - 1) > TOLERANCE for weight in stale)
+    assert fresh == pytest.approx([1.0] * len(fresh), abs=TOLERANCE)
+
+    config = make("sync", max_steps=2)
+    with capture_logs() as logs:
+        rollgrad.train(config, **single_turn(config))
+    assert [entry["weights"] for entry in logs if entry["event"] == "off-policy correction"] == ["none"]
+    assert not any("policy/correction_weight" in row for row in rows(config))

@@ -405,10 +405,10 @@ def test_adapters_to_quantised_weights_are_not_sent_without_them(make: Callable[
 def test_vllm_starts_for_adapters_if_they_alone_are_sent(make: Callable[..., RLConfig], tiny_tokenizer: Any) -> None:
     config = make("out")
     config.rollout.engine = Engine.VLLM
-    assert vllm_settings(config, tiny_tokenizer, gpus=True)["lora"] is None
+    assert vllm_settings(config, tiny_tokenizer, gpus=True, plays=False)["lora"] is None
     assert weight_backend_kind(config, gpus=True) == "cuda_ipc"
     config.actor.lora.sync = LoraSync.ADAPTER
-    settings = vllm_settings(config, tiny_tokenizer, gpus=True)
+    settings = vllm_settings(config, tiny_tokenizer, gpus=True, plays=False)
     assert settings["lora"] == config.actor.lora
     assert settings["sync_backend"] == "shared_memory"
     assert weight_backend_kind(config, gpus=True) == "adapter"

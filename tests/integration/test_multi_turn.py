@@ -22,7 +22,7 @@ from rollgrad.domain.ports.environment import StepResult
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.sampling import SamplingParams, StopReason
-from rollgrad.domain.trajectory import SegmentKind
+from rollgrad.domain.trajectory import SegmentKind, Trajectory
 
 
 class CountDown:
@@ -122,3 +122,28 @@ def test_training_in_an_environment(tiny_model_dir: Path, tmp_path: Path, estima
     assert len(shares) > 1
     assert sum(shares) == pytest.approx(1.0)
     assert (result.model / "model.safetensors").exists()
+
+
+def test_an_environment_s_episodes_are_penalised_by_their_sampled_tokens(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """With a buffer as long as the limit every sampled token costs the same share; the environment's cost nothing."""
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"input": f"go {i}"}) + "\n" for i in range(4)))
+    config = RLConfig()
+    config.actor.model_name_or_path, config.actor.dtype = str(tiny_model_dir), DType.FLOAT32
+    config.algo.advantage.estimator = "reinforce"
+    config.data.prompt_dataset = str(tmp_path / "data.jsonl")
+    config.rollout.batch_size, config.rollout.max_new_tokens = 4, 8
+    config.rollout.stop_strings = ("\ufffd", *string.printable)
+    config.rollout.max_episode_tokens = config.reward.overlong_buffer_len = 200
+    config.reward.overlong_penalty_factor = 10.0
+    config.train.max_steps = 1
+    config.ckpt.output_dir, config.logger.console = str(tmp_path / "out"), False
+    played: list[Trajectory] = []
+    rollgrad.train(
+        config,
+        environment=CountDown,
+        sample_log=lambda step, groups: played.extend(t for group in groups for t in group.trajectories),
+    )
+    (row,) = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    expected = [6 - 10 * t.action_length / 200 for t in played]
+    assert all(t.action_length >= 3 for t in played)
+    assert row["reward/shaped_mean"] == pytest.approx(sum(expected) / len(expected))

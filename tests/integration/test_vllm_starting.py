@@ -12,7 +12,7 @@ import pytest
 from rollgrad.adapters.torch.models import TorchPolicy
 from rollgrad.adapters.vllm.engine import VLLMEngine
 from rollgrad.adapters.vllm.starting import start
-from rollgrad.adapters.vllm.weights import EngineWeights
+from rollgrad.adapters.vllm.weights import PROBE_TOKENS, EngineWeights
 from rollgrad.application.choices import SyncBackend
 from rollgrad.domain.errors import EngineError, MissingExtraError
 from rollgrad.domain.ports.rollout_engine import PauseMode
@@ -53,6 +53,20 @@ def test_the_core_has_the_threads_that_it_is_given(
     assert seen == ["3", "2", "1"]
 
 
+@pytest.mark.parametrize(
+    ("longest", "held"), [(None, None), (100, 100), (512, 512), (5000, 512), (3, PROBE_TOKENS)], ids=str
+)
+def test_vllm_holds_what_a_run_can_ask_for_and_no_more_than_the_model_has_positions(
+    wide_headed_model_dir: Path, monkeypatch: pytest.MonkeyPatch, longest: int | None, held: int | None
+) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    seen: list[Any] = []
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", seen.append)
+    start(SyncBackend.SHARED_MEMORY, longest=longest, model=str(wide_headed_model_dir), max_num_seqs=8)
+    assert seen[0].max_model_len == held
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("divided", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_it_is_killed(
@@ -60,7 +74,10 @@ def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_it_is_k
 ) -> None:
     size: Any = {divided: 2}
     before = set(psutil.Process().children(recursive=True))
-    engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=8, **size)
+    engine = VLLMEngine(
+        str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=8, max_tokens=300, **size
+    )
+    assert engine.max_tokens == 300
     started = set(psutil.Process().children(recursive=True)) - before
     learn(policy)
     run(EngineWeights(engine).push(policy, 1))

@@ -71,6 +71,60 @@ def test_every_epoch_trains_each_sample_once(sizes: list[int], size: int, epochs
         assert all(part.token_count <= budget or len(part) == 1 for part in step)
 
 
+branches = st.lists(st.integers(1, 4), min_size=1, max_size=9)
+
+
+def branched(counts: Sequence[int]) -> PackedBatch:
+    """As many branches of each rollout, in groups of two; branches have different lengths."""
+    packed = pack(
+        [
+            make_trajectory([300], [10 + sample] * (1 + branch), group_id=sample // 2, sample_id=100 - sample)
+            for sample, count in enumerate(counts)
+            for branch in range(count)
+        ]
+    )
+    advantages_N = torch.where(packed.action_mask_N, packed.sequence_ids_N.float() - 1.0, 0.0)
+    return evolve(packed, advantages_N=advantages_N)
+
+
+def samples_of_steps(policy: FakePolicy) -> list[list[int]]:
+    return [[int(i) for part in step for i in part.sample_ids_S] for step in policy.updates]
+
+
+def test_a_rollout_that_branched_counts_once() -> None:
+    policy = FakePolicy()
+    metrics = service(policy, batch_size=4).run(branched([3, 3, 3, 3]), OBJECTIVE)
+    assert len(policy.updates) == 1
+    assert metrics["policy/trained_share"] == 1.0
+
+
+@settings(max_examples=80, deadline=None)
+@given(branches, st.integers(1, 10), st.integers(1, 3))
+def test_every_step_holds_whole_rollouts(counts: list[int], size: int, epochs: int) -> None:
+    policy = FakePolicy(lr=0.01)
+    service(policy, batch_size=size, epochs=epochs).run(branched(counts), OBJECTIVE)
+    per_epoch = math.ceil(len(counts) / size)
+    steps = samples_of_steps(policy)
+    assert len(steps) == epochs * per_epoch
+    for epoch in range(epochs):
+        of_epoch = steps[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert all(len(set(step)) <= size for step in of_epoch)
+        for sample, count in enumerate(counts):
+            assert sorted(step.count(100 - sample) for step in of_epoch) == [0] * (per_epoch - 1) + [count]
+
+
+@settings(max_examples=40, deadline=None)
+@given(branches, st.integers(0, 12), st.integers(1, 10))
+def test_failures_make_steps_smaller_and_leave_their_number(counts: list[int], failed: int, size: int) -> None:
+    policy = FakePolicy(lr=0.01)
+    planned = len(counts) + failed
+    service(policy, batch_size=size, planned=planned).run(branched(counts), OBJECTIVE)
+    steps = samples_of_steps(policy)
+    assert len(steps) == min(len(counts), math.ceil(planned / size))
+    assert sum(len(step) for step in steps) == sum(counts)
+    assert all(len(set(step)) <= size for step in steps)
+
+
 @settings(max_examples=40, deadline=None)
 @given(lengths, st.sampled_from(list(Aggregation)), st.integers(3, 60))
 def test_micro_batches_do_not_change_the_step(sizes: list[int], aggregation: Aggregation, budget: int) -> None:

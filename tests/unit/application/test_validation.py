@@ -7,6 +7,7 @@ from rollgrad.application.choices import (
     CorrectionGate,
     CorrectionLevel,
     CorrectionMode,
+    Engine,
     KLAgainst,
     KLEstimator,
     LRScheduler,
@@ -18,7 +19,7 @@ from rollgrad.application.choices import (
 )
 from rollgrad.application.config import RLConfig
 from rollgrad.application.ranges import RANGES
-from rollgrad.application.rules_common import optimizer_steps_per_rollout
+from rollgrad.application.rules_common import longest_sequence, optimizer_steps_per_rollout
 from rollgrad.application.rules_inputs import dataset_names
 from rollgrad.application.train_config import PartialRollout
 from rollgrad.application.validation import validate, validate_evaluation
@@ -34,6 +35,7 @@ VALID: dict[str, Any] = {
 GROUPS: dict[str, Any] = {"rollout.n_samples_per_prompt": 2}
 FILTER: dict[str, Any] = {"algo.dynamic_filtering_enable": True}
 TIS: dict[str, Any] = {"algo.correction.level": CorrectionLevel.TOKEN}
+NO_CORRECTION: dict[str, Any] = {"algo.correction.level": CorrectionLevel.OFF}
 ASYNC: dict[str, Any] = {"train.async_enable": True}
 OVERLAP: dict[str, Any] = {
     "stale_policy": StalePolicy.DROP,
@@ -51,6 +53,8 @@ KL_TO_ROLLOUT: dict[str, Any] = {
     "algo.kl.estimator": KLEstimator.K2,
     "algo.kl.against": KLAgainst.ROLLOUT,
 }
+TOOLS: dict[str, Any] = {"agent.tools": "think"}
+VLLM: dict[str, Any] = {"rollout.engine": Engine.VLLM}
 GYM = "reasoning_gym:basic_arithmetic"
 
 
@@ -114,6 +118,11 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         | {"algo.correction.gate": CorrectionGate.BINARY_KL, "algo.correction.threshold": 0.01},
         TIS | {"rollout.generate_batch_size": 256},
         ASYNC,
+        ASYNC | NO_CORRECTION,
+        ASYNC | {"rollout.top_p": 0.9},
+        ASYNC | {"train.max_staleness": 2},
+        ASYNC | {"algo.correction.high": 3.0},
+        {"rollout.generate_batch_size": 256},
         ASYNC | {"train.max_staleness": 0},
         ASYNC | TIS | {"train.max_staleness": 4, "rollout.generate_batch_size": 640, "ckpt.state_steps": 1},
         ASYNC | {"train.max_staleness": 2, "algo.old_logprobs": OldLogprobs.INTERPOLATE},
@@ -125,6 +134,10 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"reward.normalize": Normalise.DATASET, "reward.normalize_mean_std": (0.5, 2.0)},
         {"reward.overlong_buffer_len": 100, "reward.overlong_penalty_factor": 0.5},
         {"reward.cosine_length": True, "reward.cosine_exceeded": -1.0, "reward.stop_properly_penalty_coef": 0.5},
+        TOOLS | {"reward.overlong_buffer_len": 2000, "rollout.max_episode_tokens": 4000},
+        TOOLS | {"reward.cosine_length": True, "rollout.max_episode_tokens": 4000},
+        VLLM | {"vllm.max_model_len": 2048},
+        VLLM | TOOLS | {"vllm.max_model_len": 8192, "rollout.max_episode_tokens": 8192},
         {"reward.verifier": None, "reward.function_path": "r.py", "reward.weights": {"a": 1.0}},
         {"reward.verifier": None, "reward.model_name_or_path": "rm", "data.label_key": None},
         {"reward.verifier": None, "reward.remote_url": "http://a,http://b", "reward.failure_value": 0.0},
@@ -216,7 +229,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.kl.init_coef": 0.1, "algo.kl.estimator": KLEstimator.K3_UNBIASED}, "turn on --algo.kl.use_loss"),
     ({"algo.kl.init_coef": 0.1, "algo.kl.against": KLAgainst.ROLLOUT}, "turn on --algo.kl.use_loss"),
     (KL_TO_ROLLOUT | {"ref.model_name_or_path": "r"}, "--ref.model_name_or_path out"),
-    ({"algo.correction.mode": CorrectionMode.MASK}, "level is off"),
+    ({"algo.correction.mode": CorrectionMode.MASK}, "nothing is corrected"),
     (TIS | {"algo.correction.low": 0.1}, "does not use"),
     (TIS | {"algo.correction.threshold": 0.1}, "does not use"),
     (TIS | {"algo.correction.mode": CorrectionMode.CLIP, "algo.correction.low": 3.0}, "below the upper"),
@@ -228,7 +241,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.dynamic_filtering_range": (0.1, 0.9)}, "--algo.dynamic_filtering_enable"),
     ({"algo.dynamic_filtering_budget": 3.0}, "--algo.dynamic_filtering_enable"),
     ({"rollout.generate_batch_size": 64}, "raise --rollout.generate_batch_size"),
-    ({"rollout.generate_batch_size": 256}, "--algo.preset tis"),
+    (NO_CORRECTION | {"rollout.generate_batch_size": 256}, "set --algo.correction.level to auto"),
+    ({"rollout.generate_batch_size": 256, "rollout.top_p": 0.9}, "set --rollout.top_p 1 and --rollout.top_k 0"),
     ({"algo.old_logprobs": OldLogprobs.INTERPOLATE}, "--algo.old_logprobs to rollout"),
     *(
         ({f"train.{key}": value}, "turn on --train.async_enable, or")
@@ -238,13 +252,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         (ASYNC | {"train.max_staleness": 0, f"train.{key}": value}, f"--train.{key} out")
         for key, value in OVERLAP.items()
     ),
-    (ASYNC | {"train.max_staleness": 2}, "more than 1 update old need a correction: set --algo.correction.level"),
+    (
+        ASYNC | NO_CORRECTION | {"train.max_staleness": 2},
+        "more than 1 update old need a correction: set --algo.correction.level to auto",
+    ),
+    (
+        ASYNC | {"train.max_staleness": 2, "rollout.top_k": 5},
+        "more than 1 update old need a correction: with rollout.top_p 1.0 and rollout.top_k 5 there is none",
+    ),
+    (NO_CORRECTION | {"algo.correction.high": 3.0}, "nothing is corrected (algo.correction.level is off)"),
+    (
+        ASYNC | {"algo.correction.mode": CorrectionMode.MASK, "algo.correction.gate": CorrectionGate.OPSM},
+        "algo.correction.level is auto, here token",
+    ),
     (ASYNC | {"rollout.generate_batch_size": 257}, "at most 256 groups are in flight: lower"),
     (ASYNC | {"train.max_staleness": 0, "algo.old_logprobs": OldLogprobs.INTERPOLATE}, "nothing between"),
     ({"reward.normalize": Normalise.DATASET}, "--reward.normalize_mean_std"),
     ({"reward.normalize_mean_std": (0.0, 1.0)}, "--reward.normalize dataset"),
     ({"reward.overlong_penalty_factor": 0.5}, "--reward.overlong_buffer_len"),
     ({"reward.overlong_buffer_len": 2000}, "at most 1024 tokens"),
+    (TOOLS | {"reward.overlong_buffer_len": 20}, "--rollout.max_episode_tokens"),
+    (TOOLS | {"reward.cosine_length": True}, "--rollout.max_episode_tokens"),
+    (TOOLS | {"reward.overlong_buffer_len": 20, "rollout.max_episode_tokens": 10}, "at most 10 tokens"),
+    ({"vllm.max_model_len": 2048}, "--rollout.engine vllm"),
+    (VLLM | {"vllm.max_model_len": 2047}, "can ask for 2048 tokens"),
+    (VLLM | {"vllm.max_model_len": 2048, "eval.dataset": "e", "eval.max_new_tokens": 1025}, "for 2049 tokens"),
+    (VLLM | TOOLS | {"vllm.max_model_len": 100, "rollout.max_episode_tokens": 101}, "for 101 tokens"),
     ({"reward.cosine_exceeded": -1.0}, "--reward.cosine_length"),
     ({"reward.cosine_length": True, "reward.overlong_buffer_len": 10}, "both"),
     ({"algo.advantage.estimator": "remax", "reward.overlong_buffer_len": 10}, "not shaped by length"),
@@ -367,3 +400,27 @@ def test_optimizer_steps_count_partial_batches_and_epochs() -> None:
 
 def test_dataset_names_are_trimmed() -> None:
     assert dataset_names(" a.jsonl, b ,") == ("a.jsonl", "b")
+
+
+@pytest.mark.parametrize("shaping", [{"reward.cosine_length": True}, {"reward.overlong_buffer_len": 20}], ids=str)
+def test_environments_take_penalties_of_length_with_a_limit(shaping: dict[str, Any]) -> None:
+    settings = {**shaping, "reward.verifier": None}
+    with pytest.raises(ConfigurationError, match=r"set --rollout\.max_episode_tokens"):
+        validate(configured(settings), has_environment=True)
+    validate(configured({**settings, "rollout.max_episode_tokens": 500}), has_environment=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "plays", "longest"),
+    [
+        ({}, False, 2048),
+        ({"data.max_prompt_tokens": 100, "rollout.max_new_tokens": 28}, False, 128),
+        ({"data.max_prompt_tokens": 100, "rollout.max_new_tokens": 28, "eval.max_new_tokens": 50}, False, 150),
+        ({"rollout.max_new_tokens": 28}, True, None),
+        ({"rollout.max_new_tokens": 28, "rollout.max_episode_tokens": 500}, True, 500),
+    ],
+)
+def test_the_longest_sequence_follows_from_the_limits(
+    settings: dict[str, Any], plays: bool, longest: int | None
+) -> None:
+    assert longest_sequence(configured(settings), plays=plays) == longest

@@ -12,6 +12,8 @@ from rollgrad.domain import shaping
 from rollgrad.domain.batch import PackedBatch, pack
 from tests.fakes.agent_executor import make_trajectory
 
+rewards_of_turns = st.floats(-100, 100, width=32)
+
 
 def batch(rewards: list[float], lengths: list[int], *, truncated: tuple[int, ...] = ()) -> PackedBatch:
     packed = pack(
@@ -91,3 +93,40 @@ def test_running_moments_are_those_of_everything_seen(parts: list[list[float]]) 
     assert moments.std == pytest.approx(spread if spread > 1e-6 else moments.std, rel=1e-3, abs=1e-3)
     assert math.isfinite(moments.std)
     assert moments.std > 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.lists(st.lists(rewards_of_turns, min_size=1, max_size=3), min_size=1, max_size=3), max_size=4),
+    st.lists(st.floats(-1e8, 1e8, width=32), max_size=4),
+    st.tuples(st.floats(-50, 0, width=32), st.floats(0.125, 50, width=32)),
+)
+def test_clipping_bounds_the_outcome_and_keeps_single_turns_as_they_are_clamped(
+    branched: list[list[list[float]]], single: list[float], limits: tuple[float, float]
+) -> None:
+    """Turns and branches of a rollout count together: only their sum is bounded, by its last action token."""
+    played = [*branched, *([[reward]] for reward in single)]
+    if not played:
+        return
+    trajectories = [
+        make_trajectory(
+            [1], *([5] if k % 2 == 0 else [8] for k in range(2 * len(turns) - 1)), sample_id=i, rewards=turns
+        )
+        for i, branches in enumerate(played)
+        for turns in branches
+    ]
+    packed = pack(trajectories)
+    clipped = evolve(packed, rewards_N=shaping.clip_outcomes(packed, limits))
+    before, after = shaping.outcomes(packed), shaping.outcomes(clipped)
+    torch.testing.assert_close(after, before.clamp(*limits), rtol=0, atol=1e-4)
+    if single:
+        wanted = torch.tensor(single).clamp(*limits)
+        assert torch.equal(after[len(branched) :], wanted), "to the bit"
+    changed = (clipped.rewards_N != packed.rewards_N).nonzero()[:, 0]
+    last_of_rollout = [
+        max((packed.action_mask_N & (packed.rollout_ids_S[packed.sequence_ids_N] == r)).nonzero()[:, 0].tolist())
+        for r in range(len(played))
+    ]
+    assert {int(index) for index in changed} <= set(last_of_rollout)
+    untouched = (before >= limits[0]) & (before <= limits[1])
+    assert not set(changed.tolist()) & {last_of_rollout[r] for r in untouched.nonzero()[:, 0].tolist()}

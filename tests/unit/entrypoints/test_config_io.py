@@ -110,3 +110,12 @@ def test_every_setting_has_a_name() -> None:
     assert "algo.advantage.estimator" in names
     assert "actor.adam.betas" in names
     assert len(names) == len(set(names))
+
+
+def test_an_unquoted_off_is_the_choice_off(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("algo: {correction: {level: off}}")
+    assert load_config(path).algo.correction.level == "off"
+    path.write_text("algo: {old_logprobs: off}")
+    with pytest.raises(ConfigurationError, match="algo.old_logprobs is False, but it must be one of recompute"):
+        load_config(path)

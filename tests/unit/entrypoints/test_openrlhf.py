@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from rollgrad.application.config import RLConfig
+from rollgrad.application.correction import correction_level
 from rollgrad.application.rules_common import ranks
 from rollgrad.application.validation import validate
 from rollgrad.domain.errors import ConfigurationError
@@ -270,7 +271,7 @@ CORRECTION = ("--enable_vllm_is_correction",)
 @pytest.mark.parametrize(
     ("flags", "level", "mode", "low", "high"),
     [
-        ((), "off", "truncate", 0.5, 2.0),
+        ((), "auto", "truncate", 0.5, 2.0),
         (CORRECTION, "token", "clip", 0.5, 5.0),
         ((*CORRECTION, "--vllm_is_truncated_threshold", "0.1", "3"), "token", "clip", 0.1, 3.0),
         ((*CORRECTION, "--vllm_is_truncated_threshold", "3"), "token", "truncate", 0.5, 3.0),
@@ -293,7 +294,7 @@ def test_corrections(flags: tuple[str, ...], level: str, mode: str, low: float, 
 
 
 def test_icepop_without_a_correction_does_nothing() -> None:
-    assert config_of("--use_icepop").algo.correction.level == "off"
+    assert correction_level(config_of("--use_icepop")) == "off"
     assert notes_of("--use_icepop") == [
         "not honoured: --use_icepop: no correction is made without --enable_vllm_is_correction"
     ]
@@ -307,7 +308,7 @@ def test_gspo() -> None:
     assert config.actor.eps_clip_low_high == (3e-4, 4e-4)
     assert config.actor.eps_clip is None
     # It takes its ratio against the rollout, and makes no other correction.
-    assert (config.algo.old_logprobs, config.algo.correction.level) == ("rollout", "off")
+    assert (config.algo.old_logprobs, correction_level(config)) == ("rollout", "off")
     assert config_of("--policy_loss_type", "gspo", "--dual_clip", "3").actor.dual_clip is None
     assert len(notes_of("--policy_loss_type", "gspo", "--dual_clip", "3")) == 1
 
@@ -391,6 +392,10 @@ def test_rewards() -> None:
     assert reward.clip_range == (-1, 1)
     assert (reward.overlong_buffer_len, reward.overlong_penalty_factor) == (128, 0.5)
     assert reward.stop_properly_penalty_coef == 0.5
+    agent = ("--agent_func_path", "agent.py", "--overlong_buffer_len", "128")
+    assert config_of(*agent).rollout.max_episode_tokens == 2048
+    assert config_of(*agent, "--max_len", "4096").rollout.max_episode_tokens == 4096
+    assert any("rollout.max_episode_tokens" in note for note in notes_of(*agent))
     assert config_of("--overlong_penalty_factor", "2").reward.overlong_penalty_factor == 1
     assert len(notes_of("--overlong_penalty_factor", "2")) == 1
     assert notes_of("--reward_pretrain", "r") == [
@@ -543,7 +548,12 @@ def test_asynchronous_training(flags: tuple[str, ...], staleness: int, partial: 
     train = config_of("--async_train", *flags).train
     assert (train.async_enable, train.max_staleness, train.partial_rollout) == (True, staleness, partial)
     (note,) = notes_of("--async_train", *flags)
-    assert note == "not identical: --async_train: an update waits for its own groups only, not for a whole batch"
+    assert note.startswith(
+        "not identical: --async_train: an update waits for its own groups only, not for a whole batch"
+    )
+    asked = "--enable_vllm_is_correction" in flags
+    assert ("stale samples are corrected (algo.correction.level auto), there never" in note) is not asked
+    assert correction_level(config_of("--async_train", *flags)) == "token"
 
 
 @pytest.mark.parametrize(("given", "groups", "notes"), [("2048", None, 1), ("1536", 1536, 1), ("4096", 2048, 2)])
