@@ -8,15 +8,20 @@ over rollgrad's.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import tyro
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from rollgrad.domain.estimators import ESTIMATORS, EstimatorInput, EstimatorParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.machine import OtherProcesses, measure
 
 GAE_BYTES, RETURNS_BYTES = 21, 13
 """A token's least traffic: two rewards, the mask and for GAE the value are read; advantages and, for GAE, returns are
@@ -43,6 +48,8 @@ class Work:
     """GAE's lambda."""
     seed: int = 0
     """Of lengths and numbers."""
+    smoke: bool = False
+    """Smallest work, to see that the script runs."""
 
 
 @frozen
@@ -170,8 +177,8 @@ def check(inputs: EstimatorInput, padded: Padded, params: EstimatorParams) -> No
 
 def main(work: Work) -> None:
     """Measures both in turns and prints what came of it."""
-    from machine import OtherProcesses, measure
-
+    if work.smoke:
+        work = evolve(work, sequences=8, longest=16, rounds=1)
     inputs, padded = make(work)
     params = EstimatorParams(gamma=work.gamma, lambd=work.lambd)
     check(inputs, padded, params)

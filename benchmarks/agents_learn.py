@@ -1,13 +1,14 @@
 """Trains SmolLM2 through agents that know nothing of training: each plays as a client of the run's server.
 
-`python benchmarks/agents_learn.py [--steps 8]` runs the files of `examples/agents` on `examples/sums.yaml` with the
-same seed, and prints the reward of each rollout beside that of the plain single-turn executor. Episodes, seeds and
-tokens are the same for all, so the curves should be too.
+`python benchmarks/agents_learn.py [--steps 8] [--smoke]` runs the files of `examples/agents` on `examples/sums.yaml`
+with the same seed, and prints the reward of each rollout beside that of the plain single-turn executor. Episodes, seeds
+and tokens are the same for all, so the curves should be too.
 """
 
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,8 +18,10 @@ from rich.table import Table
 import rollgrad
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import unpack_smollm2  # noqa: E402
+
+from benchmarks.smoke import HELP, shrink, smoke_model  # noqa: E402
 
 AGENTS = {
     "single-turn executor": {},
@@ -28,14 +31,17 @@ AGENTS = {
     "Pydantic AI": {"file": "pydantic_agent.py"},
     "a program (openai SDK)": {"command": f"{sys.executable} {ROOT / 'examples/agents/program.py'}"},
 }
+SMOKE = ("single-turn executor", "openai SDK", "a program (openai SDK)")
 
 
-def rewards(how: dict[str, str], steps: int, output: str) -> list[float]:
-    """The mean reward of each rollout."""
+def rewards(how: dict[str, str], steps: int, output: str, tiny: Path | None) -> list[float]:
+    """The mean reward of each rollout; of a small run if there is a tiny model."""
     config = rollgrad.load_config(ROOT / "examples" / "sums.yaml")
     config.train.max_steps = steps
     config.eval.dataset = None
     config.ckpt.output_dir = output
+    if tiny is not None:
+        shrink(config, tiny)
     if "file" in how:
         config.train.agent_func_path = str(ROOT / "examples" / "agents" / how["file"])
     config.agent.command = how.get("command")
@@ -47,12 +53,17 @@ def rewards(how: dict[str, str], steps: int, output: str) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=8, help="rollouts of each agent")
-    steps: int = parser.parse_args().steps
-    unpack_smollm2()
+    parser.add_argument("--smoke", action="store_true", help=HELP)
+    arguments = parser.parse_args()
+    steps: int = 1 if arguments.smoke else arguments.steps
+    if not arguments.smoke:
+        unpack_smollm2()
     table = Table("agent", *(str(step + 1) for step in range(steps)), title="mean reward of each rollout")
-    for name, how in AGENTS.items():
-        with TemporaryDirectory() as output:
-            table.add_row(name, *(f"{reward:.2f}" for reward in rewards(how, steps, output)))
+    agents = {name: AGENTS[name] for name in SMOKE} if arguments.smoke else AGENTS
+    with smoke_model() if arguments.smoke else nullcontext() as tiny:
+        for name, how in agents.items():
+            with TemporaryDirectory() as output:
+                table.add_row(name, *(f"{reward:.2f}" for reward in rewards(how, steps, output, tiny)))
     Console(width=120).print(table)
 
 

@@ -1,9 +1,9 @@
 """The real model learns in every arrangement of processes.
 
-`python benchmarks/cluster_learns.py [NAME ...] [--steps 8]`: each run trains SmolLM2 on `examples/sums_cluster.yaml`
-(Ray, two training processes under DeepSpeed's ZeRO-3, vLLM) with the changes named below. The table has its held-out
-accuracy before and after, the mean reward of each rollout, and how long the weights of an update were on their way to
-the engine (median). Not a race: times are of this machine with whatever else runs on it.
+`python benchmarks/cluster_learns.py [NAME ...] [--steps 8] [--smoke]`: each run trains SmolLM2 on
+`examples/sums_cluster.yaml` (Ray, two training processes under DeepSpeed's ZeRO-3, vLLM) with the changes named below.
+The table has its held-out accuracy before and after, the mean reward of each rollout, and how long the weights of an
+update were on their way to the engine (median). Not a race: times are of this machine with whatever else runs on it.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,7 +27,9 @@ from rollgrad.application.train_config import PartialRollout
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import unpack_smollm2  # noqa: E402
-from sums_reward_model import train_reward_model  # noqa: E402
+
+from benchmarks.smoke import HELP, shrink, smoke_model  # noqa: E402
+from benchmarks.sums_reward_model import train_reward_model  # noqa: E402
 
 
 def colocated(config: RLConfig) -> None:
@@ -101,30 +104,42 @@ RUNS: dict[str, Callable[[RLConfig], None]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(RUNS)}; default: all")
-    parser.add_argument("--steps", type=int, default=8)
-    arguments = parser.parse_args()
-    unpack_smollm2()
+def compare(names: list[str], steps: int, tiny: Path | None) -> None:
+    """Trains all runs and prints the table; small runs if there is a tiny model."""
     table = Table("run", "before", "after", "mean reward of each rollout", "weights' way", "minutes")
-    for name in arguments.names or RUNS:
+    for name in names:
         config = rollgrad.load_config(ROOT / "examples" / "sums_cluster.yaml")
-        config.train.max_steps, config.logger.console = arguments.steps, False
+        config.train.max_steps, config.logger.console = steps, False
+        if tiny is not None:
+            shrink(config, tiny)
         RUNS[name](config)
         started = time.monotonic()
         with TemporaryDirectory() as output:
             config.ckpt.output_dir = output
             result = rollgrad.train(config)
             lines = map(json.loads, (Path(output) / "metrics.jsonl").read_text().splitlines())
-            steps = [line for line in lines if "reward/mean" in line]
+            trained = [line for line in lines if "reward/mean" in line]
             before, after = (f"{share:.0%}" for share in held_out(config, result))
-        rewards = " ".join(f"{line['reward/mean']:.2f}" for line in steps)
-        pushed = statistics.median(line["sync/bytes"] / 1e9 / line["sync/gb_per_s"] for line in steps)
-        way = f"{steps[-1]['sync/bytes'] / 1e6:.0f} MB, {pushed:.1f} s"
+        rewards = " ".join(f"{line['reward/mean']:.2f}" for line in trained)
+        pushed = statistics.median(line["sync/bytes"] / 1e9 / line["sync/gb_per_s"] for line in trained)
+        way = f"{trained[-1]['sync/bytes'] / 1e6:.0f} MB, {pushed:.1f} s"
         table.add_row(name, before, after, rewards, way, f"{(time.monotonic() - started) / 60:.1f}")
         print(name, before, after, rewards, way, sep=", ", file=sys.stderr)
     Console(width=120).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(RUNS)}; default: all")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--smoke", action="store_true", help=f"{HELP}; default: the first of them")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.steps, arguments.names = 1, arguments.names or list(RUNS)[:1]
+    else:
+        unpack_smollm2()
+    with smoke_model() if arguments.smoke else nullcontext() as tiny:
+        compare(arguments.names or list(RUNS), arguments.steps, tiny)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The demo's model, unpacked once, and the machine's peaks in the format that the model computes in."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.machine import Machine, measure
+from benchmarks.smoke import HELP, smoke_model
 from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.adapters.torch.loading import load_causal_lm, resolve_dtype
 
@@ -15,11 +17,26 @@ MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
 CPU = torch.device("cpu")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--smoke` to `pytest benchmarks`."""
+    parser.addoption("--smoke", action="store_true", help=HELP)
+
+
 @pytest.fixture(scope="session")
-def model_dir() -> Path:
-    """SmolLM2-135M-Instruct, as `make demo` unpacks it."""
+def smoke(pytestconfig: pytest.Config) -> bool:
+    """Whether only the smallest work is wanted."""
+    return bool(pytestconfig.getoption("--smoke"))
+
+
+@pytest.fixture(scope="session")
+def model_dir(smoke: bool) -> Iterator[Path]:
+    """SmolLM2-135M-Instruct, as `make demo` unpacks it, or a tiny random model."""
+    if smoke:
+        with smoke_model() as tiny:
+            yield tiny
+        return
     load_python_file(str(ROOT / "examples" / "smollm2.py"), flag="the examples' model").unpack_smollm2(MODEL)
-    return MODEL
+    yield MODEL
 
 
 @pytest.fixture(scope="session")

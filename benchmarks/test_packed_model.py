@@ -23,19 +23,19 @@ from rollgrad.domain.trajectory import TrajectoryBuilder
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, REPLY_TOKENS = 2, 8, 64, 32
 VOCABULARY, HIDDEN = 49152, 576
-LOGPROB_ROWS = 4096
+LOGPROB_ROWS, SMOKE_LOGPROB_ROWS = 4096, 64
 OBJECTIVE = PolicyLossObjective()
 
 
-def packed(*, shared: bool) -> PackedBatch:
+def packed(*, shared: bool, vocabulary: int) -> PackedBatch:
     """Random tokens; without `shared` every sample has a group of its own, so that no prompt is shared."""
     trajectories = []
     for prompt in range(PROMPTS):
-        ids = torch.randint(0, VOCABULARY, (PROMPT_TOKENS,)).tolist()
+        ids = torch.randint(0, vocabulary, (PROMPT_TOKENS,)).tolist()
         for sample in range(SAMPLES):
             number = prompt * SAMPLES + sample
             builder = TrajectoryBuilder(ids, group_id=prompt if shared else number, sample_id=number)
-            reply = torch.randint(0, VOCABULARY, (REPLY_TOKENS,)).tolist()
+            reply = torch.randint(0, vocabulary, (REPLY_TOKENS,)).tolist()
             builder.add_action(
                 Generation(
                     token_ids=reply,
@@ -54,7 +54,7 @@ def packed(*, shared: bool) -> PackedBatch:
 @pytest.mark.parametrize("shared", [True, False], ids=["prompt once", "prompt repeated"])
 def test_update(benchmark: Any, model: Any, machine: Machine, shared: bool) -> None:
     policy = TorchPolicy(model, None, OptimizerSettings(lr=0.0))
-    batch = packed(shared=shared)
+    batch = packed(shared=shared, vocabulary=model.config.vocab_size)
     benchmark.pedantic(lambda: policy.update([batch], OBJECTIVE), rounds=2, warmup_rounds=1 if shared else 0)
     distinct, actions = len(build_layout(batch).tokens_M), int(batch.action_mask_N.sum())
     seconds = benchmark.stats.stats.min
@@ -69,11 +69,12 @@ def test_update(benchmark: Any, model: Any, machine: Machine, shared: bool) -> N
 
 @pytest.mark.benchmark(group="log-probs, forward and backward")
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "log_softmax"])
-def test_logprob_memory(benchmark: Any, dtype: torch.dtype, chunked: bool) -> None:
+def test_logprob_memory(benchmark: Any, dtype: torch.dtype, smoke: bool, chunked: bool) -> None:
     """`peak_mib` counts everything allocated on the way, the two gradients included."""
-    states_AH = torch.randn(LOGPROB_ROWS, HIDDEN).to(dtype).requires_grad_()
+    rows = SMOKE_LOGPROB_ROWS if smoke else LOGPROB_ROWS
+    states_AH = torch.randn(rows, HIDDEN).to(dtype).requires_grad_()
     weight_VH = torch.randn(VOCABULARY, HIDDEN).to(dtype).requires_grad_()
-    targets_A = torch.randint(0, VOCABULARY, (LOGPROB_ROWS,))
+    targets_A = torch.randint(0, VOCABULARY, (rows,))
 
     def work() -> None:
         states_AH.grad = weight_VH.grad = None

@@ -13,18 +13,24 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import tyro
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from rollgrad.adapters.torch.loading import resolve_dtype
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.machine import ModelCost, OtherProcesses, measure
+from benchmarks.smoke import smoke_model
 
 LEARNING_RATE = 1e-6
 SMALLEST, NUMBERS = 10, 40
@@ -51,6 +57,8 @@ class Work:
     """Forward and backward passes that TRL divides a step into: 64 samples of 212 tokens at once need over 16 GB."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute format; auto is what the processor multiplies natively."""
+    smoke: bool = False
+    """Smallest work on a tiny random model, to see that the script runs."""
 
     @property
     def rows(self) -> int:
@@ -155,7 +163,8 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
         container.reward.override(providers.Object(FunctionReward(reward, timeout=config.reward.timeout)))
         container.sink.override(providers.Object(Sink()))
         params = SamplingParams(max_new_tokens=work.new_tokens, min_new_tokens=work.new_tokens)
-        pipeline = container.pipeline(params=params)
+        container.sampling.override(providers.Object(params))
+        pipeline = container.pipeline()
         turns.wait(None)
         asyncio.run(pipeline.run())
 
@@ -251,8 +260,6 @@ class Contender:
 
 def alternate(work: Work) -> tuple[Contender, Contender]:
     """Both contenders after their steps, taken in turns; both processes have ended."""
-    from machine import OtherProcesses
-
     ours = Contender("rollgrad", rollgrad_contender, work)
     theirs = Contender("TRL", trl_contender, work)
     others = OtherProcesses()
@@ -267,7 +274,6 @@ def alternate(work: Work) -> tuple[Contender, Contender]:
 
 def print_floor(work: Work, contenders: tuple[Contender, ...]) -> None:
     """The least time a step could take here, by bytes and FLOPs."""
-    from machine import ModelCost, measure
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = work.torch_dtype()
@@ -296,14 +302,21 @@ def print_floor(work: Work, contenders: tuple[Contender, ...]) -> None:
         )
 
 
-def main(work: Work) -> None:
+def compare(work: Work) -> None:
     """Runs both and prints what came of it."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
     ours, theirs = alternate(work)
     print(ours.report())
     print(theirs.report())
     print_floor(work, (ours, theirs))
     print(f"ratio {theirs.median / ours.median:.2f}")
+
+
+def main(work: Work) -> None:
+    """Runs both and prints what came of it."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with smoke_model() if work.smoke else nullcontext(work.model) as model:
+        small = {"prompts": 1, "samples": 2, "shots": 0, "new_tokens": 4, "steps": 1, "trl_parts": 1}
+        compare(evolve(work, model=model, **small) if work.smoke else work)
 
 
 if __name__ == "__main__":

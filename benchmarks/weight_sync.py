@@ -13,6 +13,7 @@ CPU it has no kernels for it.
 
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,9 +24,8 @@ from unittest import mock
 
 import torch
 import tyro
-from attrs import define
+from attrs import define, evolve
 
-from benchmarks.machine import OtherProcesses, best_of
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer, resolve_dtype
 from rollgrad.adapters.torch.lora import add_lora
 from rollgrad.adapters.torch.models import TorchPolicy
@@ -41,6 +41,10 @@ from rollgrad.domain.batch import pack
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.sampling import GenerationRequest, SamplingParams
 from rollgrad.domain.trajectory import TrajectoryBuilder
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.machine import OtherProcesses, best_of
+from benchmarks.smoke import smoke_model
 
 COPIES = 3
 SAMPLES = 8
@@ -68,6 +72,8 @@ class Work:
     """Counted rounds of generation, after one that is not."""
     lora_rank: int = 32
     """Of the adapters, which all linear layers have; 0 leaves this part out."""
+    smoke: bool = False
+    """Smallest work on a tiny random model, without LoRA, to see that the script runs."""
 
 
 async def tokens_per_second(engine: RolloutEngine, rows: int, work: Work) -> float:
@@ -220,6 +226,14 @@ def compare_lora(work: Work, dtype: torch.dtype) -> None:
 
 
 def main(work: Work) -> None:
+    """Measures and prints what is asked for."""
+    if not work.smoke:
+        return compare(work)
+    with smoke_model() as model:
+        return compare(evolve(work, model=model, pushes=1, rows=(2,), new_tokens=4, rounds=1, lora_rank=0))
+
+
+def compare(work: Work) -> None:
     """Measures, prints."""
     dtype = resolve_dtype(work.dtype, torch.device("cpu"))
     policy = policy_of(work, dtype)

@@ -307,11 +307,12 @@ class Container(containers.DeclarativeContainer):
         select=providers.Callable(make_token_selection, config),
         pass_threshold=config.provided.reward.pass_threshold,
     )
+    sampling = providers.Callable(make_sampling, config)
     sampler = providers.Singleton(
         GroupSampler,
         rollout,
         prompts,
-        providers.Callable(make_sampling, config),
+        sampling,
         providers.Callable(make_sampling_plan, config),
         curriculum=providers.Callable(make_curriculum, config),
     )
@@ -319,7 +320,7 @@ class Container(containers.DeclarativeContainer):
         GroupStream,
         rollout,
         prompts,
-        providers.Callable(make_sampling, config),
+        sampling,
         providers.Callable(make_sampling_plan, config),
         providers.Callable(make_staleness_bound, config, rollouts),
         clock,

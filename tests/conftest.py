@@ -13,41 +13,16 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.tiny_models import saved, tiny_model
+from tests.tiny_models import make_tiny_tokenizer, saved, tiny_llama, tiny_model
 
 LARGE = 2**30
 """Bytes of a test process that has more to give back than it takes to look."""
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TRAINING_TEXT = (
-    "What is 3 plus 4? The answer is 7.",
-    "Question: what is the sum of 12 and 30?\nAnswer: 42",
-    "system user assistant You are a helpful assistant.",
-    "The quick brown fox jumps over the lazy dog.",
-)
 
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
     """A byte-level BPE tokenizer of a few hundred tokens with a ChatML template; <|im_end|> ends a reply."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=CHAT_TEMPLATE
-    )
+    return make_tiny_tokenizer()
 
 
 @pytest.fixture(autouse=True)
@@ -82,13 +57,13 @@ def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved Llama of two layers with grouped heads and random weights, with `tiny_tokenizer` beside it."""
-    return _tiny_llama(tiny_tokenizer, tmp_path_factory.mktemp("models") / "tiny-llama", head_dim=16)
+    return tiny_llama(tiny_tokenizer, tmp_path_factory.mktemp("models") / "tiny-llama", head_dim=16)
 
 
 @pytest.fixture(scope="session")
 def wide_headed_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with heads of 32 numbers, the least that vLLM's attention has on a CPU."""
-    return _tiny_llama(tiny_tokenizer, tmp_path_factory.mktemp("models") / "wide-headed-llama", head_dim=32)
+    return tiny_llama(tiny_tokenizer, tmp_path_factory.mktemp("models") / "wide-headed-llama", head_dim=32)
 
 
 @pytest.fixture(scope="session")
@@ -114,22 +89,6 @@ def tiny_mixture_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFacto
         eos_token_id=tiny_tokenizer.eos_token_id,
     )
     return saved(model, tiny_tokenizer, tmp_path_factory.mktemp("models") / "tiny-mixture")
-
-
-def _tiny_llama(tokenizer: Any, path: Path, *, head_dim: int) -> Path:
-    model = tiny_model(
-        "LlamaForCausalLM",
-        tokenizer,
-        hidden_size=64,
-        intermediate_size=128,
-        head_dim=head_dim,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return saved(model, tokenizer, path)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,10 +1,42 @@
-"""Models of transformers that are tiny and random, and directories with them."""
+"""Models of transformers that are tiny and random, their tokenizer, and directories with them."""
 
 from pathlib import Path
 from typing import Any
 
 LONG = 450
 """Tokens of a request that is still sampled seconds later, and fits into the 512 of the small Llamas."""
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRAINING_TEXT = (
+    "What is 3 plus 4? The answer is 7.",
+    "Question: what is the sum of 12 and 30?\nAnswer: 42",
+    "system user assistant You are a helpful assistant.",
+    "The quick brown fox jumps over the lazy dog.",
+)
+
+
+def make_tiny_tokenizer() -> Any:
+    """A byte-level BPE tokenizer of a few hundred tokens with a ChatML template; <|im_end|> ends a reply."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=CHAT_TEMPLATE
+    )
 
 
 def tiny_model(name: str, tokenizer: Any, *, seed: int = 0, **settings: Any) -> Any:
@@ -32,3 +64,21 @@ def saved(model: Any, tokenizer: Any, path: Path) -> Path:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def tiny_llama(tokenizer: Any, path: Path, *, head_dim: int, positions: int = 512) -> Path:
+    """Saves a Llama of two layers with grouped heads, random weights and `tokenizer` to `path`; vLLM's attention takes
+    heads of 32 numbers or more on a CPU."""
+    model = tiny_model(
+        "LlamaForCausalLM",
+        tokenizer,
+        hidden_size=64,
+        intermediate_size=128,
+        head_dim=head_dim,
+        max_position_embeddings=positions,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return saved(model, tokenizer, path)

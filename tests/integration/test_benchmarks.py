@@ -1,0 +1,86 @@
+"""Every script under benchmarks/ starts, does its smallest work (`--smoke`) and prints its result."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = {
+    "advantages.py": r"^ratio \d+\.\d+$",
+    "agents_learn.py": r"a program \(openai SDK\)\s*│ \d\.\d\d",
+    "async_overlap.py": r"partial rollout, recomputed │\s+\d+\.\d\d",
+    "cluster_learns.py": r"colocated │ \d+%",
+    "controller.py": r"^growth \d+\.\d+$",
+    "learning_curves.py": r"on_policy_distill │\s+\d+%",
+    "sums_reward_model.py": r"^\d+% of right and wrong replies",
+    "versus_trl.py": r"^ratio \d+\.\d+$",
+    "weight_sync.py": r"tokens/s, 2 rows +\d+",
+}
+"""A line of the result that each script prints."""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Rollgrad can be imported, as where it is installed, and nothing else of the repository."""
+    (tmp_path / "rollgrad").symlink_to(ROOT / "rollgrad")
+    return {**os.environ, "PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+
+
+def scripts() -> list[str]:
+    """Files that run by themselves; the others are pytest's, or have what several share."""
+    files = (ROOT / "benchmarks").glob("*.py")
+    return sorted(file.name for file in files if '__name__ == "__main__"' in file.read_text(encoding="utf-8"))
+
+
+def test_each_script_is_started_here() -> None:
+    assert scripts() == sorted(RESULTS), "a script under benchmarks/ has --smoke and, in RESULTS, a line that it prints"
+
+
+@pytest.mark.parametrize("script", scripts())
+def test_a_script_does_its_smallest_work(script: str, environment: dict[str, str]) -> None:
+    before = pictures()
+    run = subprocess.run(
+        [sys.executable, f"benchmarks/{script}", "--smoke"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert re.search(RESULTS[script], run.stdout, re.MULTILINE), run.stdout
+    assert pictures() == before, "figures of the smallest work are not for the docs"
+
+
+def test_the_suites_do_their_smallest_work(environment: dict[str, str]) -> None:
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "benchmarks",
+            "--smoke",
+            "--benchmark-disable",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+        ],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert re.search(r"^\d+ passed", run.stdout, re.MULTILINE), run.stdout
+
+
+def pictures() -> dict[str, bytes]:
+    """Files that the docs show, by name."""
+    return {file.name: file.read_bytes() for file in (ROOT / "docs" / "images").iterdir()}
