@@ -23,7 +23,7 @@ from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.extensions import load_extension
 from rollgrad.entrypoints.help import asks_for_help, show_help
 from rollgrad.entrypoints.parsing import DoctorArguments, EvalArguments, TrainArguments, parse, parse_run
-from rollgrad.entrypoints.redaction import OutputClosedError, redacted_output
+from rollgrad.entrypoints.redaction import OutputClosedError, hidden_note, redacted_output
 from rollgrad.entrypoints.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.serve_reward import ServeRewardArguments, serve_reward_model
 from rollgrad.entrypoints.suggestions import unknown_command
@@ -108,7 +108,12 @@ def train_rl(arguments: Sequence[str]) -> int:
 def _print_config(config: RLConfig) -> int:
     if config.algo.extension_path is None:  # else names may be those of the file, which is not run for this
         canonical_names(config)
-    sys.stdout.write(dump_config(config))
+    return _print_yaml(dump_config(config))
+
+
+def _print_yaml(text: str) -> int:
+    sys.stderr.write(hidden_note(text))
+    sys.stdout.write(text)
     return 0
 
 
@@ -169,8 +174,7 @@ def openrlhf(arguments: Sequence[str]) -> int:
     refusal = check(config)
     if refusal:
         sys.stderr.write(f"rollgrad train rl will refuse this: {refusal}\n")
-    sys.stdout.write(changed_settings(config))
-    return 0
+    return _print_yaml(changed_settings(config))
 
 
 def doctor(arguments: Sequence[str]) -> int:

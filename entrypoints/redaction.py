@@ -184,6 +184,14 @@ def hide(secrets: Iterable[str]) -> None:
             stream.secrets.update(secrets)
 
 
+def hidden_note(text: str) -> str:
+    """A line that says that secrets in a text that is printed are hidden; empty if it holds none."""
+    secrets = sys.stdout.secrets if isinstance(sys.stdout, RedactedStream) else set()
+    return (
+        f"secrets are printed as {HIDDEN}: put them back where you use this\n" if redact(text, secrets) != text else ""
+    )
+
+
 def _words(word: str) -> list[str]:
     """A word, or the words of a command that is quoted as one."""
     if len(word.split()) < 2:
