@@ -6,6 +6,7 @@ Several combine (`dapo,tis`); of two that set the same thing the later one count
 from collections.abc import Mapping
 from typing import Any
 
+from rollgrad.domain.catalogue import plain_name
 from rollgrad.domain.errors import ConfigurationError
 
 _GROUP = {"rollout.n_samples_per_prompt": 8}
@@ -118,6 +119,28 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """The names that `--algo.preset` takes."""
 
 
+OTHER_PRESET_NAMES = {
+    "drgrpo": "dr_grpo",
+    "dr.grpo": "dr_grpo",
+    "reinforce++": "reinforce_pp",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce++_baseline": "reinforce_pp_baseline",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+}
+"""Presets by the names of the papers and of verl."""
+
+
+def preset_name(name: str) -> str | None:
+    """The name of a preset in any spelling; None if there is none.
+
+    >>> preset_name("DAPO"), preset_name("reinforce++"), preset_name("a2c")
+    ('dapo', 'reinforce_pp', None)
+    """
+    plain = plain_name(name)
+    plain = OTHER_PRESET_NAMES.get(plain, plain)
+    return plain if plain in PRESETS else None
+
+
 def preset_settings(names: str) -> dict[str, Any]:
     """The settings of the comma-separated presets `names`, by dotted name.
 
@@ -125,10 +148,11 @@ def preset_settings(names: str) -> dict[str, Any]:
         ConfigurationError: there is no such preset.
     """
     settings: dict[str, Any] = {}
-    for name in (part.strip() for part in names.split(",")):
-        if name not in PRESETS:
+    for given in (part.strip() for part in names.split(",")):
+        name = preset_name(given)
+        if name is None:
             raise ConfigurationError(
-                f"algo.preset is {names!r}, but {name!r} is none of {', '.join(PRESETS)}: change --algo.preset."
+                f"algo.preset is {names!r}, but {given!r} is none of {', '.join(PRESETS)}: change --algo.preset."
             )
         settings.update(PRESETS[name])
     return settings

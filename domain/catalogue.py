@@ -5,6 +5,8 @@ The functions themselves stand in `domain.estimators` and `domain.losses.policy`
 `@estimator` and `@policy_loss`.
 """
 
+import difflib
+from collections.abc import Container, Mapping
 from typing import TypeVar
 
 from attrs import frozen
@@ -84,6 +86,61 @@ POLICY_LOSSES: dict[str, PolicyLossTraits] = {
 """The names that `--actor.policy_loss_type` takes."""
 
 
+OTHER_ESTIMATOR_NAMES = {
+    "ppo": "gae",
+    "grpo": "group_norm",
+    "grpo_vectorized": "group_norm",
+    "drgrpo": "dr_grpo",
+    "dr.grpo": "dr_grpo",
+    "rloo_vectorized": "rloo",
+    "reinforce++": "reinforce",
+    "reinforce_pp": "reinforce",
+    "reinforce_plus_plus": "reinforce",
+    "reinforce++_baseline": "reinforce_baseline",
+    "reinforce_pp_baseline": "reinforce_baseline",
+    "reinforce_plus_plus_baseline": "reinforce_baseline",
+}
+"""Estimators by the names of the papers and of verl."""
+
+OTHER_POLICY_LOSS_NAMES = {"vanilla": "ppo", "clip": "ppo", "geo_mean": "gmpo", "reinforce": "policy_gradient"}
+"""Policy losses by the names of verl and of the papers."""
+
+
+def plain_name(name: str) -> str:
+    """A name in small letters, with underscores for hyphens and spaces.
+
+    >>> plain_name("Clip-Cov")
+    'clip_cov'
+    """
+    return name.strip().lower().replace("-", "_").replace(" ", "_")
+
+
+def canonical_estimator(name: str) -> str:
+    """The catalogue's name of an estimator in any spelling; a name that is not known stays as it is.
+
+    >>> canonical_estimator("GRPO"), canonical_estimator("reinforce++"), canonical_estimator("my_own")
+    ('group_norm', 'reinforce', 'my_own')
+    """
+    return _canonical(name, ESTIMATORS, OTHER_ESTIMATOR_NAMES)
+
+
+def canonical_policy_loss(name: str) -> str:
+    """The catalogue's name of a policy loss in any spelling; a name that is not known stays as it is.
+
+    >>> canonical_policy_loss("vanilla"), canonical_policy_loss("GSPO-token")
+    ('ppo', 'gspo_token')
+    """
+    return _canonical(name, POLICY_LOSSES, OTHER_POLICY_LOSS_NAMES)
+
+
+def _canonical(name: str, known: Container[str], others: Mapping[str, str]) -> str:
+    if name in known:  # also the name of a user's own
+        return name
+    plain = plain_name(name)
+    plain = others.get(plain, plain)
+    return plain if plain in known else name
+
+
 def estimator_traits(name: str) -> EstimatorTraits:
     """The traits of estimator `name`.
 
@@ -104,8 +161,10 @@ def policy_loss_traits(name: str) -> PolicyLossTraits:
 
 def _find(name: str, known: dict[str, Traits], key: str) -> Traits:
     if name not in known:
+        similar = difflib.get_close_matches(plain_name(name), known, n=1, cutoff=0.8)
+        hint = f" (did you mean {similar[0]}?)" if similar else ""
         raise ConfigurationError(
-            f"{key} is {name!r}, which is none of {', '.join(known)}: change --{key}, or define it in the file of "
-            "--algo.extension_path."
+            f"{key} is {name!r}, which is none of {', '.join(known)}{hint}: change --{key}, or define it "
+            "in the file of --algo.extension_path."
         )
     return known[name]

@@ -1,90 +1,61 @@
 """The command line: `COMMANDS` lists what follows `rollgrad`.
 
 Exit status: 0 done, 1 a defect (with its traceback), 2 an error that one sentence explains, 130 interrupted (143 by
-SIGTERM, 129 by SIGHUP). Torch is
-imported by the commands only, so that help and refusals come at once.
+SIGTERM, 129 by SIGHUP), 141 nobody reads the output any more. Torch is imported by the commands only, so that help and
+refusals come at once.
 """
 
 import contextlib
-import difflib
-import io
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
-
-import tyro
-from attrs import Factory, define
+from typing import TYPE_CHECKING
 
 import rollgrad
-from rollgrad.application.choices import Resume
 from rollgrad.application.config import RLConfig
+from rollgrad.application.spelling import canonical_names
 from rollgrad.application.validation import validate, validate_evaluation
 from rollgrad.domain.errors import ConfigurationError, RollgradError
 from rollgrad.entrypoints.chat import ChatArguments, chat
-from rollgrad.entrypoints.config_io import dump_config, load_config, nearest, setting_names
+from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.extensions import load_extension
+from rollgrad.entrypoints.help import asks_for_help, show_help
+from rollgrad.entrypoints.parsing import DoctorArguments, EvalArguments, TrainArguments, parse, parse_run
+from rollgrad.entrypoints.redaction import OutputClosedError, hidden_note, redacted_output
 from rollgrad.entrypoints.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.serve_reward import ServeRewardArguments, serve_reward_model
+from rollgrad.entrypoints.suggestions import unknown_command
 
 if TYPE_CHECKING:
     from rollgrad.entrypoints.library import TrainResult
 
+EXIT_DEFECT = 1
 EXIT_ERROR = 2
 SIGNAL_STATUS = 128
-"""Added to the signal's number, as shells report a process that a signal ended."""
-EXIT_INTERRUPTED = SIGNAL_STATUS + 2
-
-Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-Settings = Annotated[RLConfig, tyro.conf.arg(name="")]
-
-
-@define(kw_only=True)
-class TrainArguments:
-    """Trains a model by reinforcement learning. Every setting below is also a key of the YAML file."""
-
-    config: Path | None = None
-    """YAML file with settings; flags override it."""
-    print_config: Switch = False
-    """Print all settings as YAML that --config reads, and leave."""
-    dry_run: Switch = False
-    """Check settings and files, print the memory plan and the counts, and leave."""
-    run: Settings = Factory(RLConfig)
-
-
-@define(kw_only=True)
-class EvalArguments:
-    """Evaluates actor.model_name_or_path on eval.dataset. It reads the settings of a training run."""
-
-    config: Path | None = None
-    """YAML file with settings; flags override it."""
-    print_config: Switch = False
-    """Print all settings as YAML that --config reads, and leave."""
-    json: Switch = False
-    """Print JSON instead of a table."""
-    run: Settings = Factory(RLConfig)
-
-
-@define(kw_only=True)
-class DoctorArguments:
-    """Shows what this machine offers a run, and whether the optional packages work."""
-
-    json: Switch = False
-    """Print JSON instead of tables."""
-
-
-Arguments = TypeVar("Arguments")
-RunArguments = TypeVar("RunArguments", TrainArguments, EvalArguments)
+"""Added to a signal's number, as shells report a process that it ended."""
+EXIT_INTERRUPTED = SIGNAL_STATUS + signal.SIGINT
+EXIT_CLOSED = SIGNAL_STATUS + signal.SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line (default: that of this process); returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    with redacted_output(words):
+        try:
+            status = _status(words)
+            sys.stdout.flush()
+            return status
+        except OutputClosedError:
+            return EXIT_CLOSED
+
+
+def _status(words: list[str]) -> int:
     try:
-        return _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        return _dispatch(words)
     except RollgradError as error:
         if os.environ.get("ROLLGRAD_DEBUG") == "1":
             traceback.print_exc()
@@ -92,6 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except OutputClosedError:
+        raise
+    except Exception:  # its message may hold a secret, which only the streams of this command hide
+        traceback.print_exc()
+        return EXIT_DEFECT
 
 
 def _results_only_on_stdout() -> contextlib.AbstractContextManager[object]:
@@ -123,12 +99,24 @@ def configure_logging() -> None:
 
 def train_rl(arguments: Sequence[str]) -> int:
     """`rollgrad train rl`."""
-    parsed = _parse_run(TrainArguments, "train rl", arguments)
-    config = parsed.run
+    if asks_for_help(arguments):
+        return show_help("train rl", TrainArguments, arguments)
+    parsed, config = parse_run(TrainArguments, "train rl", arguments)
     if parsed.print_config:
-        sys.stdout.write(dump_config(config))
-        return 0
+        return _print_config(config)
     return _train(config, dry_run=parsed.dry_run)
+
+
+def _print_config(config: RLConfig) -> int:
+    if config.algo.extension_path is None:  # else names may be those of the file, which is not run for this
+        canonical_names(config)
+    return _print_yaml(dump_config(config))
+
+
+def _print_yaml(text: str) -> int:
+    sys.stderr.write(hidden_note(text))
+    sys.stdout.write(text)
+    return 0
 
 
 def _train(config: RLConfig, *, dry_run: bool = False) -> int:
@@ -151,11 +139,11 @@ def _train(config: RLConfig, *, dry_run: bool = False) -> int:
 
 def evaluate(arguments: Sequence[str]) -> int:
     """`rollgrad eval`."""
-    parsed = _parse_run(EvalArguments, "eval", arguments)
-    config = parsed.run
+    if asks_for_help(arguments):
+        return show_help("eval", EvalArguments, arguments)
+    parsed, config = parse_run(EvalArguments, "eval", arguments)
     if parsed.print_config:
-        sys.stdout.write(dump_config(config))
-        return 0
+        return _print_config(config)
     from rollgrad.entrypoints.dry_run import check_eval_files
 
     load_extension(config)
@@ -188,21 +176,20 @@ def openrlhf(arguments: Sequence[str]) -> int:
     refusal = check(config)
     if refusal:
         sys.stderr.write(f"rollgrad train rl will refuse this: {refusal}\n")
-    sys.stdout.write(changed_settings(config))
-    return 0
+    return _print_yaml(changed_settings(config))
 
 
 def doctor(arguments: Sequence[str]) -> int:
     """`rollgrad doctor`."""
-    parsed = _parse(DoctorArguments(), "doctor", arguments)
+    parsed = parse(DoctorArguments(), "doctor", arguments)
     from rollgrad.entrypoints.doctor import run_doctor
 
-    return run_doctor(as_json=parsed.json)
+    return run_doctor(deep=parsed.deep, as_json=parsed.json)
 
 
 def serve_reward(arguments: Sequence[str]) -> int:
     """`rollgrad serve reward`."""
-    parsed = _parse(ServeRewardArguments(), "serve reward", arguments)
+    parsed = parse(ServeRewardArguments(), "serve reward", arguments)
     configure_logging()
     serve_reward_model(parsed)
     return 0
@@ -210,7 +197,7 @@ def serve_reward(arguments: Sequence[str]) -> int:
 
 def serve_agents(arguments: Sequence[str]) -> int:
     """`rollgrad serve agent`."""
-    parsed = _parse(ServeAgentArguments(), "serve agent", arguments)
+    parsed = parse(ServeAgentArguments(), "serve agent", arguments)
     configure_logging()
     serve_agent(parsed)
     return 0
@@ -218,7 +205,7 @@ def serve_agents(arguments: Sequence[str]) -> int:
 
 def talk(arguments: Sequence[str]) -> int:
     """`rollgrad chat`."""
-    parsed = _parse(ChatArguments(), "chat", arguments)
+    parsed = parse(ChatArguments(), "chat", arguments)
     configure_logging()
     chat(parsed)
     return 0
@@ -240,7 +227,7 @@ USAGE = "\n".join(
         "",
         *(f"  rollgrad {name:<12} {purpose}" for name, (_, purpose) in COMMANDS.items()),
         "",
-        "  rollgrad COMMAND --help   all options of a command",
+        "  rollgrad COMMAND --help   its options; of train rl and eval the essential ones, and how to see the others",
         "  rollgrad --version        the version",
         "",
     )
@@ -258,92 +245,7 @@ def _dispatch(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         sys.stdout.write(USAGE)
         return 0
-    given = " ".join(word for word in arguments[:2] if not word.startswith("-")) or arguments[0]
-    similar = difflib.get_close_matches(given, COMMANDS, n=1, cutoff=0.5)
-    known = f"did you mean rollgrad {similar[0]}?" if similar else f"the commands are {', '.join(COMMANDS)}."
-    raise ConfigurationError(f"{given} is not a command; {known}")
-
-
-def _parse_run(kind: type[RunArguments], command: str, arguments: Sequence[str]) -> RunArguments:
-    """Flags over the file that --config names over the defaults."""
-    path = _flag_value("--config", arguments)
-    default = kind(
-        config=None if path is None else Path(path),
-        run=load_config(path, preset=_flag_value("--algo.preset", arguments)),
-    )
-    parsed = _parse(default, command, _with_values(arguments))
-    parsed.run.algo.preset = None  # expanded above
-    return parsed
-
-
-def _parse(default: Arguments, command: str, arguments: Sequence[str]) -> Arguments:
-    kind = type(default)
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            parsed, unknown = tyro.cli(
-                kind,
-                prog=f"rollgrad {command}",
-                args=arguments,
-                default=default,
-                return_unknown_args=True,
-                use_underscores=True,
-                config=(tyro.conf.EnumChoicesFromValues,),
-            )
-    except SystemExit as stop:
-        if stop.code:
-            raise ConfigurationError(_sentence(box.getvalue())) from stop
-        raise
-    if unknown:
-        raise ConfigurationError(_unknown_argument(kind, command, unknown))
-    return parsed
-
-
-def _with_values(arguments: Sequence[str]) -> list[str]:
-    """`--ckpt.resume` without a value means always."""
-    given = list(arguments)
-    for index in reversed(range(len(given))):
-        if given[index] == "--ckpt.resume" and given[index + 1 : index + 2] not in [[value] for value in Resume]:
-            given.insert(index + 1, Resume.ALWAYS)
-    return given
-
-
-def _flag_value(flag: str, arguments: Sequence[str]) -> str | None:
-    """What a flag is given that decides the others' defaults."""
-    for index, argument in enumerate(arguments):
-        if argument.startswith(f"{flag}="):
-            return argument.removeprefix(f"{flag}=")
-        if argument == flag and index + 1 < len(arguments):
-            return arguments[index + 1]
-    return None
-
-
-def _sentence(box: str) -> str:
-    """The message in the box that tyro draws: between the title and the first rule, without the list of attempts."""
-    lines = [line.strip("│ ") for line in box.splitlines()[1:]]
-    message: list[str] = []
-    for line in lines:
-        if not line.strip("─╰╯") or line.startswith("Got errors"):
-            break
-        message.append(line)
-    return " ".join(message)
-
-
-def _unknown_argument(
-    kind: type[Any],
-    command: str,
-    unknown: Sequence[str],
-) -> str:
-    flag = next((argument for argument in unknown if argument.startswith("-")), None)
-    if flag is None:
-        return f"{unknown[0]!r} belongs to no flag: see rollgrad {command} --help."
-    name = flag.lstrip("-").partition("=")[0].replace("-", "_")
-    known = list(setting_names(kind))
-    if "run" in known:
-        known = [*known[: known.index("run")], *setting_names()]
-    suggestion = nearest(name, known)
-    hint = f"did you mean --{suggestion}?" if suggestion else f"see rollgrad {command} --help."
-    return f"{flag} is not a flag; {hint}"
+    raise ConfigurationError(unknown_command(arguments, tuple(COMMANDS)))
 
 
 def _show_result(config: RLConfig, result: "TrainResult") -> None:

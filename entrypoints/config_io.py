@@ -4,8 +4,7 @@
 value of the wrong type, is one sentence that names the key. Importable without torch.
 """
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,7 +16,10 @@ import yaml
 
 from rollgrad.application.config import RLConfig
 from rollgrad.application.presets import preset_settings
+from rollgrad.application.spelling import choice
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.redaction import hide, secrets_of_settings
+from rollgrad.entrypoints.suggestions import unknown_key
 
 Config = TypeVar("Config", bound=attrs.AttrsInstance)
 
@@ -44,6 +46,7 @@ def load_config(path: Path | str | None = None, *, preset: str | None = None) ->
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""
         raise ConfigurationError(f"The configuration file {path} is not YAML{line}: correct it.") from error
+    hide(secrets_of_settings(data))
     return structure_config(data, preset=preset)
 
 
@@ -99,14 +102,6 @@ def setting_names(cls: type[attrs.AttrsInstance] = RLConfig, prefix: str = "") -
             yield f"{prefix}{field.name}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, if any is like it."""
-    candidates = list(known)
-    without_section = [candidate for candidate in candidates if candidate.split(".")[-1] == name]
-    matches = without_section or difflib.get_close_matches(name, candidates, n=1)
-    return matches[0] if matches else None
-
-
 def _section(cls: type[Config], data: Any, prefix: str) -> Config:
     if data is None:  # a section whose lines are all comments
         return cls()
@@ -118,9 +113,7 @@ def _section(cls: type[Config], data: Any, prefix: str) -> Config:
     for key, value in data.items():
         name = f"{prefix}{key}"
         if key not in fields:
-            suggestion = nearest(name, setting_names())
-            hint = f"did you mean {suggestion}?" if suggestion else "see `rollgrad train rl --help` for all settings."
-            raise ConfigurationError(f"{name} is not a setting; {hint}")
+            raise ConfigurationError(unknown_key(name, value, list(setting_names())))
         if attrs.has(fields[key]):
             values[key] = _section(fields[key], value, f"{name}.")
             continue
@@ -157,11 +150,6 @@ def _exactly(kind: type) -> Any:
         return value
 
     return structure
-
-
-def _choice(value: Any, kind: type[StrEnum]) -> StrEnum:
-    """YAML reads an unquoted off as false."""
-    return kind("off" if value is False else value)
 
 
 def _number(value: Any, _: Any) -> float:
@@ -212,5 +200,5 @@ _converter.register_structure_hook(float, _number)
 _converter.register_structure_hook_func(_is_optional, _optional)
 _converter.register_structure_hook_func(_is_tuple, _tuple)
 _converter.register_structure_hook_func(_is_mapping, _mapping)
-_converter.register_structure_hook(StrEnum, _choice)
+_converter.register_structure_hook(StrEnum, lambda value, kind: choice(kind, value))
 _converter.register_unstructure_hook(StrEnum, lambda member: member.value)

@@ -8,8 +8,8 @@ from typing import Any
 from attrs import frozen
 
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.config_io import nearest
 from rollgrad.entrypoints.openrlhf_flags import FLAGS, FLAT, IMPLIED, Flag, Kind
+from rollgrad.entrypoints.suggestions import nearest
 
 TRAINER = "train_ppo_ray"
 MODULE = re.compile(r"(?:^|.*/)openrlhf[./]cli[./](\w+?)(?:\.py)?$")

@@ -96,7 +96,7 @@ def test_a_bad_command_line_is_one_line(arguments: list[str], message: str, caps
 
 
 def test_an_invalid_choice_lists_the_known_values(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "rl", "--algo.advantage.estimator", "ppo"]) == 2
+    assert main(["train", "rl", "--algo.advantage.estimator", "vtrace"]) == 2
     error = capsys.readouterr().err
     assert all(name in error for name in ("gae", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"))
 

@@ -1,0 +1,133 @@
+"""What a machine has: cores, memory, disks, and GPUs with their driver. Nothing heavy is imported."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from attrs import frozen
+
+SMI_SECONDS = 5.0
+"""Longest wait for nvidia-smi: a driver that hangs would hang it too."""
+
+SHM = Path("/dev/shm")
+LEAST_SHM_BYTES = 2**30
+"""Shared memory below which engines and training processes fail: containers have 64 MiB unless told otherwise."""
+
+LEAST_DISK_BYTES = 10 * 2**30
+"""Free disk below which a model of a billion parameters, its state and its download do not fit."""
+
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@frozen
+class Gpu:
+    """A GPU; `memory_bytes` is None where it shares the machine's memory."""
+
+    name: str
+    memory_bytes: int | None
+
+
+@frozen
+class Driver:
+    """NVIDIA's driver, and the newest CUDA that it supports."""
+
+    version: str
+    cuda: str
+
+
+@frozen
+class Disk:
+    """The free space where something is written: at `path`, or at the nearest directory above it that exists."""
+
+    path: Path
+    free_bytes: int
+
+
+def parse_driver(text: str) -> Driver | None:
+    """The driver that `nvidia-smi` shows in its first lines; None if it shows none (no driver is loaded)."""
+    driver = re.search(r"Driver Version\s*:\s*([\d.]+)", text)
+    cuda = re.search(r"CUDA (?:UMD )?Version\s*:\s*([\d.]+)", text)
+    return Driver(driver[1], cuda[1]) if driver and cuda else None
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """The GPUs in what `nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits` prints.
+
+    >>> parse_gpus("NVIDIA H100 80GB HBM3, 81559")
+    [Gpu(name='NVIDIA H100 80GB HBM3', memory_bytes=85520809984)]
+    """
+    gpus = []
+    for line in text.splitlines():
+        name, comma, memory = line.rpartition(",")
+        if comma:
+            size = memory.strip()
+            gpus.append(Gpu(name.strip(), int(size) * 2**20 if size.isdigit() else None))
+    return gpus
+
+
+def find_gpus() -> tuple[Driver | None, list[Gpu]]:
+    """The driver and the GPUs of this machine; no driver and none without nvidia-smi."""
+    driver = parse_driver(_smi())
+    if driver is None:
+        return None, []
+    return driver, parse_gpus(_smi("--query-gpu=name,memory.total", "--format=csv,noheader,nounits"))
+
+
+def driver_problem(driver: Driver | None, gpus: list[Gpu], cuda: str | None, torch: str | None) -> str | None:
+    """Why torch, built for `cuda` (None: without it), does not run on the GPUs; None if it does, or there are none.
+
+    Within one major version of CUDA a build runs on older drivers too (NVIDIA's minor version compatibility).
+    """
+    if driver is None or not gpus or torch is None:
+        return None
+    major = driver.cuda.split(".")[0]
+    if cuda is None:
+        return f"torch {torch} is built without CUDA, so no GPU is used: install a torch built for CUDA {major}."
+    if int(cuda.split(".")[0]) > int(major):
+        return (
+            f"torch {torch} is built for CUDA {cuda}, but driver {driver.version} supports CUDA {driver.cuda} at most: "
+            f"install a newer driver, or a torch built for CUDA {major}."
+        )
+    return None
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """The machine's memory, or what its container may use of it if that is less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in CGROUP_LIMITS:
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
+def shared_memory_bytes() -> int | None:
+    """The size of /dev/shm; None without one."""
+    return shutil.disk_usage(SHM).total if SHM.is_dir() else None
+
+
+def disk(path: Path) -> Disk:
+    """The free space at a path that need not exist yet."""
+    whole = path.expanduser().absolute()
+    existing = next(candidate for candidate in (whole, *whole.parents) if candidate.exists())
+    return Disk(whole, shutil.disk_usage(existing).free)
+
+
+def model_cache() -> Path:
+    """Where the Hugging Face libraries keep what they download."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+
+
+def _smi(*arguments: str) -> str:
+    try:
+        process = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return process.stdout

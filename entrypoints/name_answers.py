@@ -1,0 +1,51 @@
+"""Sentences about names of other tools that have no setting of the same meaning here."""
+
+LOGGING = "metrics go to metrics.jsonl in --ckpt.output_dir, and to TensorBoard with --logger.tensorboard_dir."
+MICRO_BATCHES = (
+    "micro-batches are filled up to --train.max_tokens_per_micro_batch tokens, and gradients are accumulated."
+)
+PROCESSES = (
+    "with --cluster.enable DeepSpeed divides the models over processes: see --ds.zero_stage and docs/cluster.md."
+)
+NO_HUB = "models are saved in --ckpt.output_dir, and nothing is uploaded."
+LOADER = "prompts are read in the process itself, in an order that --train.seed decides."
+DETERMINISM = "a run repeats by --train.seed; kernels are not forced to be deterministic."
+KERNELS = "kernels are chosen for the machine."
+PRECISION = "write --actor.dtype bfloat16, float16 or float32."
+SAMPLING = "replies are sampled with --rollout.temperature, --rollout.top_p and --rollout.top_k alone."
+EVALUATION = "--eval.dataset evaluates before and after training, and --eval.steps in between."
+AGGREGATION = (
+    "set --actor.loss_aggregation: token_mean is DAPO's, sequence_mean GRPO's, constant_length Dr. GRPO's; the loss "
+    "itself is --actor.policy_loss_type."
+)
+CORRECTION = (
+    "--algo.preset tis, icepop or seq_mask_tis corrects for samples of other weights: see --algo.correction.level."
+)
+NO_REMOTE_CODE = "code of a model's repository is never run."
+CHECKPOINTS = "the newest model and state are kept in --ckpt.output_dir: see --ckpt.save_steps and --ckpt.state_steps."
+RESUMING = "write --ckpt.resume, which continues the run in --ckpt.output_dir."
+WARMUP = "write --actor.lr_warmup_ratio, a share of the optimizer steps."
+OPTIMIZER = "write --actor.optim adam or muon."
+IMAGES = "prompts and replies are text; images are not there yet."
+VLLM = "write --rollout.engine vllm."
+SERVER = "write --rollout.engine server --rollout.server_urls http://host:port."
+CHAT_TEMPLATE = "prompts are rendered with the model's own chat template."
+REWARD_MODEL = "write --reward.model_name_or_path."
+KL_LOSS = "write --algo.kl.use_loss, with --algo.kl.init_coef."
+KL_REWARD = "KL is in the reward unless --algo.kl.use_loss is given, and on with --algo.kl.init_coef above 0."
+NORMALISATION = (
+    "it follows from --algo.advantage.estimator: group_norm divides by a group's deviation, dr_grpo and rloo do not; "
+    "see --algo.advantage.whiten too."
+)
+NOT_THERE = "there is no such setting here yet."
+AGENTS = "see --agent.tools, --agent.command and --train.agent_func_path."
+TRUNCATED = "--reward.stop_properly_penalty_coef says what a truncated reply is worth."
+PER_DEVICE = (
+    "set --rollout.batch_size (prompts of a rollout), --rollout.n_samples_per_prompt and --train.batch_size (of an "
+    f"optimizer step); {MICRO_BATCHES}"
+)
+
+
+def alike(names: str, answer: str) -> dict[str, str]:
+    """The same answer for several names, with spaces between."""
+    return dict.fromkeys(names.split(), answer)

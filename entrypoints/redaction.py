@@ -1,0 +1,206 @@
+"""Secrets stay out of what a command prints.
+
+A secret is the value of a flag, setting or environment variable whose name says so (`is_secret_name`), the user and
+password of a URL, or an Authorization header. `redacted_output` stands between every command and its two streams.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, TextIO, cast
+
+HIDDEN = "***"
+
+SECRET_WORDS = frozenset(
+    {"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials", "authorization", "bearer"}
+)
+"""A name that ends with one of these words holds a secret, whatever comes before it."""
+
+SECRET_NAMES = frozenset({"use_wandb", "wandb"})
+"""Names without such a word that take one: OpenRLHF's --use_wandb takes the API key of Weights & Biases."""
+
+COLUMNS = frozenset(
+    {"input", "label", "image", "video", "prompt", "output", "answer", "chosen", "rejected", "messages", "fn", "metric"}
+)
+"""Words before `key` in names of columns and metrics: input_key, label_key, reward_fn_key, best_metric_key."""
+
+TOKENISER_WORDS = frozenset({"eos", "bos", "pad", "unk", "mask", "per", "stop", "special"})
+"""Words before `token` in names of tokens of text: eos_token, reward_per_token."""
+
+NOT_SECRET = frozenset({"", "true", "false", "none", "null", "auto", "yes", "no"})
+
+LEAST_LENGTH = 4
+"""Characters from which a secret is also hidden where it stands alone: shorter ones are parts of ordinary words."""
+
+LEAST_VARIABLE_LENGTH = 8
+"""The same for environment variables, which have nothing to do with the command in most cases."""
+
+_ASSIGNMENT = re.compile(r"""([A-Za-z][\w.-]*)["']?\s*[=:]\s*["']?([^\s"',}&]+)""")
+_URL = re.compile(r"""([A-Za-z][\w+.-]*://)[^/\s'"@]*:[^/\s'"]*@""")
+_WEB_USER = re.compile(r"""(https?://)[^/\s'"@]+@""")
+_HEADER = re.compile(r"""(Authorization["']?\s*[:=]\s*["']?(?:(?:Bearer|Basic|Token)\s+)?)[^\s"',}]+""")
+_BEARER = re.compile(r"(Bearer\s+)[^\s\"',}]{8,}")
+_NAMED = re.compile(
+    r"""((?:[?&][\w-]*(?:key|token|secret|password)=|
+        [\w.-]*(?:api|access|secret|private|auth|wandb|hub|hf)[_-]?(?:key|token)["']?\s*[=:]\s*["']?|
+        [\w.-]*(?:secret|password|passwd)["']?\s*[=:]\s*["']?))[^\s"',}&]+""",
+    re.VERBOSE | re.IGNORECASE,
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether the value of a flag, setting or environment variable of that name is a secret.
+
+    >>> [is_secret_name(name) for name in ("--wandb_api_key", "hf-token", "db.password", "--use_wandb")]
+    [True, True, True, True]
+    >>> [is_secret_name(name) for name in ("data.label_key", "train.max_tokens", "--token_file", "eos_token")]
+    [False, False, False, False]
+    """
+    bare = name.lstrip("-+").lower().replace("-", "_")
+    before, word = ["", *re.split(r"[._]", bare)][-2:]
+    if (word == "key" and before in COLUMNS) or (word == "token" and before in TOKENISER_WORDS):
+        return False
+    return word in SECRET_WORDS or bare in SECRET_NAMES
+
+
+def secrets_of_arguments(arguments: Sequence[str]) -> set[str]:
+    """The secrets on a command line, as `--name value`, `--name=value`, `NAME=value` and JSON within a word."""
+    found: set[str] = set()
+    words = [part for word in arguments for part in _words(word)]
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        if word.startswith("-") and "=" not in word and is_secret_name(word) and not following.startswith("--"):
+            found.add(following)
+    for word in (*arguments, *words):
+        found.update(value for name, value in _ASSIGNMENT.findall(word) if is_secret_name(name))
+    return {secret for secret in found if _is_hidden(secret, LEAST_LENGTH)}
+
+
+def secrets_of_settings(data: Any, name: str = "") -> set[str]:
+    """The secrets in nested mappings and lists, as YAML gives them."""
+    if isinstance(data, Mapping):
+        return {secret for key, value in data.items() for secret in secrets_of_settings(value, str(key))}
+    if isinstance(data, list | tuple):
+        return {secret for value in data for secret in secrets_of_settings(value, name)}
+    hidden = data is not None and is_secret_name(name) and _is_hidden(str(data), LEAST_LENGTH)
+    return {str(data)} if hidden else set()
+
+
+def secrets_of_environment(variables: Mapping[str, str]) -> set[str]:
+    """The secrets in environment variables."""
+    return {
+        value
+        for name, value in variables.items()
+        if is_secret_name(name) and _is_hidden(value, LEAST_VARIABLE_LENGTH) and not value.isdigit()
+    }
+
+
+def redact(text: str, secrets: Iterable[str] = ()) -> str:
+    """The text with `***` for each of the secrets, for users and passwords in URLs, and for what follows the name of a
+    secret.
+
+    >>> redact("POST http://me:pass@host/?api_key=k1 as hunter2", {"hunter2"})
+    'POST http://***@host/?api_key=*** as ***'
+    """
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", HIDDEN, text)
+    text = _URL.sub(rf"\1{HIDDEN}@", text)
+    text = _WEB_USER.sub(rf"\1{HIDDEN}@", text)
+    text = _HEADER.sub(rf"\1{HIDDEN}", text)
+    text = _BEARER.sub(rf"\1{HIDDEN}", text)
+    return _NAMED.sub(rf"\1{HIDDEN}", text)
+
+
+class OutputClosedError(BrokenPipeError):
+    """Nobody reads what the command prints any more (`rollgrad ... | head`)."""
+
+
+class RedactedStream:
+    """A text stream that hides secrets; all but writing is the wrapped stream's own."""
+
+    def __init__(self, stream: TextIO, secrets: set[str]) -> None:
+        self.stream = stream
+        self.secrets = secrets
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes the text without its secrets; returns the length of the text.
+
+        Raises:
+            OutputClosedError: the reader is gone.
+        """
+        try:
+            self.stream.write(redact(text, self.secrets))
+        except BrokenPipeError as error:
+            raise self._closed() from error
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Writes each line."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Flushes the wrapped stream.
+
+        Raises:
+            OutputClosedError: the reader is gone.
+        """
+        try:
+            self.stream.flush()
+        except BrokenPipeError as error:
+            raise self._closed() from error
+
+    def _closed(self) -> OutputClosedError:
+        """Points the stream at nothing, or the interpreter would fail to flush it when it exits."""
+        with contextlib.suppress(OSError, ValueError):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self.stream.fileno())
+            os.close(nothing)
+        return OutputClosedError()
+
+
+@contextlib.contextmanager
+def redacted_output(arguments: Sequence[str]) -> Iterator[None]:
+    """Hides the secrets of a command line and of the environment in all that is printed within."""
+    secrets = secrets_of_arguments(arguments) | secrets_of_environment(os.environ)
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, RedactedStream(stream, secrets)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def hide(secrets: Iterable[str]) -> None:
+    """Hides more secrets for as long as the command runs, those of its configuration file, say."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, RedactedStream):
+            stream.secrets.update(secrets)
+
+
+def hidden_note(text: str) -> str:
+    """A line that says that secrets in a text that is printed are hidden; empty if it holds none."""
+    secrets = sys.stdout.secrets if isinstance(sys.stdout, RedactedStream) else set()
+    return (
+        f"secrets are printed as {HIDDEN}: put them back where you use this\n" if redact(text, secrets) != text else ""
+    )
+
+
+def _words(word: str) -> list[str]:
+    """A word, or the words of a command that is quoted as one."""
+    if len(word.split()) < 2:
+        return [word]
+    try:
+        return shlex.split(word.replace("\\\n", " "))
+    except ValueError:
+        return word.split()
+
+
+def _is_hidden(secret: str, least: int) -> bool:
+    return len(secret) >= least and secret.lower() not in NOT_SECRET
