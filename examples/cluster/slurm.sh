@@ -14,7 +14,7 @@
 #   --dry-run   print the commands, and check the settings here
 #   CONFIG      settings with cluster.enable (default examples/sums_cluster.yaml)
 #
-# To continue a run that the time limit ended: the same with --ckpt.resume. More than one node is of use where
+# Submitted again, it continues a run that the time limit ended. More than one node is of use where
 # docs/cluster.md says so.
 set -eu
 
@@ -30,7 +30,7 @@ head=$(hostname)
 port=6379
 others=$((${SLURM_JOB_NUM_NODES-1} - 1))
 join=(srun --nodes "$others" --ntasks "$others" --exclude "$head" ray start --address "$head:$port" --block)
-run=(rollgrad train rl --config "$config" --cluster.address auto --ckpt.state_steps 10 "$@")
+run=(rollgrad train rl --config "$config" --cluster.address auto --ckpt.resume auto "$@")
 
 do_or_show() {
     echo "+ $*"

@@ -110,7 +110,7 @@ def test_slurm_starts_ray_everywhere_runs_once_and_ends_it(nodes: int, status: i
     expected = [
         "ray start --head --port 6379",
         *([joins] if nodes > 1 else []),
-        "rollgrad train rl --config my.yaml --cluster.address auto --ckpt.state_steps 10 --train.seed 2",
+        "rollgrad train rl --config my.yaml --cluster.address auto --ckpt.resume auto --train.seed 2",
     ]
     token = "ray get-auth-token --generate"
     assert (workplace / "calls").read_text().splitlines() == [token, *expected]
