@@ -57,7 +57,7 @@ _NAMED = re.compile(
 def is_secret_name(name: str) -> bool:
     """Whether the value of a flag, setting or environment variable of that name is a secret.
 
-    >>> [is_secret_name(name) for name in ("--wandb_api_key", "hf-token", "db.password", "--use_wandb")]
+    >>> [is_secret_name(name) for name in ("wandb_api_key", "hf-token", "db.password", "--use_wandb")]
     [True, True, True, True]
     >>> [is_secret_name(name) for name in ("data.label_key", "train.max_tokens", "--token_file", "eos_token")]
     [False, False, False, False]

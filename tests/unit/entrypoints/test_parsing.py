@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import attrs
 import pytest
@@ -15,11 +14,9 @@ import rollgrad
 from rollgrad.application.choices import DType, Engine
 from rollgrad.application.config import RLConfig
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.chat import ChatArguments
 from rollgrad.entrypoints.cli import main
 from rollgrad.entrypoints.config_io import load_config, structure_config
 from rollgrad.entrypoints.parsing import (
-    DoctorArguments,
     EvalArguments,
     OptionalValue,
     TrainArguments,
@@ -28,21 +25,13 @@ from rollgrad.entrypoints.parsing import (
     parse_run,
     spell_out,
 )
-from rollgrad.entrypoints.serve_agent import ServeAgentArguments
-from rollgrad.entrypoints.serve_reward import ServeRewardArguments
+from tests.flags import EVERY, KINDS, example, negative
 
-KINDS = (TrainArguments, EvalArguments, DoctorArguments, ChatArguments, ServeAgentArguments, ServeRewardArguments)
-EVERY = {name: kind for arguments in KINDS for name, kind in flag_kinds(arguments).items()}
 BOOLEANS = sorted(name for name, kind in EVERY.items() if kind is bool)
 
 
 def hyphens(word: str) -> str:
     return f"--{word.removeprefix('--').replace('_', '-')}"
-
-
-def negative(name: str) -> str:
-    section, dot, last = name.rpartition(".")
-    return f"{section}{dot}no_{last}"
 
 
 def forms(name: str, *, value: bool) -> list[list[str]]:
@@ -133,19 +122,6 @@ def test_a_flag_may_have_an_optional_value_of_other_words() -> None:
             "--dry_run",
             "True",
         ]
-
-
-def example(kind: Any) -> list[str]:
-    """Words that a flag of that type takes."""
-    if isinstance(kind, UnionType):
-        return example(next(part for part in get_args(kind) if part is not type(None)))
-    if get_origin(kind) is tuple:
-        parts = get_args(kind)
-        return [word for part in (parts[:1] if parts[-1] is Ellipsis else parts) for word in example(part)]
-    if get_origin(kind) is dict:
-        return ["name", "1"]
-    words = {bool: "True", int: "3", float: "0.5", str: "text", Path: "file"}
-    return [words[kind]] if kind in words else [next(iter(kind)).value]
 
 
 @pytest.mark.parametrize("kind", KINDS[2:], ids=lambda kind: kind.__name__)
