@@ -97,7 +97,7 @@ def run_doctor(*, deep: bool = False, as_json: bool = False) -> int:
     _show_packages(report, asked, gpus)
     if deep:
         report.line("\nTrial imports")
-        _try_imports(report, asked)
+        try_imports(report, asked)
     if asked is not None:
         report.line("\nWhat can run here")
         able = dict(_abilities(asked, report, gpus))
@@ -193,7 +193,7 @@ def _abilities(asked: Requirements, report: Report, gpus: Sequence[machine.Gpu])
             yield PURPOSES.get(extra, extra), f"no: {hint}" if asked.missing(extra) else "yes"
 
 
-def _try_imports(report: Report, asked: Requirements | None) -> None:
+def try_imports(report: Report, asked: Requirements | None) -> None:
     """Imports what is installed, each package in a process of its own."""
     packages = (
         []

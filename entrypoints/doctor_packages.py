@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from attrs import frozen
 from packaging.requirements import Requirement
@@ -73,7 +74,7 @@ def requirements(distribution: str = DISTRIBUTION) -> Requirements | None:
         return None
     asked = [Requirement(line) for line in metadata.get_all("Requires-Dist") or ()]
     return Requirements(
-        python=metadata.get("Requires-Python", ""),
+        python=metadata["Requires-Python"],
         required=tuple(_package(one) for one in asked if _applies(one, "")),
         extras={
             extra: tuple(_package(one) for one in asked if _applies(one, extra) and not _applies(one, ""))
@@ -88,8 +89,7 @@ def torch_cuda() -> str | None:
     From the file that torch itself reads it from, for importing torch takes seconds.
     """
     try:
-        path = importlib.metadata.distribution("torch").locate_file("torch/version.py")
-        text = path.read_text(encoding="utf-8")  # type: ignore[attr-defined]
+        text = Path(str(importlib.metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
     except (importlib.metadata.PackageNotFoundError, OSError):
         return None
     found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)

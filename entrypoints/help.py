@@ -140,7 +140,7 @@ def _about(topic: str, command: str, sections: Sequence[Section]) -> list[str]:
     settings = [setting for section in sections for setting in section.settings]
     found = next((setting for setting in settings if setting.name == topic), None)
     if found is not None:
-        return _setting(found, brief=False)
+        return list(_setting(found, brief=False))
     names = [section.name for section in sections if section.name and "." not in section.name]
     hint = unknown_flag(f"--{topic}", [setting.name for setting in settings], command).partition("; ")[2]
     more = f" As a setting: {hint}" if "--help" not in hint else ""
@@ -162,8 +162,9 @@ def _setting(setting: Setting, *, brief: bool) -> Iterator[str]:
 
 def _sections(config: Any, prefix: str, doc: str = "") -> Iterator[Section]:
     """The sections of a configuration, those within a section after it."""
-    docs, settings, inner = _docs(type(config)), [], []
-    for field in attrs.fields(type(config)):
+    kind: Any = type(config)
+    docs, settings, inner = _docs(kind), [], []
+    for field in attrs.fields(kind):
         name, value = f"{prefix}{field.name}", getattr(config, field.name)
         if attrs.has(field.type):
             inner.append((value, f"{name}.", docs[field.name]))
@@ -175,7 +176,7 @@ def _sections(config: Any, prefix: str, doc: str = "") -> Iterator[Section]:
 
 
 @cache
-def _docs(kind: type) -> Mapping[str, str]:
+def _docs(kind: type[Any]) -> Mapping[str, str]:
     """The docstrings of a class's fields, by name: the strings that follow them in the source."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
@@ -211,10 +212,10 @@ def _value(kind: Any) -> str:
         return "NAME NUMBER ..."
     if issubclass(kind, StrEnum):
         return "{" + ",".join(kind) + "}"
-    return _VALUES.get(kind, kind.__name__.upper())
+    return _VALUES.get(kind) or str(kind.__name__).upper()
 
 
-_VALUES = {bool: "[True|False]", int: "INTEGER", float: "NUMBER", str: "TEXT"}
+_VALUES: Mapping[Any, str] = {bool: "[True|False]", int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 
 def _default(setting: Setting) -> str:

@@ -20,7 +20,7 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.config_io import load_config, setting_names
 from rollgrad.entrypoints.suggestions import unknown_flag
 
-Arguments = TypeVar("Arguments")
+Arguments = TypeVar("Arguments", bound=attrs.AttrsInstance)
 RunArguments = TypeVar("RunArguments", "TrainArguments", "EvalArguments")
 
 
@@ -92,14 +92,16 @@ def flag_kinds(kind: type[attrs.AttrsInstance], prefix: str = "") -> dict[str, A
     return kinds
 
 
-def spell_out(arguments: Sequence[str], kinds: Mapping[str, Any]) -> list[str]:
+def spell_out(
+    arguments: Sequence[str], kinds: Mapping[str, Any], optional_values: Mapping[str, OptionalValue] = OPTIONAL_VALUES
+) -> list[str]:
     """A command line in the one spelling that tyro is told: flags with underscores, `--flag True` or `--flag False` for
     booleans in any of their forms, values of enums in their canonical spelling.
 
     >>> kinds = {"dry_run": bool, "data.apply_chat_template": bool, "train.seed": int}
-    >>> spell_out(["--dry-run", "--train.seed", "1", "--data.apply_chat_template=false"], kinds)
+    >>> spell_out(["--dry_run", "--train.seed", "1", "--data.apply_chat_template=false"], kinds)
     ['--dry_run', 'True', '--train.seed', '1', '--data.apply_chat_template', 'False']
-    >>> spell_out(["--data.no-apply-chat-template", "--dry_run", "FALSE"], kinds)
+    >>> spell_out(["--data.no_apply_chat_template", "--dry_run", "FALSE"], kinds)
     ['--data.apply_chat_template', 'False', '--dry_run', 'False']
 
     Raises:
@@ -107,6 +109,7 @@ def spell_out(arguments: Sequence[str], kinds: Mapping[str, Any]) -> list[str]:
     """
     spelled: list[str] = []
     words = list(arguments)
+    optionals = {name: SWITCH for name, kind in kinds.items() if kind is bool} | dict(optional_values)
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
@@ -115,10 +118,10 @@ def spell_out(arguments: Sequence[str], kinds: Mapping[str, Any]) -> list[str]:
         flag, equals, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         positive = _positive(name, kinds)
-        if (optional := _optional(name, kinds)) is not None:
-            given = value if equals else _taken(words, optional)
+        if (optional := optionals.get(name)) is not None:
+            given = value if equals else words.pop(0) if words and not words[0].startswith("-") else None
             spelled += [f"--{name}", optional.alone if given is None else _word(flag, given, optional)]
-        elif positive is not None and (optional := _optional(positive, kinds)) is not None:
+        elif positive is not None and (optional := optionals.get(positive)) is not None:
             if equals or (words and not words[0].startswith("-")):
                 raise ConfigurationError(f"{flag} takes no value: write --{positive} with one.")
             spelled += [f"--{positive}", optional.negated]
@@ -152,7 +155,7 @@ def parse(default: Arguments, command: str, arguments: Sequence[str]) -> Argumen
     Raises:
         ConfigurationError: a flag or a value is wrong.
     """
-    return _parse(default, command, spell_out(arguments, flag_kinds(type(default))))  # type: ignore[type-var]
+    return _parse(default, command, spell_out(arguments, flag_kinds(type(default))))
 
 
 def _sections(config: RLConfig) -> dict[str, Any]:
@@ -191,23 +194,12 @@ def _unknown(kind: type[Any], command: str, words: Sequence[str]) -> str:
     return "\n".join(unknown_flag(word, known, command) for word in dict.fromkeys(flags))
 
 
-def _optional(name: str, kinds: Mapping[str, Any]) -> OptionalValue | None:
-    if name in OPTIONAL_VALUES:
-        return OPTIONAL_VALUES[name]
-    return SWITCH if kinds.get(name) is bool else None
-
-
 def _positive(name: str, kinds: Mapping[str, Any]) -> str | None:
     """`data.apply_chat_template` for `data.no_apply_chat_template`; None for other names."""
     section, dot, last = name.rpartition(".")
     if name in kinds or not last.startswith("no_"):
         return None
     return f"{section}{dot}{last.removeprefix('no_')}"
-
-
-def _taken(words: list[str], optional: OptionalValue) -> str | None:
-    """Takes the next word if it is the flag's value, which no other flag is."""
-    return words.pop(0) if words and not words[0].startswith("-") else None
 
 
 def _word(flag: str, given: str, optional: OptionalValue) -> str:

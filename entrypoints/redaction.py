@@ -31,7 +31,8 @@ COLUMNS = frozenset(
 TOKENISER_WORDS = frozenset({"eos", "bos", "pad", "unk", "mask", "per", "stop", "special"})
 """Words before `token` in names of tokens of text: eos_token, reward_per_token."""
 
-NOT_SECRET = frozenset({"", "true", "false", "none", "null", "auto", "yes", "no"})
+NOT_SECRET = frozenset({"", "true", "false", "none", "null", "auto", "yes", "no", "bearer", "basic", "token"})
+"""Words in the place of a secret that are none."""
 
 LEAST_LENGTH = 4
 """Characters from which a secret is also hidden where it stands alone: shorter ones are parts of ordinary words."""
@@ -41,8 +42,9 @@ LEAST_VARIABLE_LENGTH = 8
 
 _ASSIGNMENT = re.compile(r"""([A-Za-z][\w.-]*)["']?\s*[=:]\s*["']?([^\s"',}&]+)""")
 _URL = re.compile(r"""([A-Za-z][\w+.-]*://)[^/\s'"@]*:[^/\s'"]*@""")
+_PASSWORD = re.compile(r"""://[^/\s'"@:]*:([^/\s'"]+)@""")
 _WEB_USER = re.compile(r"""(https?://)[^/\s'"@]+@""")
-_HEADER = re.compile(r"""(Authorization["']?\s*[:=]\s*["']?(?:(?:Bearer|Basic|Token)\s+)?)[^\s"',}]+""")
+_HEADER = re.compile(r"""(Authorization["']?\s*[:=]\s*["']?(?:(?:Bearer|Basic|Token)\s+)?)([^\s"',}]+)""")
 _BEARER = re.compile(r"(Bearer\s+)[^\s\"',}]{8,}")
 _NAMED = re.compile(
     r"""((?:[?&][\w-]*(?:key|token|secret|password)=|
@@ -55,7 +57,7 @@ _NAMED = re.compile(
 def is_secret_name(name: str) -> bool:
     """Whether the value of a flag, setting or environment variable of that name is a secret.
 
-    >>> [is_secret_name(name) for name in ("--wandb_api_key", "hf-token", "db.password", "--use_wandb")]
+    >>> [is_secret_name(name) for name in ("wandb_api_key", "hf-token", "db.password", "--use_wandb")]
     [True, True, True, True]
     >>> [is_secret_name(name) for name in ("data.label_key", "train.max_tokens", "--token_file", "eos_token")]
     [False, False, False, False]
@@ -68,7 +70,8 @@ def is_secret_name(name: str) -> bool:
 
 
 def secrets_of_arguments(arguments: Sequence[str]) -> set[str]:
-    """The secrets on a command line, as `--name value`, `--name=value`, `NAME=value` and JSON within a word."""
+    """The secrets on a command line, as `--name value`, `--name=value`, `NAME=value`, in URLs, headers and JSON
+    within a word."""
     found: set[str] = set()
     words = [part for word in arguments for part in _words(word)]
     for word, following in zip_longest(words, words[1:], fillvalue=""):
@@ -76,6 +79,8 @@ def secrets_of_arguments(arguments: Sequence[str]) -> set[str]:
             found.add(following)
     for word in (*arguments, *words):
         found.update(value for name, value in _ASSIGNMENT.findall(word) if is_secret_name(name))
+        found.update(value for _, value in _HEADER.findall(word))
+        found.update(_PASSWORD.findall(word))
     return {secret for secret in found if _is_hidden(secret, LEAST_LENGTH)}
 
 

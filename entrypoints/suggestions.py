@@ -133,8 +133,8 @@ def _advised(name: str, known: Collection[str], dashes: str) -> str:
 
 
 def _leaves(name: str, value: Any) -> Iterator[str]:
-    """The dotted names in a section, the section's own first."""
-    yield name
+    """The dotted names in a section, the section's own last."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner)
+    yield name

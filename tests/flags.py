@@ -1,0 +1,39 @@
+"""The flags of all commands of rollgrad, and words that they take."""
+
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+from rollgrad.entrypoints.chat import ChatArguments
+from rollgrad.entrypoints.parsing import DoctorArguments, EvalArguments, TrainArguments, flag_kinds
+from rollgrad.entrypoints.serve_agent import ServeAgentArguments
+from rollgrad.entrypoints.serve_reward import ServeRewardArguments
+
+KINDS: tuple[type[Any], ...] = (
+    TrainArguments,
+    EvalArguments,
+    DoctorArguments,
+    ChatArguments,
+    ServeAgentArguments,
+    ServeRewardArguments,
+)
+EVERY = {name: kind for arguments in KINDS for name, kind in flag_kinds(arguments).items()}
+
+
+def negative(name: str) -> str:
+    """The flag that says no: `data.no_apply_chat_template`."""
+    section, dot, last = name.rpartition(".")
+    return f"{section}{dot}no_{last}"
+
+
+def example(kind: Any) -> list[str]:
+    """Words that a flag of that type takes."""
+    if isinstance(kind, UnionType):
+        return example(next(part for part in get_args(kind) if part is not type(None)))
+    if get_origin(kind) is tuple:
+        parts = get_args(kind)
+        return [word for part in (parts[:1] if parts[-1] is Ellipsis else parts) for word in example(part)]
+    if get_origin(kind) is dict:
+        return ["name", "1"]
+    words = {bool: "True", int: "3", float: "0.5", str: "text", Path: "file"}
+    return [words[kind]] if kind in words else [next(iter(kind)).value]

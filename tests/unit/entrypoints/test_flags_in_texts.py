@@ -1,0 +1,112 @@
+"""Every flag that a message, docstring, document or example names is one that a command takes, in its one spelling."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollgrad.entrypoints.openrlhf_flags import FLAGS, FLAT, IMPLIED
+from rollgrad.entrypoints.parsing import TrainArguments, flag_kinds, parse_run
+from tests.flags import EVERY, example, negative
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = sorted(
+    path
+    for folder, patterns in {
+        ".": ("README.md",),
+        "docs": ("*.md",),
+        "examples": ("**/*.py", "**/*.sh", "**/*.yaml"),
+        **dict.fromkeys(("application", "adapters", "domain", "entrypoints", "rollgrad"), ("**/*.py",)),
+    }.items()
+    for pattern in patterns
+    for path in (ROOT / folder).glob(pattern)
+)
+
+OURS = {*EVERY, *(negative(name) for name, kind in EVERY.items() if kind is bool), "help", "version", "run"}
+OPENRLHF = {*FLAT, *FLAGS, *IMPLIED}
+OPENRLHF_FILES = re.compile(r"openrlhf|migration\.md|guide\.md|redaction\.py")
+"""Where OpenRLHF's flags are spoken of; elsewhere they would be mistaken for ours."""
+
+PLACEHOLDERS = {"flag", "name", "section.flag", "section.no_flag", "SECTION.SETTING"}
+
+OWN_FLAG = re.compile(r"""add_argument\(\s*"--([\w-]+)""")
+
+FOREIGN = {
+    *("address", "head", "block", "exclude", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node"),  # Ray, Slurm
+    *("cpus-per-task", "job-name", "time", "runtime-env-json"),
+    *("shm-size", "ipc"),  # Docker
+    *("no-deps", "module"),  # pip, deepspeed
+    *("enable-scale-out", "api-key", "logprobs-mode", "weight-transfer-config", "generate", "max-num-seqs"),  # vLLM
+    *("no-enable-chunked-prefill", "max-num-batched-tokens", "kv-cache-memory-bytes"),
+    *("query-gpu", "format"),  # nvidia-smi
+    *(name for path in (ROOT / "benchmarks").glob("*.py") for name in OWN_FLAG.findall(path.read_text())),
+    *("ink", "soft", "line", "ground", "card"),  # names of colours in a style sheet
+}
+"""Flags of other tools, and of the benchmarks."""
+
+HOLE = "\0"
+"""Stands for what a formatted text inserts."""
+
+FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*(?:\.\w[\w-]*)*)(\.?[*\0<{]|\.\.\.)?")
+
+
+def texts(path: Path) -> Iterator[str]:
+    """What a reader of the file sees: all of it, or the texts in a program."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        yield text
+        return
+    inserted = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.JoinedStr):
+            inserted.update(map(id, node.values))
+            parts = (part.value if isinstance(part, ast.Constant) else HOLE for part in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inserted:
+            yield node.value
+
+
+def flags(path: Path) -> Iterator[tuple[str, bool]]:
+    """The flags in a file; whether it is only the beginning of one (`--critic.*`)."""
+    for text in texts(path):
+        for match in FLAG.finditer(text):
+            yield match[1], match[2] is not None
+
+
+def wrong(path: Path) -> Iterator[str]:
+    for name, begins in flags(path):
+        plain = name.replace("-", "_")
+        if begins:
+            if not any(known.startswith(plain) for known in OURS):
+                yield f"--{name}... begins no flag"
+        elif name in FOREIGN or name in PLACEHOLDERS or (name in OPENRLHF and OPENRLHF_FILES.search(path.name)):
+            continue
+        elif plain not in OURS:
+            yield f"--{name} is a flag of no command"
+        elif name != plain:
+            yield f"--{name} is spelled with hyphens"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_flag_is_one_of_ours(path: Path) -> None:
+    assert list(wrong(path)) == []
+
+
+def test_the_files_are_found() -> None:
+    found = {name for path in FILES for name, begins in flags(path) if not begins}
+    assert {"data.apply_chat_template", "actor.model_name_or_path", "config"} <= found
+    assert len(found & OURS) > 100
+
+
+def test_the_parser_takes_every_flag_that_is_named() -> None:
+    named = {name.replace("-", "_") for path in FILES for name, begins in flags(path) if not begins}
+    kinds = flag_kinds(TrainArguments)
+    words = [
+        word
+        for name in sorted(named & kinds.keys() - {"config", "algo.preset"})
+        for word in (f"--{name}", *example(kinds[name]))
+    ]
+    assert len(words) > 200
+    parse_run(TrainArguments, "train rl", words)

@@ -1,0 +1,135 @@
+"""`--help` of the commands that read settings, and output that nobody reads to its end."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from rollgrad.application.validation import validate, validate_evaluation
+from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.config_io import setting_names
+from rollgrad.entrypoints.help import ESSENTIALS
+from rollgrad.entrypoints.parsing import EvalArguments, TrainArguments, flag_kinds, parse_run
+
+SECTIONS = sorted({name.rpartition(".")[0] for name in setting_names()})
+KINDS = {"train rl": TrainArguments, "eval": EvalArguments}
+
+
+def helped(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
+    assert main([*command.split(), "--help", *words]) == 0
+    return capsys.readouterr().out
+
+
+def shown(text: str) -> list[str]:
+    return re.findall(r"^  --(\S+) ", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", KINDS)
+def test_the_essentials_come_first(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = helped(capsys, command)
+    essentials = [name for names in ESSENTIALS[command][1].values() for name in names]
+    assert len(essentials) <= 30
+    assert [name for name in shown(text) if "." in name] == essentials
+    assert set(essentials) <= set(setting_names())
+    assert len(text.splitlines()) < 140
+    for section in {name.partition(".")[0] for name in setting_names()}:
+        assert re.search(rf"^  {section} +\S", text, re.MULTILINE)
+    assert f"rollgrad {command} --help SECTION" in text
+
+
+def test_defaults_are_those_of_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    text = helped(capsys, "train rl", "all")
+    assert "--actor.adam.lr NUMBER (default: 1e-06)" in text
+    assert "--critic.adam.lr NUMBER (default: 9e-06)" in text
+    assert "--data.apply_chat_template [True|False] (default: True)" in text
+    assert "--actor.adam.betas NUMBER NUMBER (default: 0.9 0.95)" in text
+
+
+@pytest.mark.parametrize("command", KINDS)
+def test_the_example_is_one_that_runs(command: str) -> None:
+    words = shlex.split(ESSENTIALS[command][0].replace("\\\n", " "))
+    assert words[: 1 + len(command.split())] == ["rollgrad", *command.split()]
+    config = parse_run(KINDS[command], command, words[1 + len(command.split()) :])[1]
+    validate(config) if command == "train rl" else validate_evaluation(config)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_shows_its_settings_and_no_others(section: str, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = {name for name in setting_names() if name.startswith(f"{section}.")}
+    for written in (section, f"--{section}", section.replace("_", "-")):
+        text = helped(capsys, "train rl", written)
+        assert set(shown(text)) == expected
+    assert set(shown(helped(capsys, "eval", section))) == expected
+
+
+@pytest.mark.parametrize("command", KINDS)
+def test_all_shows_every_setting_with_its_docstring(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = helped(capsys, command, "all")
+    assert sorted(shown(text)) == sorted(flag_kinds(KINDS[command]))
+    assert not re.search(r"^  --\S+ .*\n(?!      \S)", text, re.MULTILINE)
+
+
+def test_a_setting_may_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(helped(capsys, "train rl", "rollout.top_p")) == ["rollout.top_p"]
+    assert main(["train", "rl", "--train.seed", "3", "--help=rollout.top-p"]) == 0
+    assert shown(capsys.readouterr().out) == ["rollout.top_p"]
+
+
+@pytest.mark.parametrize(
+    ("topic", "message"),
+    [
+        ("rolout", "'rolout' is neither a section nor a setting: the sections are actor, critic, ref, algo, rollout,"),
+        ("beta", "did you mean --algo.kl.init_coef?"),
+    ],
+)
+def test_an_unknown_section_names_the_sections(topic: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "rl", "--help", topic]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_imports_neither_torch_nor_the_parser() -> None:
+    script = (
+        "import sys\nfrom rollgrad.entrypoints.cli import main\nmain(['train', 'rl', '--help', 'all'])\n"
+        "heavy = {'torch', 'tyro', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--help",
+        "--version",
+        "train rl --help",
+        "train rl --help all",
+        "train rl --print_config",
+        "doctor",
+        "chat --help",
+    ],
+)
+def test_nobody_reads_the_output(arguments: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # before the command starts: however fast it is, nobody reads
+    command = [sys.executable, "-m", "rollgrad.entrypoints.cli", *arguments.split()]
+    try:
+        result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    finally:
+        os.close(writer)
+    assert result.stderr == ""
+    assert result.returncode == 141
+
+
+def test_nobody_reads_the_errors() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl", "--nothing"]
+    try:
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, timeout=120)
+    finally:
+        os.close(writer)
+    assert (result.stdout, result.returncode) == (b"", 141)

@@ -1,0 +1,196 @@
+"""What is said about names of other tools, and about misspelt ones."""
+
+import ast
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from rollgrad.entrypoints.cli import COMMANDS, main
+from rollgrad.entrypoints.config_io import setting_names
+from rollgrad.entrypoints.openrlhf_flags import FLAGS, FLAT, IMPLIED
+from rollgrad.entrypoints.other_names import OTHER_NAMES
+from rollgrad.entrypoints.suggestions import OTHER_COMMANDS, advice
+
+SETTINGS = list(setting_names())
+
+VERL_SCRIPT = """
+algorithm.adv_estimator=grpo data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=1024
+data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation=error
+data.prompt_key=prompt data.image_key=images data.shuffle=True
+actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.ppo_mini_batch_size=256
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 actor_rollout_ref.actor.use_kl_loss=True
+actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl
+actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
+actor_rollout_ref.actor.clip_ratio_c=10.0 actor_rollout_ref.actor.loss_agg_mode=token-mean
+actor_rollout_ref.actor.ppo_epochs=1 actor_rollout_ref.actor.grad_clip=1.0 actor_rollout_ref.actor.use_dynamic_bsz=True
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 actor_rollout_ref.actor.ulysses_sequence_parallel_size=1
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.rollout.tensor_model_parallel_size=2
+actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
+actor_rollout_ref.rollout.temperature=1.0 actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1
+actor_rollout_ref.rollout.val_kwargs.temperature=0 actor_rollout_ref.rollout.val_kwargs.n=1
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.ref.fsdp_config.param_offload=True
+algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.0 algorithm.gamma=1.0 algorithm.lam=0.95
+critic.optim.lr=1e-5 critic.model.path=m critic.ppo_micro_batch_size_per_gpu=32 critic.cliprange_value=0.5
+reward_model.enable=True reward_model.model.path=rm reward_model.reward_manager=dapo
+custom_reward_function.path=r.py custom_reward_function.name=compute_score
+trainer.critic_warmup=0 trainer.logger=['console','wandb'] trainer.project_name=p trainer.experiment_name=e
+trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15
+trainer.val_before_train=True trainer.resume_mode=auto trainer.default_local_dir=ckpt
+"""
+
+
+def fields(package: str, path: str, name: str) -> Iterator[str]:
+    """The fields of a dataclass, from the installed source: importing it takes half a minute."""
+    tree = ast.parse(Path(str(distribution(package).locate_file(path))).read_text())
+    found = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+    for node in found.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
+            yield node.target.id
+
+
+TRL_NAMES = sorted(
+    {
+        *fields("trl", "trl/trainer/grpo_config.py", "GRPOConfig"),
+        *fields("transformers", "transformers/training_args.py", "TrainingArguments"),
+    }
+)
+VERL_NAMES = [word.partition("=")[0] for word in VERL_SCRIPT.split()]
+OPENRLHF_NAMES = sorted({*FLAT, *FLAGS} - set(SETTINGS))
+
+
+def is_known(answer: str | None) -> bool:
+    """Whether it is a setting, several, or a sentence."""
+    return answer is not None and (" " in answer or set(answer.split(",")) <= set(SETTINGS))
+
+
+def test_every_answer_is_a_setting_or_a_sentence() -> None:
+    for name, answer in OTHER_NAMES.items():
+        assert is_known(answer), name
+        assert " " not in answer or answer.endswith("."), name
+        assert name == name.lower()
+        assert name not in SETTINGS
+
+
+def test_the_tools_have_as_many_names_as_they_had() -> None:
+    assert len(TRL_NAMES) > 150
+    assert len(VERL_NAMES) > 60
+    assert len(OPENRLHF_NAMES) > 100
+
+
+@pytest.mark.parametrize("name", [*TRL_NAMES, *VERL_NAMES])
+def test_every_name_of_trl_and_verl_is_answered_by_meaning(name: str) -> None:
+    """By the table, or because ours has the same name in one section; never by how the letters look."""
+    same = [setting for setting in SETTINGS if setting.split(".")[-1] == name]
+    assert name in OTHER_NAMES or len(same) == 1, name
+    assert is_known(advice(name, SETTINGS))
+
+
+@pytest.mark.parametrize("name", OPENRLHF_NAMES)
+def test_every_name_of_openrlhf_is_answered(name: str) -> None:
+    assert is_known(advice(name, SETTINGS))
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("actor.lr", "actor.adam.lr"),
+        ("lr", "actor.adam.lr"),
+        ("learning_rate", "actor.adam.lr"),
+        ("actor_learning_rate", "actor.adam.lr"),
+        ("critic.learning_rate", "critic.adam.lr"),
+        ("critic_learning_rate", "critic.adam.lr"),
+        ("train.learning_rate", "actor.adam.lr"),
+        ("beta", "algo.kl.init_coef"),
+        ("init_kl_coef", "algo.kl.init_coef"),
+        ("num_generations", "rollout.n_samples_per_prompt"),
+        ("max_completion_length", "rollout.max_new_tokens"),
+        ("generate_max_len", "rollout.max_new_tokens"),
+        ("epsilon", "actor.eps_clip"),
+        ("prompt_data", "data.prompt_dataset"),
+        ("actor_rollout_ref.rollout.n", "rollout.n_samples_per_prompt"),
+        ("data.train_batch_size", "rollout.batch_size"),
+        ("n_samples_per_prompt", "rollout.n_samples_per_prompt"),
+        ("rollout.max_new_token", "rollout.max_new_tokens"),
+        ("Temperature", "rollout.temperature"),
+    ],
+)
+def test_the_same_meaning(name: str, setting: str) -> None:
+    assert advice(name, SETTINGS) == setting
+
+
+@pytest.mark.parametrize("name", ["eval.top_p", "critic.eps_clip", "reward.beta", "foo", "xyz.abc", "rate"])
+def test_no_suggestion_is_better_than_a_wrong_one(name: str) -> None:
+    assert advice(name, SETTINGS) is None
+
+
+def errors(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--actor.lr 1e-6", "--actor.lr is not a flag; did you mean --actor.adam.lr?"),
+        ("--learning-rate=1e-6", "--learning_rate is not a flag; did you mean --actor.adam.lr?"),
+        ("--bf16", "--bf16 is not a flag; write --actor.dtype bfloat16"),
+        ("--use_vllm true", "--use_vllm is not a flag; write --rollout.engine vllm."),
+        ("--actor.muon.lrs 1", "did you mean --actor.muon.lr?"),
+        ("trainer.total_epochs=3", "'trainer.total_epochs=3' is not a flag"),
+        ("trainer.total_epochs=3", "did you mean --train.num_episodes?"),
+        ("+data.train_files=x", "did you mean --data.prompt_dataset?"),
+        ("--beta 0.1 --epsilon 0.2", "--beta is not a flag; did you mean --algo.kl.init_coef?"),
+        ("--beta 0.1 --epsilon 0.2", "--epsilon is not a flag; did you mean --actor.eps_clip?"),
+    ],
+)
+def test_flags_of_other_tools(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("train rl", "eval"):
+        assert message in errors([*command.split(), *flags.split()], capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("actor:\n  lr: 1e-6\n", "actor.lr is not a setting; did you mean actor.adam.lr?"),
+        ("learning_rate: 1e-6\n", "learning_rate is not a setting; did you mean actor.adam.lr?"),
+        ("num_generations: 8\n", "did you mean rollout.n_samples_per_prompt?"),
+        ("trainer:\n  total_epochs: 3\n", "trainer.total_epochs is not a setting; did you mean train.num_episodes?"),
+        (
+            "algorithm:\n  kl_ctrl:\n    kl_coef: 1\n",
+            "algorithm.kl_ctrl.kl_coef is not a setting; did you mean algo.kl",
+        ),
+    ],
+)
+def test_keys_of_other_tools(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    assert message in errors(["train", "rl", "--config", str(tmp_path / "run.yaml")], capsys)
+
+
+@pytest.mark.parametrize("command", [*OTHER_COMMANDS, "TRAIN SFT", "vllm-serve", "sft --model x"])
+def test_commands_of_other_tools(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = errors(command.split(), capsys)
+    assert error.count("\n") == 1
+    assert "did you mean" not in error
+    assert any(f"rollgrad {known}" in error for known in (*COMMANDS, "--help", "--version")) or "vllm serve" in error
+
+
+def test_what_is_not_there_is_not_called_a_misspelling(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "supervised fine-tuning is not there yet" in errors(["train", "sft"], capsys)
+    assert "training on preferences is not there yet" in errors(["train", "dpo"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("given", "known"), [("trian rl", "train rl"), ("servereward", "serve reward"), ("evl", "eval")]
+)
+def test_misspelt_commands(given: str, known: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"did you mean rollgrad {known}?" in errors(given.split(), capsys)
+
+
+def test_openrlhf_s_own_suggestions_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean --init_kl_coef?" in errors(["openrlhf", "--init_kl_coeff", "1"], capsys)
+    assert IMPLIED.keys().isdisjoint(FLAT)
