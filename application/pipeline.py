@@ -20,6 +20,7 @@ from rollgrad.application.rollout_metrics import rollout_metrics
 from rollgrad.application.update import UpdateService
 from rollgrad.domain.entropy_control import EntropyController
 from rollgrad.domain.errors import CheckpointError, RewardError
+from rollgrad.domain.findings import LearningWatch
 from rollgrad.domain.kl_control import KLController
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.clock import Clock
@@ -101,6 +102,7 @@ class Pipeline(ABC):
         checkpoints: CheckpointStore,
         clock: Clock,
         sample_log: SampleLog,
+        watch: LearningWatch,
     ) -> None:
         self._schedule = schedule
         self._source = source
@@ -117,6 +119,7 @@ class Pipeline(ABC):
         self._checkpoints = checkpoints
         self._clock = clock
         self._sample_log = sample_log
+        self._watch = watch
         self._done = 0
         self._before: Mapping[str, float] = {}
 
@@ -196,6 +199,14 @@ class Pipeline(ABC):
     def _report(self, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
         self._sink.log(self._done, metrics)
         self._sample_log(self._done, groups)
+        self._watch, found = self._watch.observe(self._done, metrics)
+        for finding in found:
+            log.warning(str(finding), finding=finding.name, since_step=finding.since, step=self._done)
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Sentences for the end of the run; see `LearningWatch.summary`."""
+        return self._watch.summary()
 
     def _due(self, every: int) -> bool:
         return every > 0 and self._done % every == 0 and self._done < self._schedule.steps

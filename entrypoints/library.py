@@ -35,7 +35,8 @@ class TrainResult:
     """Where the run left what it made, and how it went.
 
     `output_dir` holds `model/` (Hugging Face format), `metrics.jsonl`, `samples.jsonl` and the report. `before` and
-    `after` are the held-out metrics, empty without an evaluation set.
+    `after` are the held-out metrics, empty without an evaluation set. `findings` are sentences that say why the run
+    could not learn, empty where nothing was found.
     """
 
     output_dir: Path
@@ -44,6 +45,7 @@ class TrainResult:
     after: Mapping[str, float] = field(factory=dict)
     report: Path | None = None
     interrupted: bool = False
+    findings: tuple[str, ...] = ()
 
     @property
     def model(self) -> Path:
@@ -104,6 +106,7 @@ def train(
         after=outcome.after,
         report=report,
         interrupted=outcome.interrupted,
+        findings=pipeline.findings,
     )
 
 

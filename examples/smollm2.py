@@ -86,3 +86,5 @@ def show(result: rollgrad.TrainResult, seconds: float, tasks: str) -> None:
         table.add_row("greedy accuracy", f"{before:.0%}", f"{after:.0%}", f"{100 * (after - before):+.0f} points")
         console.print(table)
     console.print(f"model   {result.model}\nreport  {result.report}", soft_wrap=True)
+    for finding in result.findings:
+        console.print(f"warning: {finding}", soft_wrap=True)

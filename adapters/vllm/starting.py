@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.vllm.plugin import VLLM_BACKENDS, register
 from rollgrad.application.choices import SyncBackend
 from rollgrad.application.cluster_config import CPU_CACHE_BYTES
@@ -18,6 +19,7 @@ PREFILL_TOKENS = 8192
 """Prompt tokens computed in one step on a CPU, or the longest sequence where that is more."""
 
 
+@waiting_for("vLLM to start")
 def start(sync_backend: SyncBackend, *, threads: int | None = None, **settings: Any) -> Any:
     """An `AsyncLLM` that takes weights by `sync_backend`. Log-probs are of the distribution that is sampled from;
     prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
