@@ -23,6 +23,7 @@ from rollgrad.application.rollout_metrics import rollout_metrics
 from rollgrad.application.update import UpdateService
 from rollgrad.domain.entropy_control import EntropyController
 from rollgrad.domain.errors import CheckpointError, OutOfMemory, RewardError
+from rollgrad.domain.findings import LearningWatch
 from rollgrad.domain.kl_control import KLController
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.clock import Clock
@@ -114,6 +115,7 @@ class Pipeline(ABC):
         checkpoints: CheckpointStore,
         clock: Clock,
         sample_log: SampleLog,
+        watch: LearningWatch,
     ) -> None:
         self._schedule = schedule
         self._source = source
@@ -131,6 +133,7 @@ class Pipeline(ABC):
         self._checkpoints = checkpoints
         self._clock = clock
         self._sample_log = sample_log
+        self._watch = watch
         self._done = 0
         self._began = 0
         self._state_saved_at = 0.0
@@ -278,6 +281,14 @@ class Pipeline(ABC):
     def _report(self, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
         self._sink.log(self._done, metrics)
         self._sample_log(self._done, groups)
+        self._watch, found = self._watch.observe(self._done, metrics)
+        for finding in found:
+            log.warning(str(finding), finding=finding.name, since_step=finding.since, step=self._done)
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Sentences for the end of the run; see `LearningWatch.summary`."""
+        return self._watch.summary()
 
     def _due(self, every: int) -> bool:
         return every > 0 and self._done % every == 0 and self._done < self._schedule.steps

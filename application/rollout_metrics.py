@@ -7,8 +7,8 @@ from rollgrad.application.rollout import RolloutGroup
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> dict[str, float]:
-    """What a rollout looked like: rewards, lengths (of all branches; also by outcome), group spread, groups all of
-    whose samples passed or failed, and the reward's own metrics.
+    """What a rollout looked like: rewards (of each branch), lengths (of all branches; also by outcome), group spread,
+    groups all of whose samples passed or failed, and the reward's own metrics.
 
     `rollout/entropy` is the mean of -log-prob over all sampled tokens, in nats.
     """
@@ -18,6 +18,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
     lengths = [sum(t.action_length for t in sample) for sample in samples]
     scored = [group.scores for group in groups if group.trajectories]
     metrics = {
+        "reward/min": min(t.reward for t in trajectories),
+        "reward/max": max(t.reward for t in trajectories),
         "reward/mean": sum(t.reward for t in trajectories) / count,
         "reward/score_mean": sum(sample[0].score for sample in samples) / count,
         "rollout/samples": float(count),

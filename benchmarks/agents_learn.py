@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import unpack_smollm2  # noqa: E402
 
-from benchmarks.smoke import HELP, shrink, smoke_model  # noqa: E402
+from benchmarks.smoke import HELP, REPLY_TOKENS, shrink, smoke_model  # noqa: E402
 
 AGENTS = {
     "single-turn executor": {},
@@ -38,7 +38,8 @@ def rewards(how: dict[str, str], steps: int, output: str, tiny: Path | None) -> 
     """The mean reward of each rollout; of a small run if there is a tiny model."""
     config = rollgrad.load_config(ROOT / "examples" / "sums.yaml")
     config.train.max_steps = steps
-    config.eval.dataset = None
+    config.eval.dataset, config.eval.steps = None, -1
+    config.rollout.max_new_tokens = REPLY_TOKENS
     config.ckpt.output_dir = output
     if tiny is not None:
         shrink(config, tiny)

@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import unpack_smollm2  # noqa: E402
 
 from benchmarks.machine import OtherProcesses  # noqa: E402
-from benchmarks.smoke import HELP, shrink, smoke_model  # noqa: E402
+from benchmarks.smoke import HELP, REPLY_TOKENS, shrink, smoke_model  # noqa: E402
 
 WARM_UP = 2
 """Steps until as many groups are ahead as may be."""
@@ -56,6 +56,7 @@ def steps_of(
 
     config = rollgrad.load_config(ROOT / "examples" / "sums.yaml")
     config.train.max_steps, config.eval.dataset, config.reward.verifier = WARM_UP + steps + DRAIN, None, None
+    config.eval.steps, config.rollout.max_new_tokens = -1, REPLY_TOKENS
     config.ckpt.output_dir, config.logger.console = output, False
     if tiny is not None:
         shrink(config, tiny)

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import unpack_smollm2  # noqa: E402
 
-from benchmarks.smoke import HELP, shrink, smoke_model  # noqa: E402
+from benchmarks.smoke import HELP, REPLY_TOKENS, shrink, smoke_model  # noqa: E402
 from benchmarks.sums_reward_model import train_reward_model  # noqa: E402
 
 
@@ -76,6 +76,7 @@ def accuracy(model: Path | str) -> float:
     """Of greedy replies to the held-out sums, by the task's own rule."""
     config = rollgrad.load_config(ROOT / "examples" / "sums.yaml")
     config.actor.model_name_or_path = str(model)
+    config.rollout.max_new_tokens = REPLY_TOKENS
     return rollgrad.evaluate(config)["eval/pass@1"]
 
 
@@ -109,6 +110,7 @@ def compare(names: list[str], steps: int, tiny: Path | None) -> None:
     table = Table("run", "before", "after", "mean reward of each rollout", "weights' way", "minutes")
     for name in names:
         config = rollgrad.load_config(ROOT / "examples" / "sums_cluster.yaml")
+        config.eval.steps, config.rollout.max_new_tokens = -1, REPLY_TOKENS
         config.train.max_steps, config.logger.console = steps, False
         if tiny is not None:
             shrink(config, tiny)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import unpack_smollm2  # noqa: E402
 
-from benchmarks.smoke import shrink, smoke_model  # noqa: E402
+from benchmarks.smoke import REPLY_TOKENS, shrink, smoke_model  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 """Where figures (algorithms.json) and picture (algorithms.png) go."""
@@ -116,7 +116,8 @@ def run(recipe: str, options: Options, folder: Path, tiny: Path | None) -> Curve
     config.actor.model_name_or_path = str(ROOT / config.actor.model_name_or_path)
     config.data.prompt_dataset = str(ROOT / config.data.prompt_dataset)
     config.eval.dataset = str(ROOT / str(config.eval.dataset))
-    config.eval.max_samples = 60
+    config.eval.max_samples, config.eval.steps = 60, -1
+    config.rollout.max_new_tokens = REPLY_TOKENS
     config.train.max_steps, config.train.seed = options.steps, options.seed
     if tiny is not None:
         shrink(config, tiny)

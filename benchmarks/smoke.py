@@ -11,6 +11,8 @@ from tempfile import TemporaryDirectory
 from rollgrad.application.config import RLConfig
 
 HELP = "smallest work on a tiny random model, to see that the script runs"
+REPLY_TOKENS = 10
+"""Reply tokens with which the figures in the docs were made; the demo's own replies end by themselves, within 24."""
 POSITIONS = 4096
 """Most tokens of the model: its tokenizer makes three times as many of a text as a real one."""
 

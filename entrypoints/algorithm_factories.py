@@ -13,6 +13,7 @@ from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.catalogue import estimator_traits, policy_loss_traits
 from rollgrad.domain.curriculum import Curriculum
 from rollgrad.domain.filtering import GroupFilter
+from rollgrad.domain.findings import LearningSettings, LearningWatch
 from rollgrad.domain.losses.corrections import Correction
 from rollgrad.domain.losses.objectives import PolicyLossObjective
 from rollgrad.domain.losses.registry import PolicyLossParams
@@ -169,6 +170,21 @@ def reference_kind(config: RLConfig) -> str:
 def critic_kind(config: RLConfig) -> str:
     """Whether a critic is loaded."""
     return "loaded" if "critic" in estimator_traits(config.algo.advantage.estimator).needs else "none"
+
+
+def make_learning_watch(config: RLConfig, rollouts: int) -> LearningWatch:
+    """Watches for reasons why the run cannot learn."""
+    estimator = config.algo.advantage.estimator
+    needs = estimator_traits(estimator).needs
+    return LearningWatch(
+        LearningSettings(
+            steps=rollouts,
+            judged_by_outcome="teacher" not in needs and not estimator.startswith("turn_"),
+            compared_in_groups="group" in needs or "greedy_baseline" in needs,
+            pass_threshold=config.reward.pass_threshold,
+            max_new_tokens=config.rollout.max_new_tokens,
+        )
+    )
 
 
 def make_sampling(config: RLConfig) -> SamplingParams:

@@ -93,7 +93,8 @@ def configure_logging() -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # looked up anew: while a progress bar is shown, it stands for stderr, and prints lines above itself
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
 
 
@@ -255,6 +256,8 @@ def _show_result(config: RLConfig, result: "TrainResult") -> None:
     if result.interrupted:
         sys.stderr.write(f"interrupted after {result.steps} rollouts; what was trained is in {result.output_dir}\n")
     sys.stdout.write(f"{result.report or result.output_dir}\n")
+    sys.stdout.flush()
+    sys.stderr.writelines(f"warning: {finding}\n" for finding in result.findings)
 
 
 def _show_metrics(title: str, columns: Mapping[str, Mapping[str, float]]) -> None:

@@ -54,6 +54,7 @@ from rollgrad.entrypoints.algorithm_factories import (
     make_aggregation,
     make_curriculum,
     make_eval_sampling,
+    make_learning_watch,
     make_objective,
     make_sampling,
     make_sampling_plan,
@@ -373,6 +374,7 @@ class Container(containers.DeclarativeContainer):
         "checkpoints": checkpoints,
         "clock": clock,
         "sample_log": sample_log,
+        "watch": providers.Callable(make_learning_watch, config, rollouts),
     }
     """What both pipelines are built from."""
     pipeline = providers.Selector(

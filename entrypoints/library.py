@@ -40,7 +40,8 @@ class TrainResult:
     """Where the run left what it made, and how it went.
 
     `output_dir` holds `model/` (Hugging Face format), `metrics.jsonl`, `samples.jsonl` and the report. `before` and
-    `after` are the held-out metrics, empty without an evaluation set.
+    `after` are the held-out metrics, empty without an evaluation set. `findings` are sentences that say why the run
+    could not learn, empty where nothing was found.
     """
 
     output_dir: Path
@@ -51,6 +52,7 @@ class TrainResult:
     interrupted: bool = False
     stopped_by: int | None = None
     """Signal that interrupted the run: SIGINT (Ctrl-C), SIGTERM or SIGHUP."""
+    findings: tuple[str, ...] = ()
 
     @property
     def model(self) -> Path:
@@ -117,6 +119,7 @@ def train(
         report=_report(config, outcome.before, outcome.after),
         interrupted=outcome.interrupted,
         stopped_by=stopped_by if outcome.interrupted else None,
+        findings=pipeline.findings,
     )
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rollgrad
+from rollgrad.adapters.torch.saving import save_pretrained
 from rollgrad.entrypoints.cli import configure_logging
 
 HERE = Path(__file__).resolve().parent
@@ -38,8 +39,7 @@ def unpack_smollm2(target: Path = MODEL) -> None:
     quantization = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=quantization, dtype=torch.bfloat16)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    save_pretrained(model, tokenizer, partial)
     if target.exists():  # another example was faster
         shutil.rmtree(partial)
     else:
@@ -87,3 +87,5 @@ def show(result: rollgrad.TrainResult, seconds: float, tasks: str) -> None:
         table.add_row("greedy accuracy", f"{before:.0%}", f"{after:.0%}", f"{100 * (after - before):+.0f} points")
         console.print(table)
     console.print(f"model   {result.model}\nreport  {result.report}", soft_wrap=True)
+    for finding in result.findings:
+        console.print(f"warning: {finding}", soft_wrap=True)

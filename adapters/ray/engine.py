@@ -13,6 +13,7 @@ from typing import Any
 from attrs import frozen
 
 from rollgrad.adapters.ray.session import ray_module
+from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.vllm.buckets import SharedMemory
 from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightTaker
 from rollgrad.application.fleet_member import FleetMember
@@ -190,7 +191,8 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         """See `FleetMember.restart`; the new actor has the same options."""
         await self.close()
         self._actor = self._new_actor(self._actor.restarts + 1)
-        await self.ready()
+        with waiting_for(f"engine {self._actor.name} to start"):
+            await self.ready()
 
     async def close(self) -> None:
         """See `FleetMember.close`; a process that does not end by itself is killed."""
@@ -251,8 +253,9 @@ async def start_engines(
     """
     engines = [RayVLLMEngine(number, settings, options=options[number] if options else None) for number in range(count)]
     try:
-        async with asyncio.timeout(seconds):
-            await asyncio.gather(*(engine.ready() for engine in engines))
+        with waiting_for(f"{count} vLLM {'engine' if count == 1 else 'engines'} to start", deadline=seconds):
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*(engine.ready() for engine in engines))
     except BaseException as error:
         await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
         if isinstance(error, TimeoutError):

@@ -12,10 +12,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rollgrad.adapters.ray.placement import Slot
 from rollgrad.adapters.ray.session import ray_module
+from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import RollgradError, WorkerError
 
 GRACE_SECONDS = 30.0
@@ -127,12 +129,15 @@ class WorkerGroup:
             remote.options(**slot.options(), max_restarts=0).remote(rank, self.size, threads)
             for rank, slot in enumerate(slots)
         ]
-        host, port = self._gather({0: self._workers[0].listen.remote()}, "answering")[0]
-        self._everywhere("finding each other", lambda worker: worker.join.remote(host, port, timeout))
+        with self._waiting("start"):
+            host, port = self._gather({0: self._workers[0].listen.remote()}, "answering")[0]
+        with self._waiting("join one group"):
+            self._everywhere("finding each other", lambda worker: worker.join.remote(host, port, timeout))
 
     def build(self, make: Callable[..., Any], *arguments: Any) -> None:
         """Makes the model, by an importable function, in all processes."""
-        self._everywhere("loading the model", lambda worker: worker.build.remote(make, *arguments))
+        with self._waiting("load the model"):
+            self._everywhere("loading the model", lambda worker: worker.build.remote(make, *arguments))
 
     def pids(self) -> list[int]:
         """Of the processes, by rank."""
@@ -214,6 +219,10 @@ class WorkerGroup:
             if ray.is_initialized():
                 ray.kill(worker)
         self._workers = []
+
+    def _waiting(self, doing: str) -> AbstractContextManager[None]:
+        processes = "process" if self.size == 1 else "processes"
+        return waiting_for(f"{self.size} {processes} of {self.name} to {doing}", deadline=self._timeout)
 
     def _require_whole(self) -> None:
         if self._broken is not None:

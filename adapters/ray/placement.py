@@ -5,6 +5,7 @@ from typing import Any
 from attrs import field, frozen
 
 from rollgrad.adapters.ray.session import ray_module
+from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import ConfigurationError
 
 SHARE = 0.2
@@ -55,7 +56,10 @@ class Placement:
         self._share = SHARE if shared else 1.0
         self._gpus = gpus
         self._group = placement_group([local] * here + [bundle] * (bundles - here), strategy="PACK")
-        ready, _ = ray.wait([self._group.ready()], timeout=timeout)
+        with waiting_for(
+            f"room for {bundles} {'process' if bundles == 1 else 'processes'} of {name}", deadline=timeout
+        ):
+            ready, _ = ray.wait([self._group.ready()], timeout=timeout)
         if not ready:
             self.remove()
             there = {key: value for key, value in ray.cluster_resources().items() if key in ("CPU", "GPU")}

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
 
 CONNECT_SECONDS = 60
@@ -52,7 +53,8 @@ class RaySession:
         try:
             if address is not None and ":" in address:
                 _knock(address)  # Ray itself would try for minutes
-            _init(address or "local", settings)
+            with waiting_for("Ray to start on this machine" if address is None else f"the Ray cluster at {address}"):
+                _init(address or "local", settings)
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigurationError(
                 f"cluster.address is {address!r}, where no Ray cluster answers ({str(error).splitlines()[0]}): start "

@@ -8,6 +8,7 @@ sum: in bfloat16 an engine with a copy differs by this rounding, and one that sh
 Does not own: the optimizer, nor putting weights together that are divided over processes (`models.py`).
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,8 @@ def add_lora(model: Any, lora: LoraConfig, *, seed: int) -> None:
         MissingExtraError: peft is not installed.
     """
     targets = _targets(model, lora.target_modules)
+    # peft imports bitsandbytes wherever it is installed, which warns of a kernel for CPUs that it does without
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import peft
     except ImportError as error:

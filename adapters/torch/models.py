@@ -24,6 +24,7 @@ from rollgrad.adapters.torch.lora import (
 )
 from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings, TrainedModule
 from rollgrad.adapters.torch.routing import balance_weights, check_routers
+from rollgrad.adapters.torch.saving import save_pretrained
 from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import (
@@ -81,16 +82,6 @@ def _values(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[
         if weight is not None:
             run.append(weight)
             filled += size
-
-
-def _save_pretrained(model: Any, tokenizer: Any, path: Path, weights: Mapping[str, Tensor] | None) -> None:
-    """`weights` stand for the model's own, which are then not whole."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(path, state_dict=weights)
-        tokenizer.save_pretrained(path)
-    except OSError as error:
-        raise CheckpointError(f"The model cannot be written to {path}: {error}") from error
 
 
 def _copied(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
@@ -216,12 +207,12 @@ class TorchPolicy(PolicyModel):
     def _save(self, path: Path) -> None:
         trained = self._trained
         if not trained.divided and not adapter_weights(self.module):
-            _save_pretrained(self.module, self._tokenizer, path, None)
+            save_pretrained(self.module, self._tokenizer, path)
             return
         weights = _copied(self.weights(), keep=trained.first)
         of_adapters = _copied(self.adapter(), keep=trained.first)
         if trained.first:
-            _save_pretrained(self.module, self._tokenizer, path, weights | plain_buffers(self.module))
+            save_pretrained(self.module, self._tokenizer, path, weights | plain_buffers(self.module))
             if of_adapters:
                 save_adapter(self.module, of_adapters, path / ADAPTER_DIRECTORY)
 
@@ -314,7 +305,7 @@ class TorchValue(ValueModel):
         weights = _copied(_values(plain_weights(self._module), self._trained), keep=self._trained.first)
         if self._trained.first:
             of_body = {name.removeprefix("model."): t for name, t in weights.items() if name.startswith("model.")}
-            _save_pretrained(self._module.model, self._tokenizer, path, of_body)
+            save_pretrained(self._module.model, self._tokenizer, path, of_body)
             head = {name: tensor for name, tensor in weights.items() if name.startswith("value_head.")}
             save_file(head, path / "value_head.safetensors")
 

@@ -13,6 +13,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.vllm.packing import BUCKET_BYTES, Contents, Packer
 from rollgrad.adapters.vllm.transport import DividedPolicy, Life, Passage, Update, sent
 from rollgrad.domain.errors import EngineError
@@ -121,7 +122,8 @@ class Group:
             "world_size": rendezvous.size,
         }
         doing = f"make a group of {rendezvous.size} for weights at {rendezvous.host}:{rendezvous.port}"
-        self._communicator = within(JOIN_SECONDS, self._on_device(lambda: trainer_init(where)), doing)
+        with waiting_for(f"engines to {doing}", deadline=JOIN_SECONDS):
+            self._communicator = within(JOIN_SECONDS, self._on_device(lambda: trainer_init(where)), doing)
 
     def send(self, memory: Tensor) -> None:
         """Broadcasts; the memory may be overwritten afterwards."""

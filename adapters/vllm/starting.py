@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.vllm.plugin import VLLM_BACKENDS, register
 from rollgrad.adapters.vllm.weights import PROBE_TOKENS
 from rollgrad.application.choices import SyncBackend
@@ -19,6 +20,7 @@ PREFILL_TOKENS = 8192
 """Prompt tokens computed in one step on a CPU, or the longest sequence where that is more."""
 
 
+@waiting_for("vLLM to start")
 def start(sync_backend: SyncBackend, *, longest: int | None = None, threads: int | None = None, **settings: Any) -> Any:
     """An `AsyncLLM` that takes weights by `sync_backend` and holds sequences of up to `longest` tokens, but no more
     than the model has positions for, which None stands for. Log-probs are of the distribution that is sampled from;

@@ -24,6 +24,7 @@ from rollgrad.application.update import UpdateService
 from rollgrad.domain.curriculum import Curriculum
 from rollgrad.domain.entropy_control import EntropyController
 from rollgrad.domain.filtering import GroupFilter
+from rollgrad.domain.findings import LearningSettings, LearningWatch
 from rollgrad.domain.kl_control import KLController
 from rollgrad.domain.losses.objectives import PolicyLossObjective
 from rollgrad.domain.ports.rollout_engine import PauseMode
@@ -158,6 +159,7 @@ def make_run(
         "sink": run.sink,
         "checkpoints": run.checkpoints,
         "clock": clock,
+        "watch": LearningWatch(LearningSettings(steps=steps)),
         "sample_log": lambda step, groups: run.sampled.append((step, list(groups))),
     }
     plan = SamplingPlan(groups=GROUPS, samples=SAMPLES, in_flight=in_flight, group_filter=group_filter or GroupFilter())

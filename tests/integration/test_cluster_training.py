@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 import rollgrad
 from rollgrad.adapters.ray.session import RaySession
@@ -105,6 +107,19 @@ def test_a_run_in_several_processes_is_the_run_in_one(make: Callable[..., RLConf
             assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5)
     for name, tensor in model(lone).items():
         torch.testing.assert_close(model(finished)[name], tensor, rtol=0, atol=1e-3)
+
+
+def test_a_run_says_what_it_waits_for(make: Callable[..., RLConfig]) -> None:
+    config = make("waits", vllm=True)
+    config.actor.num_gpus_per_node, config.train.max_steps = 1, 1
+    with capture_logs() as logs:
+        train(config)
+    waits = [line["event"] for line in logs if "waiting for" in line["event"]]
+    assert "waiting for 1 vLLM engine to start (at most 300 s)" in waits  # which takes longer than any short wait
+    began = [line.partition("waiting for ")[2] for line in waits if line.startswith("waiting for")]
+    done = [line.partition("waiting for ")[2] for line in waits if line.startswith("done waiting for")]
+    assert [line.partition(" (")[0] for line in done] == [line.partition(" (")[0] for line in began]
+    assert all(re.search(r" \(\d+ s\)$", line) for line in done)
 
 
 @pytest.fixture(scope="module")

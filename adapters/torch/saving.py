@@ -1,0 +1,43 @@
+"""Writes models in Hugging Face format."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rollgrad.domain.errors import CheckpointError
+
+
+def save_pretrained(model: Any, tokenizer: Any, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Writes model and tokenizer to the directory `path`; `weights` replace the model's own where those are not whole.
+
+    Raises:
+        CheckpointError: `path` cannot be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with _nothing_to_unwrap():
+            model.save_pretrained(path, state_dict=weights)
+        tokenizer.save_pretrained(path)
+    except OSError as error:
+        raise CheckpointError(f"The model cannot be written to {path}: {error}") from error
+
+
+@contextmanager
+def _nothing_to_unwrap() -> Iterator[None]:
+    """Lets transformers save a model as it is.
+
+    It would look for wrappers around the model by accelerate, which imports DeepSpeed for that wherever it is
+    installed: seconds, and a warning about accelerators, in runs that have nothing to do with it. Models are not
+    wrapped here.
+    """
+    from transformers import modeling_utils
+
+    unwrap_model = modeling_utils.unwrap_model
+    modeling_utils.unwrap_model = lambda model, recursive=False: model
+    try:
+        yield
+    finally:
+        modeling_utils.unwrap_model = unwrap_model

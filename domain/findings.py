@@ -1,0 +1,212 @@
+"""Findings: why a run cannot learn, told from the metrics of its steps at the step where it is known.
+
+A sign is a condition on one step's metrics. A finding begins when its sign was seen in each of the last `WINDOW`
+rollouts (fewer in a shorter run), and ends when it was missing in as many; it is told once for each time it begins.
+Pure: no clock, no state but the value itself. Does not own: how findings are shown.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+WINDOW = 3
+"""Rollouts in a row that a sign needs: chance, or a batch of easy prompts, gives one rollout without any spread."""
+
+TRUNCATED_SHARE = 0.99
+"""Share of cut replies from which a model is not seen to end by itself."""
+
+COLLAPSED_ENTROPY = 0.01
+"""Nats per token below which samples of a prompt hardly differ; replies of trained models have 0.1 to 2."""
+
+Metrics = Mapping[str, float]
+
+
+@frozen(kw_only=True)
+class LearningSettings:
+    """Settings of a run that findings depend on.
+
+    `steps`: rollouts of the whole run. `judged_by_outcome`: whether advantages come from the rewards of whole replies,
+    rather than from a teacher or from single turns. `compared_in_groups`: whether a reply is worth what sets it apart
+    from others to the same prompt. `pass_threshold`: score from which a reply passes. `max_new_tokens`: length at which
+    a reply is cut.
+    """
+
+    steps: int
+    judged_by_outcome: bool = True
+    compared_in_groups: bool = True
+    pass_threshold: float = 1.0
+    max_new_tokens: int = 1024
+
+
+@frozen(kw_only=True)
+class Finding:
+    """A reason why the run does not learn: `evidence` in numbers, the settings to `look_at`, and the steps from `since`
+    to `until` in which its sign was seen."""
+
+    name: str
+    evidence: str
+    look_at: str
+    since: int
+    until: int
+
+    def __str__(self) -> str:
+        return f"{self.evidence} Look at {self.look_at}."
+
+
+@frozen(kw_only=True)
+class _Rule:
+    """`sign`: a value if the step shows it, else None; a streak is of equal values. `describe`: evidence and settings
+    to look at, from the latest metrics and the number of rollouts in the streak."""
+
+    sign: Callable[[Metrics, LearningSettings], Any]
+    describe: Callable[[Metrics, LearningSettings, int], tuple[str, str]]
+
+
+def _constant_reward(metrics: Metrics, run: LearningSettings) -> float | None:
+    lowest, highest = metrics.get("reward/min"), metrics.get("reward/max")
+    return lowest if run.judged_by_outcome and lowest is not None and lowest == highest else None
+
+
+def _describe_constant_reward(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    value, replies = metrics["reward/min"], f"{metrics['rollout/samples']:.0f} replies"
+    evidence = f"The reward was {value:g} for every reply of {_rollouts(rollouts)} ({replies} each)"
+    if value >= run.pass_threshold:
+        return f"{evidence}: all prompts are solved, there is nothing left to learn.", "--data.prompt_dataset"
+    settings = "samples.jsonl, the reward (--reward.verifier, --reward.function_path, ...) and --data.label_key"
+    return f"{evidence}: it tells no reply from another.", settings
+
+
+def _no_spread(metrics: Metrics, run: LearningSettings) -> bool | None:
+    if not (run.judged_by_outcome and run.compared_in_groups) or _constant_reward(metrics, run) is not None:
+        return None
+    return (metrics.get("rollout/zero_spread_share") == 1 and metrics.get("advantage/abs_mean") == 0) or None
+
+
+def _describe_no_spread(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"In every group of {_rollouts(rollouts)} all replies to a prompt had the same reward (mean "
+        f"{metrics['reward/mean']:.3g}), so that all advantages are 0."
+    )
+    return evidence, "--rollout.n_samples_per_prompt, --rollout.temperature and the reward"
+
+
+def _truncated(metrics: Metrics, run: LearningSettings) -> bool | None:
+    return metrics.get("rollout/truncated_share", 0.0) >= TRUNCATED_SHARE or None
+
+
+def _describe_truncated(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"{metrics['rollout/truncated_share']:.0%} of the replies of {_rollouts(rollouts)} were cut off (mean length "
+        f"{metrics['rollout/response_length_mean']:.0f} tokens): the model is not seen to end a reply."
+    )
+    return evidence, f"--rollout.max_new_tokens, which is {run.max_new_tokens}"
+
+
+def _no_gradient(metrics: Metrics, run: LearningSettings) -> bool | None:
+    explained = _constant_reward(metrics, run) is not None or _no_spread(metrics, run)
+    return (metrics.get("policy/grad_norm") == 0 and not explained) or None
+
+
+def _describe_no_gradient(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"The gradient of the policy was 0 in {_rollouts(rollouts)} (mean size of an advantage "
+        f"{metrics.get('advantage/abs_mean', 0.0):.3g}): the weights stay as they are."
+    )
+    return evidence, "--algo.advantage.estimator and the reward"
+
+
+def _collapsed(metrics: Metrics, run: LearningSettings) -> bool | None:
+    return metrics.get("rollout/entropy", 1.0) < COLLAPSED_ENTROPY or None
+
+
+def _describe_collapsed(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"The entropy was below {COLLAPSED_ENTROPY} nats per token in {_rollouts(rollouts)} (now "
+        f"{metrics['rollout/entropy']:.2g}): all samples of a prompt are nearly the same."
+    )
+    return evidence, "--rollout.temperature, --actor.adam.lr and --actor.entropy_coef"
+
+
+def _rollouts(count: int) -> str:
+    return "the rollout" if count == 1 else f"{count} rollouts in a row"
+
+
+_RULES = {
+    "constant_reward": _Rule(sign=_constant_reward, describe=_describe_constant_reward),
+    "no_spread": _Rule(sign=_no_spread, describe=_describe_no_spread),
+    "truncated": _Rule(sign=_truncated, describe=_describe_truncated),
+    "no_gradient": _Rule(sign=_no_gradient, describe=_describe_no_gradient),
+    "entropy_collapsed": _Rule(sign=_collapsed, describe=_describe_collapsed),
+}
+
+
+@frozen(kw_only=True)
+class _Streak:
+    """`value`: of the sign, since step `first`, in `seen` rollouts; then `missing` in so many. `finding`: told."""
+
+    value: Any = None
+    first: int = 0
+    seen: int = 0
+    missing: int = 0
+    finding: Finding | None = None
+
+
+@frozen
+class LearningWatch:
+    """Watches the steps of one run."""
+
+    run: LearningSettings
+    _streaks: Mapping[str, _Streak] = field(factory=dict)
+    _past: tuple[Finding, ...] = ()
+    _updates: int = 0
+    _updates_without_gradient: int = 0
+
+    def observe(self, step: int, metrics: Metrics) -> tuple["LearningWatch", tuple[Finding, ...]]:
+        """(the watch after a step, the findings that begin with it)."""
+        window = min(WINDOW, self.run.steps)
+        streaks, past, new = dict(self._streaks), list(self._past), list[Finding]()
+        for name, rule in _RULES.items():
+            streak, ended = _advance(streaks.get(name, _Streak()), step, rule.sign(metrics, self.run), window)
+            past += [ended] if ended is not None else []
+            if streak.finding is None and streak.seen >= window:
+                evidence, look_at = rule.describe(metrics, self.run, streak.seen)
+                finding = Finding(name=name, evidence=evidence, look_at=look_at, since=streak.first, until=step)
+                streak = evolve(streak, finding=finding)
+                new.append(finding)
+            streaks[name] = streak
+        updated = "policy/grad_norm" in metrics
+        watch = evolve(
+            self,
+            streaks=streaks,
+            past=tuple(past),
+            updates=self._updates + updated,
+            updates_without_gradient=self._updates_without_gradient + (updated and metrics["policy/grad_norm"] == 0),
+        )
+        return watch, tuple(new)
+
+    def findings(self) -> tuple[Finding, ...]:
+        """All findings, those that hold still included, by the step in which each began."""
+        holding = (streak.finding for streak in self._streaks.values() if streak.finding is not None)
+        return tuple(sorted((*self._past, *holding), key=lambda finding: finding.since))
+
+    def summary(self) -> tuple[str, ...]:
+        """Sentences for the end of the run: whether nothing was learned, then each finding with its steps."""
+        lines = [f"steps {found.since} to {found.until}: {found}" for found in self.findings()]
+        if self._updates and self._updates_without_gradient == self._updates:
+            count = "the only update" if self._updates == 1 else f"all {self._updates} updates"
+            lines.insert(0, f"Nothing was learned: the gradient was 0 in {count}.")
+        elif any(f.name == "constant_reward" and (f.since, f.until) == (1, self.run.steps) for f in self.findings()):
+            lines.insert(0, "Nothing was learned from the reward: every reply of the run had the same.")
+        return tuple(lines)
+
+
+def _advance(streak: _Streak, step: int, value: Any, window: int) -> tuple[_Streak, Finding | None]:
+    """(the streak with one more step, the finding that ends with it)."""
+    if value is not None and streak.seen and value == streak.value:
+        finding = None if streak.finding is None else evolve(streak.finding, until=step)
+        return evolve(streak, seen=streak.seen + 1, missing=0, finding=finding), None
+    if streak.finding is not None and value is None and streak.missing + 1 < window:
+        return evolve(streak, missing=streak.missing + 1), None
+    fresh = _Streak() if value is None else _Streak(value=value, first=step, seen=1)
+    return fresh, streak.finding

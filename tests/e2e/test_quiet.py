@@ -1,0 +1,43 @@
+"""A run in one process says nothing on stderr but its own lines."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+STEP = re.compile(r"step \d+/2( |$)")
+FLAGS = {
+    "rloo": ["--algo.advantage.estimator", "rloo", "--ckpt.save_steps", "1"],
+    "lora": ["--actor.lora.rank", "2", "--algo.advantage.estimator", "rloo"],
+    "ppo": ["--algo.preset", "ppo", "--critic.adam.lr", "1e-3"],
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_run_says_nothing_but_its_own_lines(name: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    rows = [{"input": f"What is {a} plus {a}?", "label": str(2 * a)} for a in range(1, 9)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n    return [len(set(query)) / 100 for query in queries]\n"
+    )
+    command = ["train", "rl", "--actor.model_name_or_path", str(tiny_model_dir), "--actor.adam.lr", "1e-3"]
+    command += ["--data.prompt_dataset", "prompts.jsonl", "--data.label_key", "label"]
+    command += ["--reward.function_path", "reward.py", "--rollout.batch_size", "4"]
+    command += ["--rollout.n_samples_per_prompt", "2", "--rollout.max_new_tokens", "8", "--train.max_steps", "2"]
+    run = subprocess.run(
+        [sys.executable, "-m", "rollgrad.entrypoints.cli", *command, *FLAGS[name], "--ckpt.output_dir", "out"],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert [line for line in run.stderr.splitlines() if not STEP.match(line)] == []
+    assert run.stdout == "out/report.html\n"

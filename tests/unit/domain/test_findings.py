@@ -1,0 +1,142 @@
+"""When a run is told that it cannot learn, and when not."""
+
+from typing import Any
+
+import pytest
+
+from rollgrad.domain.findings import COLLAPSED_ENTROPY, WINDOW, Finding, LearningSettings, LearningWatch
+
+HEALTHY = {
+    "reward/mean": 0.4,
+    "reward/min": 0.0,
+    "reward/max": 1.0,
+    "rollout/samples": 64.0,
+    "rollout/zero_spread_share": 0.5,
+    "rollout/truncated_share": 0.8,
+    "rollout/response_length_mean": 20.0,
+    "rollout/entropy": 1.5,
+    "advantage/abs_mean": 0.5,
+    "policy/grad_norm": 0.7,
+}
+NOTHING = {"rollout/zero_spread_share": 1.0, "advantage/abs_mean": 0.0, "policy/grad_norm": 0.0}
+SIGNS: dict[str, dict[str, float]] = {
+    "constant_reward": {"reward/mean": 0.0, "reward/max": 0.0, **NOTHING},
+    "no_spread": NOTHING,
+    "truncated": {"rollout/truncated_share": 1.0},
+    "no_gradient": {"policy/grad_norm": 0.0},
+    "entropy_collapsed": {"rollout/entropy": COLLAPSED_ENTROPY / 2},
+}
+LOOK_AT = {
+    "constant_reward": "--data.label_key",
+    "no_spread": "--rollout.n_samples_per_prompt",
+    "truncated": "--rollout.max_new_tokens, which is 24",
+    "no_gradient": "--algo.advantage.estimator",
+    "entropy_collapsed": "--rollout.temperature",
+}
+
+
+def watch(*steps: dict[str, float], **settings: Any) -> tuple[LearningWatch, dict[int, list[Finding]]]:
+    """A watch after these steps, and what it told at which."""
+    state = LearningWatch(LearningSettings(**{"steps": 100, "max_new_tokens": 24, **settings}))
+    told: dict[int, list[Finding]] = {}
+    for step, metrics in enumerate(steps, start=1):
+        state, found = state.observe(step, HEALTHY | metrics)
+        if found:
+            told[step] = list(found)
+    return state, told
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_a_sign_is_told_once_with_numbers_and_the_setting_to_look_at(name: str) -> None:
+    state, told = watch({}, *[SIGNS[name]] * 10)
+    assert list(told) == [1 + WINDOW]
+    (finding,) = told[1 + WINDOW]
+    assert (finding.name, finding.since) == (name, 2)
+    assert LOOK_AT[name] in finding.look_at
+    assert any(character.isdigit() for character in finding.evidence)
+    assert state.findings()[0].until == 11
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_a_sign_of_fewer_rollouts_is_chance(name: str) -> None:
+    state, told = watch(*([SIGNS[name]] * (WINDOW - 1) + [{}]) * 5)
+    assert told == {}
+    assert state.summary() == ()
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_a_finding_is_told_again_only_after_it_had_ended(name: str) -> None:
+    flickering, told = watch(*[SIGNS[name]] * WINDOW, *[{}] * (WINDOW - 1), *[SIGNS[name]] * WINDOW)
+    assert list(told) == [WINDOW]
+    assert len(flickering.findings()) == 1
+    ended, told = watch(*[SIGNS[name]] * WINDOW, *[{}] * WINDOW, *[SIGNS[name]] * WINDOW)
+    assert list(told) == [WINDOW, 3 * WINDOW]
+    assert [(finding.since, finding.until) for finding in ended.findings()] == [(1, 3), (7, 9)]
+
+
+def test_a_healthy_run_hears_nothing() -> None:
+    state, told = watch(*[{}] * 50)
+    assert told == {}
+    assert state.summary() == ()
+
+
+def test_a_cause_is_not_told_a_second_time_by_its_effect() -> None:
+    _, told = watch(*[SIGNS["constant_reward"]] * 5)
+    assert [finding.name for found in told.values() for finding in found] == ["constant_reward"]
+    _, told = watch(*[SIGNS["no_spread"]] * 5)
+    assert [finding.name for found in told.values() for finding in found] == ["no_spread"]
+
+
+def test_a_constant_is_one_number_over_the_rollouts_too() -> None:
+    changing = [{"reward/min": value, "reward/max": value, "policy/grad_norm": 0.3} for value in (0.0, 0.5, 0.0, 0.5)]
+    assert watch(*changing)[1] == {}
+
+
+def test_solved_prompts_are_told_apart_from_a_reward_that_says_nothing() -> None:
+    _, told = watch(*[SIGNS["constant_reward"] | {"reward/min": 1.0, "reward/max": 1.0}] * WINDOW)
+    assert "solved" in told[WINDOW][0].evidence
+    _, told = watch(*[SIGNS["constant_reward"]] * WINDOW)
+    assert "64 replies" in told[WINDOW][0].evidence
+    assert "solved" not in told[WINDOW][0].evidence
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("no_spread", {"compared_in_groups": False}),  # a critic, or the batch's mean, compares beyond the group
+        ("no_spread", {"judged_by_outcome": False}),
+        ("constant_reward", {"judged_by_outcome": False}),  # a teacher, or single turns
+    ],
+)
+def test_what_is_harmless_to_an_estimator_is_not_told(name: str, settings: dict[str, bool]) -> None:
+    harmless = SIGNS[name] | {"advantage/abs_mean": 0.3, "policy/grad_norm": 0.1}
+    assert watch(*[harmless] * 10, **settings)[1] == {}
+
+
+def test_kl_in_the_reward_gives_groups_without_spread_a_gradient() -> None:
+    assert watch(*[SIGNS["no_spread"] | {"advantage/abs_mean": 0.01, "policy/grad_norm": 0.1}] * 10)[1] == {}
+
+
+def test_a_short_run_is_told_before_it_is_over() -> None:
+    state, told = watch(SIGNS["constant_reward"], steps=1)
+    assert list(told) == [1]
+    assert state.summary()[0] == "Nothing was learned: the gradient was 0 in the only update."
+
+
+def test_the_summary_says_whether_anything_was_learned() -> None:
+    state, _ = watch(*[SIGNS["constant_reward"]] * 4, steps=4)
+    assert state.summary()[0] == "Nothing was learned: the gradient was 0 in all 4 updates."
+    assert state.summary()[1].startswith("steps 1 to 4: The reward was 0 for every reply")
+    state, _ = watch(*[SIGNS["constant_reward"] | {"policy/grad_norm": 0.2}] * 4, steps=4, compared_in_groups=False)
+    assert state.summary()[0].startswith("Nothing was learned from the reward")
+    state, _ = watch({}, *[SIGNS["constant_reward"]] * 3, steps=4)
+    assert [line[:15] for line in state.summary()] == ["steps 2 to 4: T"]
+
+
+def test_while_only_the_critic_learns_no_gradient_is_missed() -> None:
+    metrics = {key: value for key, value in HEALTHY.items() if key != "policy/grad_norm"}
+    state = LearningWatch(LearningSettings(steps=10))
+    for step in range(1, 6):
+        state, found = state.observe(step, metrics)
+        assert found == ()
+    assert state.summary() == ()
