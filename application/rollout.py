@@ -70,9 +70,10 @@ class FailureBudget:
         Raises:
             RewardError, EngineError: they are too many; the message is the last failure's.
         """
-        self._failures.update(failure.kind for failure in group.failures)
-        if self._failures.total() > self._allowed:
-            raise _too_many(group.failures[-1], self._failures, self._allowed)
+        failures = [failure for failure in group.failures if failure.kind is not FailureKind.NOT_APPLICABLE]
+        self._failures.update(failure.kind for failure in failures)
+        if failures and self._failures.total() > self._allowed:
+            raise _too_many(failures[-1], self._failures, self._allowed)
 
 
 class RolloutService:

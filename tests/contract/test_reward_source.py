@@ -16,7 +16,7 @@ from rollgrad.application.choices import Verifier
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RewardRequest
+from rollgrad.domain.rewards import RewardInput, RewardRequest
 from rollgrad.domain.sampling import StopReason
 from tests.fakes.reward_server import RewardServer
 from tests.fakes.reward_source import FakeRewardSource
@@ -31,9 +31,9 @@ def plain(queries: list[str], prompts: list[str], labels: list[Any]) -> list[flo
     return [float(q.removeprefix(p) == y) for q, p, y in zip(queries, prompts, labels, strict=True)]
 
 
-def judge(texts: Sequence[str]) -> list[tuple[float, bool]]:
+def judge(replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
     """A reward model, which knows no label."""
-    words = [re.findall("[0-9]+", text) for text in texts]
+    words = [re.findall("[0-9]+", reply.text) for reply in replies]
     return [(float(asked == answer), False) for asked, answer in words]
 
 

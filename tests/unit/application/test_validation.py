@@ -189,7 +189,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.apply_chat_template": False, "data.input_template": "Q:"}, "no {}"),
     (
         {"reward.verifier": None},
-        "--reward.function_path, --reward.model_name_or_path, --reward.remote_url or --reward.verifier",
+        "--reward.remote_url, --reward.judge_url or --reward.verifier",
     ),
     ({"data.prompt_dataset": f"{GYM},a.jsonl", "reward.verifier": None}, "No reward"),
     ({"reward.function_path": "r.py"}, "both set"),
@@ -292,6 +292,7 @@ OUT_OF_RANGE = {
     "normalize_mean_std": (0.0, 0.0),
     "stop_properly_penalty_coef": 1.5,
     "curriculum_range": (0.9, 0.1),
+    "judge_range": (10.0, 1.0),
     "adam.lr": -1e-6,
     "adam.betas": (0.9, 1.0),
     "adam.eps": 0.0,
