@@ -57,7 +57,8 @@ def read_segments(answer: Any, *, max_length: int) -> list[EpisodeSegment]:
 def rewarded(segments: Sequence[EpisodeSegment], reward: Reward) -> list[EpisodeSegment]:
     """The segments of an episode that brought no reward, with what the run's source says of it, on the last one."""
     last = segments[-1]
-    score = reward.score if last.score is None else last.score
+    given = reward.value if reward.score is None else reward.score
+    score = given if last.score is None else last.score
     metrics = {**last.metrics, **reward.metrics}
     return [*segments[:-1], evolve(last, reward=reward.value, score=score, metrics=metrics, parts=reward.parts)]
 

@@ -107,7 +107,8 @@ class MultiTurnExecutor(AgentExecutor):
         if last.reward is None:
             reward = await self._judge(session, ledger, request, response, ended)
             ledger.reward_last(reward.value)
-            score, metrics, parts = reward.score, {**metrics, **reward.metrics}, reward.parts
+            score = reward.value if reward.score is None else reward.score
+            metrics, parts = {**metrics, **reward.metrics}, reward.parts
         elif not self._said:
             self._said = True
             log.info("the environment rewards its episodes: the run's reward judges only those whose reward is None")
