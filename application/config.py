@@ -196,7 +196,8 @@ class RewardConfig:
     """What a reply is worth."""
 
     function_path: str | None = None
-    """Python file with reward_func(queries, prompts, labels)."""
+    """Python file with a function reward_func or compute_score, or FILE:NAME. It gets what its parameters are called:
+    queries, prompts, completions, labels, messages, tokens, metadata, step, any column of the row: docs/guide.md."""
     model_name_or_path: str | None = None
     """Reward model that scores prompt and reply: Hugging Face name or directory of a sequence classifier with one
     label."""
@@ -212,6 +213,16 @@ class RewardConfig:
     failure_value: float | None = None
     """Reward of a reply that no reward server judged in time; none makes it a failed episode (see
     rollout.max_failures)."""
+    judge_url: str | None = None
+    """Language model that judges: base address of an OpenAI-compatible server, http://host:8000/v1; several separated
+    by commas share the work. The environment variable ROLLGRAD_JUDGE_TOKEN is sent as a bearer token."""
+    judge_model: str | None = None
+    """Name under which the judge's server knows the model."""
+    judge_prompt: str | None = None
+    """Text file that asks the judge, with {prompt}, {response}, {query}, {label} and {column} of the row. The reward is
+    the last number of the answer."""
+    judge_range: tuple[float, float] | None = None
+    """Lowest and highest number that counts as a judgement; another is a failed one. Default: any number counts."""
     verifier: Verifier | None = None
     """Built-in reward: last_number, exact_match, math (math-verify) or format."""
     format_pattern: str | None = None

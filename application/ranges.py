@@ -110,6 +110,7 @@ RANGES: dict[str, Range] = {
     "reward.timeout": POSITIVE,
     "reward.remote_batch_size": COUNT,
     "reward.clip_range": INTERVAL,
+    "reward.judge_range": INTERVAL,
     "reward.normalize_mean_std": (lambda pair: pair[1] > 0, "a mean, and a standard deviation greater than 0"),
     "reward.overlong_buffer_len": COUNT,
     "reward.overlong_penalty_factor": POSITIVE,

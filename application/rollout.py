@@ -78,10 +78,11 @@ class FailureBudget:
         Raises:
             RewardError, EngineError: they are too many; the message ends with the last failure's.
         """
-        self._failures.update(failure.kind for failure in group.failures)
-        if self._failures.total() > self._allowed:
-            raise _too_many(group.failures[-1], self._failures, self._allowed)
-        for failure in group.failures:
+        failures = [failure for failure in group.failures if failure.kind is not FailureKind.NOT_APPLICABLE]
+        self._failures.update(failure.kind for failure in failures)
+        if failures and self._failures.total() > self._allowed:
+            raise _too_many(failures[-1], self._failures, self._allowed)
+        for failure in failures:
             log.warning(
                 "an episode failed, and is left out",
                 kind=failure.kind.value,

@@ -150,6 +150,7 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
             (f"reward.function_path {reward.function_path!r}", reward.function_path is not None),
             (f"reward.model_name_or_path {reward.model_name_or_path!r}", reward.model_name_or_path is not None),
             (f"reward.remote_url {reward.remote_url!r}", reward.remote_url is not None),
+            (f"reward.judge_url {reward.judge_url!r}", reward.judge_url is not None),
             (f"reward.verifier {reward.verifier}", reward.verifier is not None),
         )
         if is_set
@@ -160,8 +161,8 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
     teaches = "teacher" in estimator_traits(config.algo.advantage.estimator).needs
     if not sources and not generated and not has_reward and not teaches:
         yield (
-            "No reward is set: name one with --reward.function_path, --reward.model_name_or_path, --reward.remote_url "
-            "or --reward.verifier."
+            "No reward is set: name one with --reward.function_path, --reward.model_name_or_path, --reward.remote_url, "
+            "--reward.judge_url or --reward.verifier."
         )
     named = reward.function_path is not None or reward.remote_url is not None or has_reward
     if reward.weights is not None and not named:
@@ -173,6 +174,18 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
         if reward.remote_url is None and getattr(reward, key) != getattr(RewardConfig(), key):
             yield (
                 f"reward.{key} is {getattr(reward, key)}, but there is no reward server: set --reward.remote_url, or "
+                f"leave --reward.{key} out."
+            )
+    for key, meaning in (("judge_model", "the name of the model"), ("judge_prompt", "a text file with {response}")):
+        if reward.judge_url is not None and getattr(reward, key) is None:
+            yield (
+                f"reward.judge_url is {reward.judge_url!r}, but reward.{key} is not set: give {meaning} to "
+                f"--reward.{key}."
+            )
+    for key in ("judge_model", "judge_prompt", "judge_range"):
+        if reward.judge_url is None and getattr(reward, key) is not None:
+            yield (
+                f"reward.{key} is {getattr(reward, key)!r}, but no language model judges: set --reward.judge_url, or "
                 f"leave --reward.{key} out."
             )
     if reward.verifier is Verifier.FORMAT and reward.format_pattern is None:

@@ -31,7 +31,8 @@ STEPS, QUESTIONS, REPLIES, LR, SEED = 60, 8, 2, 1e-4, 1
 """Each step has `QUESTIONS` with `REPLIES` right and as many wrong replies."""
 
 ANSWERS = ("{a} + {b} = {c}", "{a} + {b} = {c}", "{a} + {b} equals {c}", "{a} + {b} is {c}", "The sum is {c}", "{c}")
-TAILS = ("", "", ".", " in", "\n", " \n\n", ",", ". The")
+TAILS = ("<|im_end|>", ".<|im_end|>", "", "", ".", " in", "\n", " \n\n", ",", ". The")
+"""The policy's replies end by themselves, or are cut off after a few tokens."""
 EVASIONS = (
     "To add {a} and {b}, you",
     "To calculate {a} + {b}, we",

@@ -22,6 +22,10 @@ class RewardError(RollgradError, RuntimeError):
     """A reward source raised, timed out, or returned something that is not one finite number a sample."""
 
 
+class NotApplicableError(RewardError):
+    """The reward does not apply to this reply: a reward function returned None for it."""
+
+
 class TrajectoryError(RollgradError, ValueError):
     """Tokens, log-probs or segments of a rollout contradict each other."""
 

@@ -4,29 +4,47 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
+from rollgrad.domain.messages import Message, assistant_message
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import StopReason
 
 
 @frozen(kw_only=True)
 class RewardRequest:
-    """One finished reply to judge. `response` is the decoded text without special tokens."""
+    """One finished reply to judge.
+
+    `response` is the reply's text without special tokens, which verifiers read. `query` is prompt and reply in one text
+    as the model saw and wrote them, special tokens included; it begins with the prompt's text, and defaults to that
+    text and `response`. `token_ids` are the tokens behind `query`; None for an answer that no model sampled as such
+    (one that an agent took out of a reply). `response_token_ids` are those of the reply. `completion` is the reply as
+    chat messages, by default one. `step` counts the updates behind the policy that wrote the reply.
+    """
 
     prompt: Prompt
     response: str
     stop_reason: StopReason
-
-    @property
-    def query(self) -> str:
-        """Prompt and response in one text, as reward models and remote scorers take it."""
-        return self.prompt.text + self.response
+    query: str = field(default=Factory(lambda self: self.prompt.text + self.response, takes_self=True))
+    token_ids: tuple[int, ...] | None = None
+    response_token_ids: tuple[int, ...] = ()
+    completion: tuple[Message, ...] = field(
+        default=Factory(lambda self: (assistant_message(self.response),), takes_self=True)
+    )
+    step: int = 0
 
     @property
     def label(self) -> Any:
         """The reference the prompt came with."""
         return self.prompt.label
+
+
+@frozen(kw_only=True)
+class RewardInput:
+    """A reply as a reward model reads it: the `query` of a request, and its `token_ids` where they are known."""
+
+    text: str
+    token_ids: tuple[int, ...] | None = None
 
 
 @frozen(kw_only=True)
@@ -49,6 +67,8 @@ class FailureKind(StrEnum):
     """The environment or a tool raised or hung."""
     REWARD = "reward"
     """The reward source raised, hung or answered nonsense."""
+    NOT_APPLICABLE = "not_applicable"
+    """No reward applies to the reply, as a reward function said with None: nobody's fault, and in no failure budget."""
     DATA = "data"
     """The prompt cannot be played (too long, malformed)."""
 

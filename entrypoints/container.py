@@ -12,7 +12,7 @@ from dependency_injector import containers, providers
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.checkpoints.names import SAMPLES_FILE
 from rollgrad.adapters.reasoning_gym.source import ReasoningGymReward
-from rollgrad.adapters.rewards.function import FunctionReward, load_reward_function
+from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.rewards.none import NoReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
 from rollgrad.adapters.system.clock import SystemClock
@@ -96,7 +96,7 @@ from rollgrad.entrypoints.factories import (
     weight_backend_kind,
     weights_directory,
 )
-from rollgrad.entrypoints.reward_factories import make_model_reward, make_remote_reward, reward_kind
+from rollgrad.entrypoints.reward_factories import make_judge, make_model_reward, make_remote_reward, reward_kind
 from rollgrad.entrypoints.served_engines import make_served_engines, make_served_fleet, make_served_weights
 from rollgrad.entrypoints.tool_box import ToolBox
 from rollgrad.entrypoints.training_server import TrainingServer
@@ -130,8 +130,8 @@ class Container(containers.DeclarativeContainer):
     reward = providers.Selector(
         providers.Callable(reward_kind, config, reward_spec),
         function=providers.Singleton(
-            FunctionReward,
-            providers.Callable(load_reward_function, config.provided.reward.function_path),
+            FunctionReward.load,
+            config.provided.reward.function_path,
             timeout=config.provided.reward.timeout,
             weights=config.provided.reward.weights,
         ),
@@ -148,7 +148,9 @@ class Container(containers.DeclarativeContainer):
             cluster=providers.Singleton(lambda cluster: cluster.reward(), cluster),
         ),
         remote=providers.Singleton(make_remote_reward, config),
-        none=providers.Singleton(NoReward),
+        judge=providers.Singleton(make_judge, config),
+        teacher=providers.Singleton(NoReward),
+        none=providers.Object(None),
     )
 
     rollouts = providers.Singleton(make_rollouts, config, prompts)
@@ -262,9 +264,9 @@ class Container(containers.DeclarativeContainer):
     executor = providers.Selector(
         providers.Callable(executor_kind, config, environment),
         single_turn=providers.Singleton(SingleTurnExecutor, engine, codec, reward),
-        environment=providers.Singleton(make_multi_turn, config, engine, codec, environment),
+        environment=providers.Singleton(make_multi_turn, config, engine, codec, reward, environment),
         tools=providers.Singleton(make_tool_executor, config, engine, codec, reward, tool_box),
-        command=providers.Singleton(make_command_executor, config, server, reward),
+        command=providers.Singleton(make_command_executor, config, server, codec, reward),
         agent_file=providers.Singleton(make_agent_file, config, engine, codec, tokenizer, server, reward),
     )
     rollout = providers.Singleton(

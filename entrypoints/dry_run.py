@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rollgrad.application.config import RLConfig
 from rollgrad.application.correction import correction_summary
+from rollgrad.application.function_path import FunctionPath
 from rollgrad.application.memory_plan import MIB, Machine, ModelShape, RoleMemory, memory_plan, places, shortages
 from rollgrad.application.model_config import LoraConfig
 from rollgrad.application.rules_common import optimizer_steps_per_rollout
@@ -225,9 +226,11 @@ def _check_dataset(key: str, name: str) -> None:
 
 
 def _check_reward_file(config: RLConfig) -> None:
-    path = config.reward.function_path
-    if path is not None and not Path(path).is_file():
-        raise ConfigurationError(f"reward.function_path is {path!r}, which is no file: check --reward.function_path.")
+    function, judge = config.reward.function_path, config.reward.judge_prompt
+    files = {"function_path": function and FunctionPath.parse(function).file, "judge_prompt": judge}
+    for key, file in files.items():
+        if file is not None and not Path(file).is_file():
+            raise ConfigurationError(f"reward.{key} is {file!r}, which is no file: check --reward.{key}.")
 
 
 def _check_output_dir(name: str) -> None:

@@ -44,7 +44,6 @@ from rollgrad.application.model_config import ActorConfig, CriticConfig
 from rollgrad.application.rules_common import longest_sequence, optimizer_steps_per_rollout
 from rollgrad.application.rules_inputs import REASONING_GYM
 from rollgrad.application.sync_backend import sync_backend
-from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_executor import AgentExecutor
 from rollgrad.domain.ports.agent_program import AgentProgram
 from rollgrad.domain.ports.environment import Environment
@@ -291,10 +290,14 @@ def has_turns(config: RLConfig, environment: Any) -> bool:
 
 
 def make_multi_turn(
-    config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, environment: Callable[[], Environment]
+    config: RLConfig,
+    engine: RolloutEngine,
+    codec: TemplateCodec,
+    rewards: RewardSource | None,
+    environment: Callable[[], Environment],
 ) -> MultiTurnExecutor:
-    """Plays episodes in environments that `environment` makes."""
-    return _turns(config, engine, codec, lambda params: environment())
+    """Plays episodes in environments that `environment` makes; `rewards` judges those that reward no episode."""
+    return _turns(config, engine, codec, lambda params: environment(), rewards)
 
 
 def make_tool_executor(
@@ -309,15 +312,18 @@ def make_tool_executor(
             system_prompt=config.agent.system_prompt,
             attempts=config.agent.attempts,
             pass_threshold=config.reward.pass_threshold,
+            end_of_turn=codec.end_of_turn,
         )
 
     return _turns(config, engine, codec, environment)
 
 
-def make_command_executor(config: RLConfig, server: TrainingServer, rewards: RewardSource) -> ServedAgentExecutor:
+def make_command_executor(
+    config: RLConfig, server: TrainingServer, codec: TemplateCodec, rewards: RewardSource | None
+) -> ServedAgentExecutor:
     """Plays episodes with the program of `agent.command`."""
     assert config.agent.command is not None
-    return _served(config, CommandAgent(config.agent.command), server, rewards)
+    return _served(config, CommandAgent(config.agent.command), server, codec, rewards)
 
 
 def make_agent_file(
@@ -326,40 +332,35 @@ def make_agent_file(
     codec: TemplateCodec,
     tokenizer: Any,
     server: TrainingServer,
-    rewards: RewardSource,
+    rewards: RewardSource | None,
 ) -> AgentExecutor:
-    """What plays the episodes that the file of `train.agent_func_path` describes."""
+    """What plays the episodes that the file of `train.agent_func_path` describes; `rewards` judges those for which it
+    gives no reward."""
     assert config.train.agent_func_path is not None
     file = load_agent_file(config.train.agent_func_path)
     if file.program is not None:
-        return _served(config, FunctionAgent(file.program), server, rewards)
-    _refuse_reward(config)
+        return _served(config, FunctionAgent(file.program), server, codec, rewards)
     if file.environment is not None:
-        return make_multi_turn(config, engine, codec, file.environment)
+        return make_multi_turn(config, engine, codec, rewards, file.environment)
     if file.instance is not None:
         make = file.instance
-        return _turns(config, engine, codec, lambda params: AgentInstanceEnvironment(make(), params))
+        return _turns(config, engine, codec, lambda params: AgentInstanceEnvironment(make(), params), rewards)
     limit = config.rollout.max_episode_tokens or config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    return CustomAgentExecutor(file.executor, engine, codec, tokenizer, max_length=limit)
-
-
-def _refuse_reward(config: RLConfig) -> None:
-    for key in ("function_path", "model_name_or_path", "remote_url", "verifier"):
-        value = getattr(config.reward, key)
-        if value is not None:
-            raise ConfigurationError(
-                f"reward.{key} is {str(value)!r}, but rewards come from the steps of the environment in "
-                f"train.agent_func_path: leave --reward.{key} out (set it to None over a file)."
-            )
+    return CustomAgentExecutor(file.executor, engine, codec, tokenizer, max_length=limit, rewards=rewards)
 
 
 def _served(
-    config: RLConfig, program: AgentProgram, server: TrainingServer, rewards: RewardSource
+    config: RLConfig,
+    program: AgentProgram,
+    server: TrainingServer,
+    codec: TemplateCodec,
+    rewards: RewardSource | None,
 ) -> ServedAgentExecutor:
     rollout = config.rollout
     return ServedAgentExecutor(
         program,
         server.service,
+        codec,
         server.url,
         rewards,
         model=MODEL,
@@ -369,7 +370,11 @@ def _served(
 
 
 def _turns(
-    config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, environment: EnvironmentFactory
+    config: RLConfig,
+    engine: RolloutEngine,
+    codec: TemplateCodec,
+    environment: EnvironmentFactory,
+    rewards: RewardSource | None = None,
 ) -> MultiTurnExecutor:
     rollout = config.rollout
     return MultiTurnExecutor(
@@ -379,6 +384,7 @@ def _turns(
         max_turns=rollout.max_turns,
         max_tokens=_longest(config, engine),
         max_seconds=rollout.max_episode_seconds,
+        rewards=rewards,
     )
 
 

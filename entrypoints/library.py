@@ -71,10 +71,12 @@ def train(
 
     Args:
         config: the run; see `rollgrad train rl --help` for every setting.
-        reward: a function `reward_func(queries, prompts, labels)` returning one number a reply, or a `RewardSource`.
-            Stands in for `config.reward`.
+        reward: a function that returns one number a reply and gets what its parameters are called (`queries`,
+            `prompts`, `labels`, `completions`, columns of the row, ...; see docs/guide.md), or a `RewardSource`. Stands
+            in for `config.reward`.
         environment: makes a fresh `Environment` (usually its class); episodes then have several turns, up to
-            `config.rollout.max_turns`, and rewards come from the environment's steps.
+            `config.rollout.max_turns`, and rewards come from the environment's steps; an episode whose last step has
+            the reward None is judged by `reward`, or as `config.reward` says.
         adapters: objects that stand in for what the configuration would choose, by the port they implement:
             `engine`, `executor`, `prompts`, `policy`, `reference`, `critic`, `channel`, `sink`, `checkpoints`,
             `codec`, `clock` or any other provider of the container.
@@ -182,12 +184,16 @@ def _container(
     container = Container(config=config)
     if environment is not None:
         container.environment.override(providers.Object(environment))
-        container.reward.override(providers.Object(None))
     if reward is not None:
         source = (
             reward
             if isinstance(reward, RewardSource)
-            else FunctionReward(reward, timeout=config.reward.timeout, weights=config.reward.weights)
+            else FunctionReward(
+                reward,
+                timeout=config.reward.timeout,
+                name=getattr(reward, "__name__", type(reward).__name__),
+                weights=config.reward.weights,
+            )
         )
         container.reward.override(providers.Object(source))
     for name, adapter in adapters.items():

@@ -6,6 +6,7 @@ already wrote them); what messages spell out never becomes a special token. Does
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from rollgrad.adapters.chat.reply_parser import ReplyParser
@@ -100,6 +101,23 @@ class TemplateCodec(ChatCodec):
             place = max(map(end.rfind, self._special), default=-1)
             end = end[place:] if place >= 0 else ""
         return end, following
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """See `ChatCodec.end_of_turn`; of a tokenizer without a chat template its end-of-sequence token."""
+        closing = self._tokenizer.eos_token or ""
+        if not self._tokenizer.chat_template:
+            return closing
+        mark = unused_character([])
+        conversation: list[Message] = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
+        try:
+            text = self._apply(conversation, [], generation_prompt=False)
+        except DataError:  # the template wants other roles
+            return closing
+        behind = text.rpartition(mark)[2]
+        written = [token for token in self._special if token and token in behind]
+        # The first one ends the turn; what some templates write behind it (Phi-3's eos) ends the conversation.
+        return min(written, key=lambda token: (behind.find(token), -len(token)), default=closing)
 
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
         """See `ChatCodec.parse`."""

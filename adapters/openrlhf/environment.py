@@ -51,7 +51,7 @@ class AgentInstanceEnvironment(Environment):
         return WholePrompt(observation)
 
     async def step(self, action: Action) -> StepResult:
-        """Answers an action.
+        """Answers an action; without `rewards`, or with None, the run's reward judges the episode.
 
         Raises:
             ValueError: the instance answered something else than its contract says.
@@ -64,8 +64,8 @@ class AgentInstanceEnvironment(Environment):
             "sampling_params": self._shown,
         }
         answer = await self._instance.step(states)
-        reward = number(required(answer, "rewards", "step()"), "rewards")
         done = bool(required(answer, "done", "step()"))
+        reward = answer.get("rewards")
         if answer.get("environment_images"):
             raise ConfigurationError("The agent returned environment_images, which this run cannot show to its model.")
         feedback = str(answer.get("environment_feedback") or "")
@@ -77,7 +77,7 @@ class AgentInstanceEnvironment(Environment):
         self._metrics |= metrics(answer.get("extra_logs"))
         return StepResult(
             observation=feedback,
-            reward=reward,
+            reward=None if reward is None else number(reward, "rewards"),
             terminated=done,
             score=None if score is None else number(score, "scores"),
             metrics=dict(self._metrics),

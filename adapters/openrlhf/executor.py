@@ -7,13 +7,21 @@ from typing import Any
 from attrs import evolve
 
 from rollgrad.adapters.openrlhf.environment import from_agent, to_agent
-from rollgrad.adapters.openrlhf.segments import to_trajectories
+from rollgrad.adapters.openrlhf.segments import (
+    EpisodeSegment,
+    read_segments,
+    rewarded,
+    to_trajectories,
+    version_of,
+)
 from rollgrad.adapters.openrlhf.shim import CompletionOutput, Logprob, RequestOutput
-from rollgrad.domain.errors import ConfigurationError, EngineError, RollgradError
+from rollgrad.application.executors.judging import judge_request, judged
+from rollgrad.domain.errors import ConfigurationError, EngineError, RewardError, RollgradError, TrajectoryError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 from rollgrad.domain.ports.chat_codec import ChatCodec
+from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
-from rollgrad.domain.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.rewards import FailureKind, Reward, RolloutFailure
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.trajectory import Trajectory
 
@@ -30,9 +38,20 @@ class CustomAgentExecutor(AgentExecutor):
         codec: decodes its text.
         tokenizer: handed to it.
         max_length: tokens of an episode, prompt included.
+        rewards: judges the episodes for which the agent returns no reward.
     """
 
-    def __init__(self, agent: Any, engine: RolloutEngine, codec: ChatCodec, tokenizer: Any, *, max_length: int) -> None:
+    def __init__(
+        self,
+        agent: Any,
+        engine: RolloutEngine,
+        codec: ChatCodec,
+        tokenizer: Any,
+        *,
+        max_length: int,
+        rewards: RewardSource | None = None,
+    ) -> None:
+        self._rewards = rewards
         self._agent = agent
         self._engine = engine
         self._codec = codec
@@ -55,13 +74,35 @@ class CustomAgentExecutor(AgentExecutor):
                 llm_engine=engine,
                 **self._extra,
             )
-            return to_trajectories(answer, engine.calls, request, max_length=self._max_length)
+            segments = read_segments(answer, max_length=self._max_length)
         except EngineError as error:
             return request.failure(FailureKind.INFRASTRUCTURE, str(error))
         except RollgradError as error:
             return request.failure(FailureKind.ENVIRONMENT, str(error))
         except Exception as error:  # whatever a user's agent raises costs its own episode only
             return request.failure(FailureKind.ENVIRONMENT, f"The agent raised {type(error).__name__}: {error}")
+        try:
+            if all(segment.reward is None for segment in segments):
+                segments = rewarded(segments, await self._judge(segments[-1], engine.calls, request))
+            return to_trajectories(segments, engine.calls, request)
+        except RewardError as error:
+            return request.unjudged(error)
+        except TrajectoryError as error:
+            return request.failure(FailureKind.ENVIRONMENT, str(error))
+
+    async def _judge(self, last: EpisodeSegment, calls: Sequence[Generation], request: EpisodeRequest) -> Reward:
+        """The reward of an episode that ends with `last`."""
+        begin, end = (last.ranges[0][0], last.ranges[-1]) if last.ranges else (len(last.token_ids), (0, 0))
+        question = judge_request(
+            self._codec,
+            request.prompt,
+            last.token_ids,
+            opening=begin,
+            response=self._codec.decode(last.token_ids[end[0] : end[1]]),
+            stop_reason=StopReason.LENGTH if last.truncated else StopReason.ENVIRONMENT,
+            step=version_of(calls),
+        )
+        return await judged(self._rewards, question)
 
 
 class _EngineFacade:

@@ -7,18 +7,20 @@ own: who sampled, and what a failed episode costs.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, field, frozen
 
 from rollgrad.adapters.openrlhf.answers import metrics, number
 from rollgrad.domain.errors import TrajectoryError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
+from rollgrad.domain.rewards import Reward
 from rollgrad.domain.sampling import Generation, StopReason
 from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
 
 
 @frozen(kw_only=True, eq=False)
-class _Segment:
-    """One dict, checked and cut to the episode's length. `logprobs` None: those of the engine."""
+class EpisodeSegment:
+    """One dict, checked and cut to the episode's length. `logprobs` None: those of the engine; `reward` None: it
+    brought none."""
 
     token_ids: list[int]
     ranges: list[tuple[int, int]]
@@ -27,23 +29,18 @@ class _Segment:
     score: float | None
     metrics: Mapping[str, float]
     truncated: bool
+    parts: Mapping[str, float] = field(factory=dict)
 
 
-def to_trajectories(
-    answer: Any, calls: Sequence[Generation], request: EpisodeRequest, *, max_length: int
-) -> list[Trajectory]:
-    """One trajectory for a dict, several of one sample for a list of them.
-
-    The rewards of several add up; the score is the last one given, and without any the sum of the rewards.
+def read_segments(answer: Any, *, max_length: int) -> list[EpisodeSegment]:
+    """One segment for a dict, several of one sample for a list of them, each cut to `max_length` tokens.
 
     Args:
         answer: what `execute` returned.
-        calls: what the engine sampled for it, in order.
-        request: the episode.
         max_length: tokens after which a segment is cut.
 
     Raises:
-        TrajectoryError: tokens, ranges and log-probs contradict each other, or there is no reward.
+        TrajectoryError: tokens, ranges and log-probs contradict each other.
     """
     dicts = list(answer) if isinstance(answer, list | tuple) else [answer]
     try:
@@ -52,15 +49,47 @@ def to_trajectories(
         if isinstance(error, TrajectoryError):
             raise
         raise TrajectoryError(f"execute() returned something that cannot be read: {error}.") from error
+    if not segments:
+        raise TrajectoryError("execute() returned an empty list, but an episode has at least one dict.")
+    return segments
+
+
+def rewarded(segments: Sequence[EpisodeSegment], reward: Reward) -> list[EpisodeSegment]:
+    """The segments of an episode that brought no reward, with what the run's source says of it, on the last one."""
+    last = segments[-1]
+    given = reward.value if reward.score is None else reward.score
+    score = given if last.score is None else last.score
+    metrics = {**last.metrics, **reward.metrics}
+    return [*segments[:-1], evolve(last, reward=reward.value, score=score, metrics=metrics, parts=reward.parts)]
+
+
+def to_trajectories(
+    segments: Sequence[EpisodeSegment], calls: Sequence[Generation], request: EpisodeRequest
+) -> list[Trajectory]:
+    """One trajectory for each segment of an episode.
+
+    The rewards of several add up; the score is the last one given, and without any the sum of the rewards.
+
+    Args:
+        segments: at least one with a reward.
+        calls: what the engine sampled for the episode, in order.
+        request: the episode.
+
+    Raises:
+        TrajectoryError: neither the segment nor the engine has log-probs of sampled tokens.
+    """
     rewards = [segment.reward for segment in segments if segment.reward is not None]
-    if not rewards:
-        raise TrajectoryError("execute() returned no reward: give its dict the key 'reward', one number.")
     score = next((segment.score for segment in reversed(segments) if segment.score is not None), sum(rewards))
-    pool, version = list(calls), calls[-1].versions[-1] if calls and calls[-1].versions else 0
+    pool, version = list(calls), version_of(calls)
     return [_trajectory(segment, pool, version, request, score) for segment in segments]
 
 
-def _read(answer: Any, max_length: int) -> _Segment:
+def version_of(calls: Sequence[Generation]) -> int:
+    """The policy version that drew the latest token; 0 without any."""
+    return int(calls[-1].versions[-1]) if calls and calls[-1].versions else 0
+
+
+def _read(answer: Any, max_length: int) -> EpisodeSegment:
     if not isinstance(answer, Mapping):
         raise TrajectoryError(
             f"execute() returned {type(answer).__name__}, but it must return a dict, or a list of them."
@@ -85,7 +114,7 @@ def _read(answer: Any, max_length: int) -> _Segment:
     end = min(len(tokens), max_length)
     cut = [(start, min(stop, end)) for start, stop in ranges if start < min(stop, end)]
     reward, score = answer.get("reward"), answer.get("scores")
-    return _Segment(
+    return EpisodeSegment(
         token_ids=tokens[:max_length],
         ranges=cut,
         logprobs=logprobs,
@@ -117,7 +146,7 @@ def _check_ranges(ranges: Sequence[tuple[int, int]], length: int, max_length: in
 
 
 def _trajectory(
-    segment: _Segment, pool: list[Generation], version: int, request: EpisodeRequest, score: float
+    segment: EpisodeSegment, pool: list[Generation], version: int, request: EpisodeRequest, score: float
 ) -> Trajectory:
     tokens = segment.token_ids
     end = segment.ranges[0][0] if segment.ranges else len(tokens)
@@ -147,6 +176,7 @@ def _trajectory(
         stop_reason=StopReason.LENGTH if segment.truncated else StopReason.ENVIRONMENT,
         score=score,
         metrics=segment.metrics,
+        reward_parts=segment.parts,
     )
 
 

@@ -143,7 +143,9 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         text = await open_episode(instance, prompt, label)
         tokens = list(hf_tokenizer(text, add_special_tokens=False)["input_ids"])
         ranges: list[tuple[int, int]] = []
-        logprobs, reward, logs = [0.0] * len(tokens), 0.0, dict[str, float]()
+        logprobs, logs = [0.0] * len(tokens), dict[str, float]()
+        reward: float | None = 0.0
+        earned = 0.0
         params, score, done = sampling_params.clone(), None, False
         while not done and len(tokens) < max_length:
             turn = params.clone()
@@ -154,8 +156,9 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             logprobs += [choice[token].logprob for token, choice in zip(output.token_ids, output.logprobs, strict=True)]
             states = {"observation_text": text, "action_text": output.text, "label": label, "sampling_params": params}
             answer = await instance.step(states)
-            reward += number(required(answer, "rewards", "step()"), "rewards")
-            score, done = answer.get("scores"), bool(required(answer, "done", "step()"))
+            done, given = bool(required(answer, "done", "step()")), answer.get("rewards")
+            earned += 0.0 if given is None else number(given, "rewards")
+            reward, score = (None if given is None else earned), answer.get("scores")
             logs |= metrics(answer.get("extra_logs"))
             feedback = "" if done else str(answer.get("environment_feedback") or "")
             written = hf_tokenizer(feedback, add_special_tokens=False)["input_ids"] if feedback else []

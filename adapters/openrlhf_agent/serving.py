@@ -50,6 +50,11 @@ class EngineCodec(ChatCodec):
         """None: there is only text between two replies."""
         return None
 
+    @property
+    def end_of_turn(self) -> str:
+        """Unknown: empty."""
+        return ""
+
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
         """The text as it is: the session reads the calls."""
         return ParsedReply(message=assistant_message(text))

@@ -29,6 +29,7 @@ from rollgrad.domain.ports.models import (
     ValueModel,
     ValueObjective,
 )
+from rollgrad.domain.rewards import RewardInput
 from rollgrad.domain.sharding import Shards, shards
 
 SAME_EVERYWHERE = ("grad_norm", "lr", "loss_scale", "skipped_steps")
@@ -175,8 +176,8 @@ class ShardedReference(ReferenceModel):
 def reward_copies(group: WorkerGroup) -> list[Judge]:
     """Calls of the `RewardModel` that each process of `group` holds whole."""
 
-    def judge(rank: int, texts: Sequence[str]) -> list[tuple[float, bool]]:
-        judged: list[tuple[float, bool]] = group.begin("judge", [rank], texts)()[0]
+    def judge(rank: int, replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
+        judged: list[tuple[float, bool]] = group.begin("judge", [rank], replies)()[0]
         return judged
 
     return [partial(judge, rank) for rank in range(group.size)]

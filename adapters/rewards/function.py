@@ -1,50 +1,75 @@
-"""Rewards from a Python function that the user wrote.
+"""Rewards from a Python function that the user wrote, for rollgrad, OpenRLHF, TRL or verl.
 
 Invariant: whatever the function does, the answer is one finite reward a reply or one `RewardError` sentence.
 A plain function runs in a thread of its own, so it never blocks the event loop; a thread cannot be killed, so one that
-outlives its deadline is left behind as a daemon and does not keep the process alive.
+outlives its deadline is left behind as a daemon and does not keep the process alive. Does not own: what it is passed
+(`signatures`) and how its answers are read (`answers`).
 """
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
+
+import structlog
+from attrs import evolve
 
 from rollgrad.adapters.openrlhf.finder import install
 from rollgrad.adapters.rewards.answers import RewardParser, replies
+from rollgrad.adapters.rewards.signatures import Call, Convention, Notes, Signature, conversational
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.adapters.system.python_file import load_python_file
-from rollgrad.domain.errors import ConfigurationError, RewardError
+from rollgrad.application.function_path import FunctionPath
+from rollgrad.domain.errors import ConfigurationError, NotApplicableError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.rewards import Reward, RewardRequest
 
-FUNCTION_NAME = "reward_func"
+FUNCTION_NAMES = ("reward_func", "compute_score")
+"""Functions that are looked for in a file, in this order: OpenRLHF's and TRL's examples, and verl's default."""
+
+log = structlog.get_logger(__name__)
 
 
 def load_reward_function(path: str) -> Callable[..., Any]:
-    """The function `reward_func` of the Python file `path`, which may import OpenRLHF's helpers.
+    """The reward function of a Python file, which may import OpenRLHF's helpers.
+
+    Args:
+        path: the file, or `FILE:NAME`; without a name `reward_func` or `compute_score`.
 
     Raises:
         ConfigurationError: there is no such file, it cannot be imported, or it defines no such function.
     """
     install()
-    module = load_python_file(path, flag="--reward.function-path")
-    function: Callable[..., Any] | None = getattr(module, FUNCTION_NAME, None)
-    if not callable(function):
+    place = FunctionPath.parse(path)
+    module = load_python_file(place.file, flag="--reward.function_path")
+    wanted = FUNCTION_NAMES if place.name is None else (place.name,)
+    found: Callable[..., Any] | None = next(
+        (f for f in (getattr(module, n, None) for n in wanted) if callable(f)), None
+    )
+    if found is None:
+        own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
         raise ConfigurationError(
-            f"--reward.function-path {path} defines no function {FUNCTION_NAME}(queries, prompts, labels)."
+            f"--reward.function_path {path} defines no function {' or '.join(wanted)} (it defines "
+            f"{', '.join(own) or 'none'}): name one of its functions with --reward.function_path {place.file}:NAME."
         )
-    return function
+    return found
 
 
 class FunctionReward(RewardSource):
-    """Scores replies with `func(queries, prompts, labels)`, called by keyword where it takes these names.
+    """Scores replies with `func`, which is passed what the names of its parameters say (`signatures`).
 
-    `queries` are prompt and reply in one text. `func` may be async. It returns the rewards (list, tensor, or a number
-    for one reply), or a mapping with `rewards` and optionally `scores` (for filtering and evaluation) and
-    `extra_logs` (name -> number, or one number a reply). `rewards` may itself be a mapping of named rewards (name ->
-    one number a reply); a reply's reward is then their sum by `weights` (default: 1 each). `timeout`: seconds one call
-    may take. `name` stands for the function in errors.
+    `func` may be async. It returns the rewards (list, tensor, or a number for one reply), or a mapping with `rewards`
+    and optionally `scores` (for filtering and evaluation) and `extra_logs` (name -> number, or one number a reply).
+    `rewards` may itself be a mapping of named rewards (name -> one number a reply); a reply's reward is then their sum
+    by `weights` (default: 1 each). None in the place of a number says that the reward does not apply to that reply. A
+    function of verl's convention returns a number, or a mapping with `score` whose other numbers are logged.
+
+    `timeout`: seconds one call may take. `name` stands for the function in errors.
+
+    Raises:
+        ConfigurationError: nothing can be passed to `func`.
     """
 
     def __init__(
@@ -52,52 +77,115 @@ class FunctionReward(RewardSource):
         func: Callable[..., Any],
         *,
         timeout: float,
-        name: str = FUNCTION_NAME,
+        name: str = FUNCTION_NAMES[0],
         weights: Mapping[str, float] | None = None,
     ) -> None:
         self._func = func
+        self._signature = Signature(func, name)
         self._parser = RewardParser(name, weights)
         self._timeout = timeout
         self._name = name
         self._is_async = inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
-        self._by_keyword = _takes_keywords(func)
+        self._dropped: set[str] = set()
+
+    @classmethod
+    def load(cls, path: str, *, timeout: float, weights: Mapping[str, float] | None = None) -> "FunctionReward":
+        """The function of a file; see `load_reward_function`."""
+        func = load_reward_function(path)
+        return cls(func, timeout=timeout, name=getattr(func, "__name__", path), weights=weights)
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """One reward a request, in order; one call of the function.
+        """One reward a request, in order; one call of the function, of verl's convention one call each.
 
         Raises:
+            NotApplicableError: the function returned None for a request.
             RewardError: the function raised, took too long, or returned something other than one finite number each.
+            ConfigurationError: it has a parameter that is neither known nor a column of the row.
         """
         if not requests:
             return []
-        arguments: dict[str, list[Any]] = {
-            "queries": [request.query for request in requests],
-            "prompts": [request.prompt.text for request in requests],
-            "labels": [request.label for request in requests],
-        }
+        notes = Notes()
+        calls = self._signature.calls(requests, notes)
         try:
             async with asyncio.timeout(self._timeout) as deadline:
-                result = await self._call(arguments)
+                results = await self._run(calls)
         except (Exception, SystemExit) as error:  # whatever the user's function raises is one sentence
             if deadline.expired():
                 raise RewardError(
                     f"{self._name} gave no answer for {replies(len(requests))} within {self._timeout:g} s: "
                     "make it faster, or raise --reward.timeout."
                 ) from error
-            raise RewardError(f"{self._name} raised {type(error).__name__}: {error}") from error
-        return self._parser.parse(result, len(requests))
+            raise RewardError(f"{self._name} raised {type(error).__name__}: {error}{self._hint(requests)}") from error
+        if self._signature.convention is Convention.VERL:
+            return [self._one(result) for result in results]
+        return self._noted(self._parser.parse(self._applicable(results[0]), len(requests)), notes)
 
-    async def _call(self, arguments: Mapping[str, list[Any]]) -> Any:
-        positional = () if self._by_keyword else tuple(arguments.values())
-        keywords = arguments if self._by_keyword else {}
+    async def _run(self, calls: Sequence[Call]) -> list[Any]:
         if self._is_async:
-            return await self._func(*positional, **keywords)
-        return await in_daemon_thread(lambda: self._func(*positional, **keywords), "reward-function")
+            return list(await asyncio.gather(*(self._func(*call.positional, **call.keywords) for call in calls)))
+        results = await in_daemon_thread(
+            lambda: [self._func(*call.positional, **call.keywords) for call in calls], "reward-function"
+        )
+        return [await result if inspect.isawaitable(result) else result for result in results]
 
+    def _hint(self, requests: Sequence[RewardRequest]) -> str:
+        """Why a function that was written for messages may fail here."""
+        if self._signature.convention is not Convention.TRL or all(conversational(r.prompt) for r in requests):
+            return ""
+        return " (completions are texts, as the rows have their prompts as texts; messages follow prompts in messages)"
 
-def _takes_keywords(func: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(func).bind(queries=[], prompts=[], labels=[])
-    except (TypeError, ValueError):
-        return False
-    return True
+    def _one(self, result: Any) -> Reward:
+        """The reward of one reply, as verl's functions return it."""
+        if not isinstance(result, Mapping):
+            return self._parser.parse(self._applicable([result]), 1)[0]
+        if "score" not in result:
+            raise RewardError(
+                f"{self._name} returned a mapping with {sorted(map(str, result))}: it needs the key 'score'."
+            )
+        logs = {
+            str(k): float(v) for k, v in result.items() if isinstance(v, Real) and k != "score" and math.isfinite(v)
+        }
+        return self._parser.parse({"rewards": self._applicable([result["score"]]), "extra_logs": logs}, 1)[0]
+
+    def _applicable(self, result: Any) -> Any:
+        """`result`, in which a named reward that does not apply is 0.
+
+        Raises:
+            NotApplicableError: no reward applies to one of the replies.
+        """
+        rewards = result.get("rewards") if isinstance(result, Mapping) else result
+        parts = rewards if isinstance(rewards, Mapping) else {"": rewards}
+        lists = {name: list(part) for name, part in parts.items() if isinstance(part, list | tuple)}
+        if not any(value is None for part in lists.values() for value in part):
+            return result
+        if len(lists) == len(parts):
+            for index, values in enumerate(zip(*lists.values(), strict=False)):
+                if all(value is None for value in values):
+                    raise NotApplicableError(f"{self._name} returned None for reply {index}: no reward applies to it.")
+        filled = {
+            name: [0.0 if v is None else v for v in lists[name]] if name in lists else parts[name] for name in parts
+        }
+        return {**result, "rewards": filled} if isinstance(rewards, Mapping) else result
+
+    def _noted(self, rewards: list[Reward], notes: Notes) -> list[Reward]:
+        """The rewards with the numbers that the function logged by TRL's callbacks."""
+        columns = {
+            name: values
+            for name, values in notes.columns.items()
+            if len(values) == len(rewards) and all(isinstance(value, Real) for value in values)
+        }
+        lost = notes.columns.keys() - columns.keys() - self._dropped
+        if lost:
+            self._dropped |= lost
+            log.warning("log_extra keeps numbers only, one for each reply", function=self._name, dropped=sorted(lost))
+        return [
+            evolve(
+                reward,
+                metrics={
+                    **notes.metrics,
+                    **{name: float(values[index]) for name, values in columns.items()},
+                    **reward.metrics,
+                },
+            )
+            for index, reward in enumerate(rewards)
+        ]

@@ -15,15 +15,15 @@ from rollgrad.adapters.rewards.answers import RewardParser, replies
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.domain.errors import RewardError, RollgradError
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.domain.rewards import Reward, RewardRequest
+from rollgrad.domain.rewards import Reward, RewardInput, RewardRequest
 
 BATCH_REPLIES = 64
 """Replies scored together at most: enough to fill a forward pass, few enough that a deadline has one scale."""
 LINGER = 0.005
 """Seconds that the first reply of a batch waits for others."""
 
-Judge = Callable[[Sequence[str]], Sequence[tuple[float, bool]]]
-"""A copy of the model: of each text, in order, its score and whether the model saw only a part of it. Blocks."""
+Judge = Callable[[Sequence[RewardInput]], Sequence[tuple[float, bool]]]
+"""A copy of the model: of each reply, in order, its score and whether the model saw only a part of it. Blocks."""
 
 
 @define(eq=False)
@@ -35,12 +35,12 @@ class _Copy:
 
 @frozen(eq=False)
 class _Job:
-    text: str
+    reply: RewardInput
     answer: "asyncio.Future[Reward]"
 
 
 class ModelReward(RewardSource):
-    """Scores prompt and reply, as one text, with copies of a reward model.
+    """Scores prompt and reply together with copies of a reward model.
 
     A reply that the model sees only a part of counts in the metric `query_truncated`.
 
@@ -65,7 +65,7 @@ class ModelReward(RewardSource):
             RewardError: the model failed, gave a number that is not finite, or did not answer in time.
         """
         loop = asyncio.get_running_loop()
-        jobs = [_Job(request.query, loop.create_future()) for request in requests]
+        jobs = [_Job(RewardInput(text=r.query, token_ids=r.token_ids), loop.create_future()) for r in requests]
         self._waiting += jobs
         for _ in range(min(len(self._idle), len(jobs))):
             task = loop.create_task(self._work(self._idle.pop()))
@@ -88,11 +88,11 @@ class ModelReward(RewardSource):
 
     async def _settle(self, copy: _Copy, jobs: Sequence[_Job]) -> None:
         """Gives every reply of a batch its reward, or the reason why it has none."""
-        texts = [job.text for job in jobs]
+        replies_to_score = [job.reply for job in jobs]
         self._scoring += 1
         try:
             async with asyncio.timeout(self.timeout) as deadline:
-                judged = await in_daemon_thread(lambda: copy.judge(texts), "reward-model", copy.slot)
+                judged = await in_daemon_thread(lambda: copy.judge(replies_to_score), "reward-model", copy.slot)
         except Exception as error:  # whatever the model raises, or the process that it runs in
             judged = [self._failure(error, len(jobs), late=deadline.expired())] * len(jobs)
         finally:

@@ -1,7 +1,9 @@
 """A reward model: one number for a whole text, from the last token of a sequence classifier.
 
-Invariant: a text's score depends on the text alone, not on what it is scored with: texts are padded on the right,
-where a causal model does not look, and the score is read at the last token of the text. Does not own: its training.
+Invariants: a text's score depends on the text alone, not on what it is scored with: texts are padded on the right,
+where a causal model does not look, and the score is read at the last token of the text. Nothing is added behind a text:
+a reply that was cut off ends where it was cut off, and one that ended has its end-of-turn token. Does not own: its
+training.
 """
 
 import sys
@@ -15,6 +17,7 @@ from rollgrad.adapters.torch.allocator import keep_freed_memory
 from rollgrad.adapters.torch.loading import _from_pretrained, load_tokenizer
 from rollgrad.application.model_config import REWARD_TOKENS
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from rollgrad.domain.rewards import RewardInput
 
 
 @frozen
@@ -27,27 +30,46 @@ class EncodedText:
 
 def encode(text: str, tokenizer: Any, max_length: int) -> EncodedText:
     """What a reward model with this tokenizer reads of a text (see `RewardModel`), `max_length` tokens at most."""
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    tokens = tokenizer(text.rstrip("\n"), verbose=False)["input_ids"]
-    if bos is not None and tokens[:2] == [bos, bos]:  # the tokenizer added one to the text's own
-        tokens = tokens[1:]
-    if eos is not None and tokens[-1:] != [eos]:
-        tokens.append(eos)
+    ended = text.rstrip("\n")  # templates write a line break behind the end of a turn, which a model never samples
+    text = ended if ended.endswith(_special_tokens(tokenizer)) else text
+    tokens = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    bos = tokenizer.bos_token_id
+    if bos is not None and tokens[:1] != [bos] and tokenizer("a")["input_ids"][:1] == [bos]:
+        tokens.insert(0, bos)
+    return _shortened(tokens, bos, max_length)
+
+
+def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return tuple({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""})
+
+
+def _shortened(tokens: Sequence[int], bos: int | None, max_length: int) -> EncodedText:
+    """The last `max_length` tokens, but for the beginning-of-sequence token, which stays."""
     if len(tokens) <= max_length:
         return EncodedText(tuple(tokens), truncated=False)
-    start = tokens[:1] if tokens[0] == bos else []
+    start = tokens[:1] if tokens[0] == bos else ()
     return EncodedText((*start, *tokens[len(start) - max_length :]), truncated=True)
+
+
+def same_vocabulary(policy: Any, own: Any) -> bool:
+    """Whether every token id of the tokenizer `policy` stands for the same token in `own`, which may have more."""
+    known = own.get_vocab()
+    return all(known.get(token) == index for token, index in policy.get_vocab().items())
 
 
 class RewardModel:
     """Scores texts with a `*ForSequenceClassification` of one label.
 
-    A text is a conversation as the model's template renders it. As in OpenRLHF, line breaks at its end do not count
-    and the end-of-sequence token follows if it is not there. Special tokens in a text are what they stand for.
+    A text is a conversation as the model's template renders it; special tokens in it are what they stand for. Nothing
+    is added but the beginning-of-sequence token, where the tokenizer has it so; line breaks behind a special token at
+    the end are left out. OpenRLHF's server puts the tokenizer's end-of-sequence token behind every text instead.
 
     Args:
         model: in eval mode; its head `score` maps hidden states to one number.
         tokenizer: of the model; on which side it pads does not matter.
+        policy_tokenizer: of the model whose replies are judged: where it has the same vocabulary, their very tokens are
+            scored, else their text.
         max_length: tokens of a text at most, those added included; None: as many as the model has positions for. What
             is too long loses its beginning (but for the beginning-of-sequence token): the reply is at the end.
         batch_tokens: tokens of a forward pass, padding included; a longer text has one of its own.
@@ -57,7 +79,13 @@ class RewardModel:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, max_length: int | None = None, batch_tokens: int = REWARD_TOKENS
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        policy_tokenizer: Any = None,
+        max_length: int | None = None,
+        batch_tokens: int = REWARD_TOKENS,
     ) -> None:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         if max_length is not None and not 2 <= max_length <= positions:
@@ -72,6 +100,9 @@ class RewardModel:
         self._tokenizer = tokenizer
         self._max_length = max_length or positions
         self._batch_tokens = batch_tokens
+        shared = policy_tokenizer is not None and same_vocabulary(policy_tokenizer, tokenizer)
+        self._rows = model.get_input_embeddings().weight.shape[0] if shared else 0
+        """Token ids of the policy below this are the model's own."""
         self._device: torch.device = next(model.parameters()).device
 
     @classmethod
@@ -82,6 +113,7 @@ class RewardModel:
         dtype: torch.dtype,
         device: torch.device,
         flag: str,
+        policy_tokenizer: Any = None,
         max_length: int | None = None,
         batch_tokens: int = REWARD_TOKENS,
     ) -> "RewardModel":
@@ -111,7 +143,13 @@ class RewardModel:
         if info["missing_keys"]:
             raise _not_scalar(flag, name_or_path, f"its weights lack {', '.join(sorted(info['missing_keys']))}")
         tokenizer = load_tokenizer(name_or_path, flag=flag)
-        return cls(model.to(device).eval(), tokenizer, max_length=max_length, batch_tokens=batch_tokens)
+        return cls(
+            model.to(device).eval(),
+            tokenizer,
+            policy_tokenizer=policy_tokenizer,
+            max_length=max_length,
+            batch_tokens=batch_tokens,
+        )
 
     def encode(self, text: str) -> EncodedText:
         """What the model reads of a text. Thread-compatible: one thread at a time."""
@@ -125,10 +163,17 @@ class RewardModel:
         """
         return self.score_encoded([self.encode(text) for text in texts])
 
-    def judge(self, texts: Sequence[str]) -> list[tuple[float, bool]]:
-        """`score`, with whether a text's beginning was left out."""
-        encoded = [self.encode(text) for text in texts]
+    def judge(self, replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
+        """Scores of the policy's replies, each with whether the beginning of its text was left out."""
+        encoded = [self.encode_reply(reply) for reply in replies]
         return [(score, text.truncated) for score, text in zip(self.score_encoded(encoded), encoded, strict=True)]
+
+    def encode_reply(self, reply: RewardInput) -> EncodedText:
+        """What the model reads of a reply: its tokens where they are the model's own, else those of its text."""
+        tokens = reply.token_ids
+        if tokens and max(tokens) < self._rows:
+            return _shortened(tokens, self._tokenizer.bos_token_id, self._max_length)
+        return self.encode(reply.text)
 
     @torch.inference_mode()
     def score_encoded(self, texts: Sequence[EncodedText]) -> list[float]:

@@ -47,6 +47,16 @@ class _Turn:
         self.token_ids = (*self.prepared.token_ids, *self.generation.token_ids)
 
 
+@frozen(kw_only=True, eq=False)
+class LatestReply:
+    """`token_ids` from the beginning of its branch to its end, `opening` of which stood before the branch's first
+    reply; `version` is that of the policy that drew its last token."""
+
+    token_ids: tuple[int, ...]
+    opening: int
+    version: int
+
+
 class TokenLedger:
     """Records one rollout; `codec` renders what the recorded tokens do not cover."""
 
@@ -63,6 +73,24 @@ class TokenLedger:
     def branches(self) -> int:
         """Trajectories that `trajectories` makes: 1 for a rollout that only ever continued."""
         return len(self._leaves())
+
+    def latest(self) -> LatestReply:
+        """The latest reply that is not left out, with all that led to it.
+
+        Raises:
+            TrajectoryError: there is none.
+        """
+        kept = [index for index, turn in enumerate(self._turns) if not turn.dropped]
+        if not kept:
+            raise TrajectoryError("There is no reply yet that could be judged.")
+        first = latest = self._turns[kept[-1]]
+        while first.prepared.parent is not None:
+            first = self._turns[first.prepared.parent]
+        return LatestReply(
+            token_ids=latest.token_ids,
+            opening=len(first.prepared.token_ids),
+            version=int(latest.generation.versions[-1]),
+        )
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Prepared:
         """The prompt for a reply to `messages`.

@@ -68,7 +68,7 @@ class AgentRuntime:
             seeded = evolve(params, seed=(seed + turn) % 2**63, max_new_tokens=room)
             action = await self._act(prepared, ledger, seeded, session, on_piece)
             result = await session.advance(action)
-            ledger.set_reward(ledger.turns - 1, result.reward)
+            ledger.set_reward(ledger.turns - 1, result.reward or 0.0)
             following = None
             stop = self._ended(action, result, last=turn + 1 == self._max_turns)
             if stop is None:

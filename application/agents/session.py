@@ -24,6 +24,7 @@ class AgentSession:
         self.tools: tuple[ToolSchema, ...] = tuple(map(tool_schema, getattr(environment, "tools", ())))
         self.messages: list[Message] | None = None
         self.opening = ""
+        self._begun = 0
         self.results: list[StepResult] = []
 
     @property
@@ -46,6 +47,12 @@ class AgentSession:
                     self.messages.append({"role": "user", "content": opening})
         else:
             self.messages = list(opening) or self._conversation(prompt)
+        self._begun = len(self.messages or ())
+
+    @property
+    def spoken(self) -> Sequence[Message]:
+        """Messages since the opening: replies and what the environment answered; none of a plain text."""
+        return (self.messages or [])[self._begun :]
 
     async def advance(self, action: Action) -> StepResult:
         """Tells the environment what the policy said; its answer joins the conversation."""

@@ -34,6 +34,7 @@ class ToolEnvironment(Environment):
         attempts: answers that the model may give. One whose score is below `pass_threshold` earns nothing and is told
             to be wrong, until the last.
         pass_threshold: the score of an answer that is right.
+        end_of_turn: text that ends a reply, put behind the answer for reward models (`ChatCodec.end_of_turn`).
 
     Metrics: `tool_calls`, `tool_errors` (calls that failed or could not be made), `answered` (0 or 1), `attempts`.
     """
@@ -46,6 +47,7 @@ class ToolEnvironment(Environment):
         system_prompt: str | None = None,
         attempts: int = 1,
         pass_threshold: float = 0.5,
+        end_of_turn: str = "",
     ) -> None:
         self.tools = tuple(tools)
         self._by_name = {tool.name: tool for tool in tools}
@@ -54,6 +56,8 @@ class ToolEnvironment(Environment):
         self._prompt: Prompt | None = None
         self._allowed = attempts
         self._pass_threshold = pass_threshold
+        self._end_of_turn = end_of_turn
+        self._step = 0
         self._calls = self._errors = self._attempts = 0
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
@@ -67,6 +71,7 @@ class ToolEnvironment(Environment):
 
     async def step(self, action: Action) -> StepResult:
         """Runs the calls of a reply, all at once, or takes it for the answer."""
+        self._step = int(action.generation.versions[-1]) if action.generation.versions else 0
         if action.generation.stop_reason.truncated:
             return StepResult(metrics=self._metrics())  # cut off: what it would have called nobody knows
         if action.error is not None:
@@ -91,7 +96,13 @@ class ToolEnvironment(Environment):
         """The reward of the final answer; override it for another than the run's."""
         if self._rewards is None:
             return StepResult()
-        request = RewardRequest(prompt=prompt, response=answer, stop_reason=StopReason.STOP)
+        request = RewardRequest(
+            prompt=prompt,
+            response=answer,
+            stop_reason=StopReason.STOP,
+            query=prompt.text + answer + self._end_of_turn,
+            step=self._step,
+        )
         (reward,) = await self._rewards.score([request])
         return StepResult(reward=reward.value, score=reward.score, metrics=reward.metrics, reward_parts=reward.parts)
 
@@ -120,7 +131,7 @@ class ToolEnvironment(Environment):
         assert self._prompt is not None
         judged = await self.reward_hook(answer, self._prompt)
         self._attempts += 1
-        passed = (judged.reward if judged.score is None else judged.score) >= self._pass_threshold
+        passed = ((judged.reward or 0.0) if judged.score is None else judged.score) >= self._pass_threshold
         if self._attempts < self._allowed and not passed:
             return StepResult(
                 observation=[*results, {"role": "user", "content": WRONG}], metrics=self._metrics(), score=0.0

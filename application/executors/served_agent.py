@@ -8,11 +8,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from rollgrad.application.agents.service import ChatService, RecordedSession, SessionLimits
+from rollgrad.application.executors.judging import answer_request, judge_request, judged
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, RewardError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
+from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.domain.rewards import FailureKind, Reward, RewardRequest, RolloutFailure
+from rollgrad.domain.rewards import FailureKind, Reward, RolloutFailure
 from rollgrad.domain.sampling import StopReason
 from rollgrad.domain.trajectory import Trajectory
 
@@ -23,8 +25,9 @@ class ServedAgentExecutor(AgentExecutor):
     Args:
         program: the agent.
         service: answers its calls.
+        codec: decodes what is judged.
         url: starts the server if need be, and gives its address.
-        rewards: judges the answers of programs that give no reward.
+        rewards: judges the answers of programs that give no reward; None if there is none.
         model: the name under which the policy is served.
         limits: of an episode.
         max_seconds: wall clock of an episode; None for no limit. An episode cut off by it has reward 0.
@@ -34,8 +37,9 @@ class ServedAgentExecutor(AgentExecutor):
         self,
         program: AgentProgram,
         service: ChatService,
+        codec: ChatCodec,
         url: Callable[[], Awaitable[str]],
-        rewards: RewardSource,
+        rewards: RewardSource | None,
         *,
         model: str,
         limits: SessionLimits,
@@ -43,6 +47,7 @@ class ServedAgentExecutor(AgentExecutor):
     ) -> None:
         self._program = program
         self._service = service
+        self._codec = codec
         self._url = url
         self._rewards = rewards
         self._model = model
@@ -76,7 +81,7 @@ class ServedAgentExecutor(AgentExecutor):
         try:
             reward = await self._judge(session, request, result)
         except RewardError as error:
-            return request.failure(FailureKind.REWARD, str(error))
+            return request.unjudged(error)
         except (EngineError, DataError) as error:
             return request.failure(FailureKind.INFRASTRUCTURE, str(error))
         session.ledger.reward_last(reward.value)
@@ -93,9 +98,17 @@ class ServedAgentExecutor(AgentExecutor):
     async def _judge(self, session: RecordedSession, request: EpisodeRequest, result: AgentResult) -> Reward:
         if result.reward is not None:
             return Reward(value=result.reward, metrics=result.metrics)
-        answer = result.answer
-        if answer is None:
-            answer = str(session.last.message["content"]) if session.last is not None else ""
-        judged = RewardRequest(prompt=request.prompt, response=answer, stop_reason=StopReason.STOP)
-        (reward,) = await self._rewards.score([judged])
-        return reward
+        latest = session.ledger.latest()
+        if result.answer is not None:
+            question = answer_request(self._codec, request.prompt, result.answer, step=latest.version)
+        else:
+            question = judge_request(
+                self._codec,
+                request.prompt,
+                latest.token_ids,
+                opening=latest.opening,
+                response=str(session.last.message["content"]) if session.last is not None else "",
+                stop_reason=StopReason.STOP,
+                step=latest.version,
+            )
+        return await judged(self._rewards, question)

@@ -1,17 +1,18 @@
 """Plays an episode of one reply: prompt in, one action, one reward."""
 
+from rollgrad.application.executors.judging import judge_request
 from rollgrad.domain.errors import EngineError, RewardError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
-from rollgrad.domain.rewards import FailureKind, RewardRequest, RolloutFailure
+from rollgrad.domain.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.sampling import GenerationRequest
 from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
 
 
 class SingleTurnExecutor(AgentExecutor):
-    """See `AgentExecutor`. The reply is decoded once, for the reward; its tokens go to the trajectory as sampled."""
+    """See `AgentExecutor`. The reply is decoded for the reward alone; its tokens go to the trajectory as sampled."""
 
     def __init__(self, engine: RolloutEngine, codec: ChatCodec, rewards: RewardSource) -> None:
         self._engine = engine
@@ -30,13 +31,19 @@ class SingleTurnExecutor(AgentExecutor):
         if not generation.token_ids:
             aborted = f"The engine ended the request ({generation.stop_reason}) before its first token."
             return request.failure(FailureKind.INFRASTRUCTURE, aborted)
-        judged = RewardRequest(
-            prompt=prompt, response=self._codec.decode(generation.token_ids), stop_reason=generation.stop_reason
+        question = judge_request(
+            self._codec,
+            prompt,
+            (*prompt.token_ids, *generation.token_ids),
+            opening=len(prompt.token_ids),
+            response=self._codec.decode(generation.token_ids),
+            stop_reason=generation.stop_reason,
+            step=int(generation.versions[-1]),
         )
         try:
-            (reward,) = await self._rewards.score([judged])
+            (reward,) = await self._rewards.score([question])
         except RewardError as error:
-            return request.failure(FailureKind.REWARD, str(error))
+            return request.unjudged(error)
         builder = TrajectoryBuilder(prompt.token_ids, group_id=request.group_id, sample_id=request.sample_id)
         builder.add_action(generation)
         builder.set_reward(reward.value)

@@ -4,6 +4,7 @@ from typing import Protocol, runtime_checkable
 
 from attrs import frozen
 
+from rollgrad.domain.errors import NotApplicableError, RewardError
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.sampling import SamplingParams
@@ -22,6 +23,11 @@ class EpisodeRequest:
     def failure(self, kind: FailureKind, message: str) -> RolloutFailure:
         """The failure of this episode."""
         return RolloutFailure(kind=kind, message=message, group_id=self.group_id, sample_id=self.sample_id)
+
+    def unjudged(self, error: RewardError) -> RolloutFailure:
+        """The failure of this episode, which got no reward because of `error`."""
+        applies = not isinstance(error, NotApplicableError)
+        return self.failure(FailureKind.REWARD if applies else FailureKind.NOT_APPLICABLE, str(error))
 
 
 @runtime_checkable

@@ -68,6 +68,12 @@ class ChatCodec(Protocol):
         """
         ...
 
+    @property
+    def end_of_turn(self) -> str:
+        """Text of the special token that ends a reply in the chat template (`<|im_end|>`, `<end_of_turn>`); empty
+        without one."""
+        ...
+
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
         """Takes a reply apart.
 

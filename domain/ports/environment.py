@@ -22,12 +22,14 @@ class WholePrompt(str):
 
 @frozen(kw_only=True)
 class StepResult:
-    """What the environment answers (Gymnasium's names). `score` defaults to the sum of rewards so far. `sampling`
-    replaces the sampling settings of the turns to come (but for their seed). `metrics` of the last step are logged;
-    its `reward_parts` are the named rewards that the episode's reward is the weighted sum of, if it is one."""
+    """What the environment answers (Gymnasium's names). `reward` None leaves the judgement to the run's reward
+    (`config.reward`): of the last step it asks for that reward, of an earlier one it counts as 0. `score` defaults to
+    the sum of rewards so far. `sampling` replaces the sampling settings of the turns to come (but for their seed).
+    `metrics` of the last step are logged; its `reward_parts` are the named rewards that the episode's reward is the
+    weighted sum of, if it is one."""
 
     observation: Observation = ""
-    reward: float = 0.0
+    reward: float | None = 0.0
     terminated: bool = False
     truncated: bool = False
     score: float | None = None

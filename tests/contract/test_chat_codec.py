@@ -27,6 +27,11 @@ def test_render_is_pure_and_its_tokens_are_those_of_its_text(codec: ChatCodec) -
     assert "assistant" in rendered.text.splitlines()[-1]
 
 
+def test_a_reply_has_an_end(codec: ChatCodec) -> None:
+    assert codec.end_of_turn
+    assert codec.end_of_turn.strip() == codec.end_of_turn
+
+
 @given(text=st.text(alphabet="aZ7é漢🙂 \n\t.<|>", max_size=40))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_plain_text_survives(codec: ChatCodec, text: str) -> None:

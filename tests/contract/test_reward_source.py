@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollgrad.adapters.http.judge import JudgePrompt, LLMJudge
 from rollgrad.adapters.http.reward import HttpReward
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.rewards.model import ModelReward
@@ -16,9 +17,9 @@ from rollgrad.application.choices import Verifier
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RewardRequest
+from rollgrad.domain.rewards import RewardInput, RewardRequest
 from rollgrad.domain.sampling import StopReason
-from tests.fakes.reward_server import RewardServer
+from tests.fakes.reward_server import JsonServer, RewardServer
 from tests.fakes.reward_source import FakeRewardSource
 
 
@@ -31,10 +32,26 @@ def plain(queries: list[str], prompts: list[str], labels: list[Any]) -> list[flo
     return [float(q.removeprefix(p) == y) for q, p, y in zip(queries, prompts, labels, strict=True)]
 
 
-def judge(texts: Sequence[str]) -> list[tuple[float, bool]]:
+def judge(replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
     """A reward model, which knows no label."""
-    words = [re.findall("[0-9]+", text) for text in texts]
+    words = [re.findall("[0-9]+", reply.text) for reply in replies]
     return [(float(asked == answer), False) for asked, answer in words]
+
+
+def opinion(path: str, body: Any) -> tuple[int, Any]:
+    """A language model that compares the two numbers of the question."""
+    asked, answer = re.findall("[0-9]+", body["messages"][0]["content"])
+    return 200, {"choices": [{"message": {"content": f"It is worth {float(asked == answer)}"}}]}
+
+
+def trl(completions: list[Any], prompts: list[Any], **columns: Any) -> list[float]:
+    assert all(isinstance(completion, str) for completion in completions)
+    return [float(text == label) for text, label in zip(completions, columns["labels"], strict=True)]
+
+
+async def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> dict[str, float]:
+    await asyncio.sleep(0)
+    return {"score": float(solution_str == ground_truth)}
 
 
 async def asynchronous(queries: list[str], prompts: list[str], labels: list[Any]) -> dict[str, Any]:
@@ -42,18 +59,26 @@ async def asynchronous(queries: list[str], prompts: list[str], labels: list[Any]
     return {"rewards": plain(queries, prompts, labels)}
 
 
-@pytest.fixture(params=["fake", "function", "async_function", "exact_match", "last_number", "http", "model"])
+FUNCTIONS = {"function": plain, "async_function": None, "trl": trl, "verl": compute_score}
+
+
+@pytest.fixture(params=["fake", *FUNCTIONS, "exact_match", "last_number", "http", "judge", "model"])
 def source(request: pytest.FixtureRequest) -> Iterator[RewardSource]:
     if request.param == "http":
         server = RewardServer(lambda body: (200, {"rewards": plain(body["query"], body["prompts"], body["labels"])}))
         yield HttpReward([server.url], timeout=120.0)
         server.close()
+    elif request.param == "judge":
+        judge_server = JsonServer(opinion)
+        prompt = JudgePrompt("{query}", "judge.txt")
+        yield LLMJudge([f"{judge_server.url}/v1"], model="judge", prompt=prompt, timeout=120.0)
+        judge_server.close()
     elif request.param == "fake":
         yield FakeRewardSource()
     elif request.param == "model":
         yield ModelReward([judge, judge], timeout=120.0)
-    elif request.param in ("function", "async_function"):
-        yield FunctionReward(plain if request.param == "function" else asynchronous, timeout=120.0)
+    elif request.param in FUNCTIONS:
+        yield FunctionReward(FUNCTIONS[request.param] or asynchronous, timeout=120.0)
     else:
         yield VerifierReward(Verifier(request.param), timeout=120.0)
 

@@ -38,7 +38,12 @@ class FakeChatCodec(ChatCodec):
         text = "".join(f"[{message['role']}]{self._text(message)}\n" for message in new_messages)
         return self.encode(f"\n{text}[assistant]")
 
+    @property
+    def end_of_turn(self) -> str:
+        return "<eos>"
+
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
+        text = text.replace("<eos>", "")
         thought, _, content = text.rpartition(")") if text.startswith("(") else ("", "", text)
         calls: tuple[ToolCall, ...] = ()
         if content.startswith("@"):
@@ -60,7 +65,10 @@ class FakeChatCodec(ChatCodec):
         return (BOS, *self.encode(text))
 
     def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        return bytes(token for token in token_ids if token < BOS).decode(errors="replace")
+        if not special_tokens:
+            return bytes(token for token in token_ids if token < BOS).decode(errors="replace")
+        names = {BOS: b"<bos>", EOS: b"<eos>"}
+        return b"".join(names.get(token) or bytes([token]) for token in token_ids).decode(errors="replace")
 
     def _text(self, message: Message) -> str:
         thought = message.get("reasoning_content")

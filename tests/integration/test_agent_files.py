@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
 import rollgrad
 from rollgrad.adapters.openrlhf.loading import load_agent_file
 from rollgrad.application.choices import DType
 from rollgrad.application.config import RLConfig
+from rollgrad.application.rollout import RolloutGroup
 from rollgrad.domain.errors import ConfigurationError, RewardError
 
 GUIDE = """
@@ -191,12 +194,69 @@ def test_an_agent_may_rewrite_its_prompt(tiny_model_dir: Path, tmp_path: Path) -
     assert metrics(tmp_path)["policy/mismatch_abs"] < 1e-3
 
 
-def test_a_reward_beside_an_agent_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
-    made = config(tiny_model_dir, tmp_path, GUIDE)
+UNREWARDED = {
+    "instance": GUIDE.replace('"rewards": reward,', '"rewards": None,').replace('"scores": torch.tensor(0.5),', ""),
+    "instance without the key": GUIDE.replace('"rewards": reward,', "").replace('"scores": torch.tensor(0.5),', ""),
+    "instance that is wrapped": WRAPPED.replace('"rewards": reward,', "").replace('"scores": torch.tensor(0.5),', ""),
+    "executor": CUSTOM.replace('"reward": float(sum(tokens) % 7), "scores": 1.0,', ""),
+    "environment": NATIVE.replace("float(len(action.text))", "None"),
+    "program": "def run_agent(task):\n    import openai\n    client = openai.OpenAI(base_url=task.base_url, "
+    "api_key=task.api_key)\n    client.chat.completions.create(model=task.model, "
+    "messages=[{'role': 'user', 'content': 'go'}])\n",
+}
+"""Agent files that leave the judgement to the run."""
+QUERIES = """
+def reward_func(queries, prompts, labels, tokens):
+    assert all(label.startswith("label") for label in labels)
+    assert all(query.startswith("<|im_start|>") and "<|im_end|>" in query for query in queries)
+    assert all(tokens)
+    return [2.5] * len(queries)
+"""
+
+
+@pytest.mark.parametrize("source", UNREWARDED.values(), ids=UNREWARDED)
+def test_an_agent_without_rewards_is_judged_by_the_configured_one(
+    source: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    made = config(tiny_model_dir, tmp_path, source)
     made.reward.function_path = str(tmp_path / "reward.py")
-    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n")
-    with pytest.raises(ConfigurationError, match=r"leave --reward\.function_path out"):
-        rollgrad.train(made)
+    (tmp_path / "reward.py").write_text(QUERIES)
+    rollgrad.train(made)
+    row = metrics(tmp_path)
+    assert (row["reward/mean"], row["reward/score_mean"]) == (2.5, 2.5)
+
+
+@pytest.mark.parametrize("source", UNREWARDED.values(), ids=UNREWARDED)
+def test_an_agent_without_rewards_and_none_configured_ends_the_run(
+    source: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"gave no reward for its episode.*--reward\.function_path"):
+        rollgrad.train(config(tiny_model_dir, tmp_path, source))
+
+
+@pytest.mark.parametrize("source", [UNREWARDED["executor"], UNREWARDED["environment"], None])
+def test_a_reward_model_judges_the_very_tokens_of_an_episode(
+    source: str | None, tiny_model_dir: Path, reward_model_dir: Path, tmp_path: Path
+) -> None:
+    made = config(tiny_model_dir, tmp_path, source or "")
+    made.train.agent_func_path = made.train.agent_func_path if source else None
+    made.reward.model_name_or_path, made.reward.timeout = str(reward_model_dir), 120.0
+    groups: list[RolloutGroup] = []
+    rollgrad.train(made, sample_log=lambda step, played: groups.extend(played))
+    model = AutoModelForSequenceClassification.from_pretrained(reward_model_dir, dtype=torch.float32).eval()
+    played = [trajectory for group in groups for trajectory in group.trajectories]
+    with torch.no_grad():
+        wanted = [float(model(trajectory.token_ids_T[None]).logits) for trajectory in played]
+    assert [trajectory.reward for trajectory in played] == pytest.approx(wanted, abs=1e-5)
+    assert len(set(wanted)) == 4, "episodes that score alike would show nothing"
+
+
+def test_an_agent_s_own_rewards_go_before_the_configured_one(tiny_model_dir: Path, tmp_path: Path) -> None:
+    made = config(tiny_model_dir, tmp_path, NATIVE)
+    made.reward.function_path = str(tmp_path / "reward.py")
+    (tmp_path / "reward.py").write_text("def reward_func(queries):\n    return [1000.0] * len(queries)\n")
+    rollgrad.train(made)
+    assert metrics(tmp_path)["reward/mean"] < 500
 
 
 def test_what_an_agent_raises_is_its_own_failure(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from rollgrad.domain.errors import (
     WorkerError,
 )
 from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RewardRequest
+from rollgrad.domain.rewards import RewardInput, RewardRequest
 from rollgrad.domain.sampling import StopReason
 from rollgrad.entrypoints.dry_run import model_shape
 from tests.fakes import cluster
@@ -327,7 +327,9 @@ def test_the_copies_of_a_reward_model_share_the_replies_until_one_is_lost(
         RewardRequest(prompt=Prompt(token_ids=(1,), text="What?"), response=" 7" * n, stop_reason=StopReason.STOP)
         for n in (1, 3, 200)
     ]
-    wanted = cluster.reward_model(str(reward_model_dir)).judge([request.query for request in requests])
+    wanted = cluster.reward_model(str(reward_model_dir)).judge(
+        [RewardInput(text=request.query) for request in requests]
+    )
     with cluster.worker_group(2) as group:
         group.build(cluster.reward_model, str(reward_model_dir))
         source = ModelReward(reward_copies(group), timeout=300)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollgrad.adapters.http import reward as reward_module
+from rollgrad.adapters.http import posting
 from rollgrad.adapters.http.reward import TOKEN_VARIABLE, HttpReward
 from rollgrad.domain.circuit import Circuit
 from rollgrad.domain.errors import ConfigurationError, RewardError
@@ -92,7 +92,7 @@ def test_a_broken_server_is_left_alone_while_another_works(serve: Callable[[Answ
 def test_a_batch_goes_round_before_it_tries_a_server_again(
     serve: Callable[[Answer], RewardServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reward_module, "BACKOFF", 0.01)
+    monkeypatch.setattr(posting, "BACKOFF", 0.01)
     servers = [serve(broken), serve(broken), serve(broken), serve(broken), serve(lengths)]
     assert score(HttpReward([s.url for s in servers], timeout=30.0), "abc")[0].value == 3.0
     assert [len(s.bodies) for s in servers] == [1] * 5

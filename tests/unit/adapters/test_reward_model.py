@@ -1,13 +1,16 @@
 """Scores of tiny random sequence classifiers: one by one, together, truncated, from disk."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rollgrad.adapters.torch.reward_model import RewardModel
+from rollgrad.adapters.torch.reward_model import RewardModel, same_vocabulary
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from rollgrad.domain.rewards import RewardInput
+from tests.fakes.chat_templates import tokenizer_with
 from tests.tiny_models import saved, tiny_model
 
 TEXTS = ["The answer is 7.", "7", "What is 3 plus 4? The answer is 42." * 5, "You are helpful.", "x y z " * 9]
@@ -22,8 +25,6 @@ def classifier(family: str, tokenizer: Any, *, num_labels: int = 1) -> Any:
 @pytest.fixture
 def tokenizer(tiny_tokenizer: Any) -> Any:
     """One that a test may change."""
-    import copy
-
     return copy.deepcopy(tiny_tokenizer)
 
 
@@ -39,7 +40,7 @@ def by_transformers(model: Any, tokens: list[int]) -> float:
 def test_together_as_one_by_one(tokenizer: Any, family: str, side: str, batch_tokens: int) -> None:
     tokenizer.padding_side = side
     model = classifier(family, tokenizer)
-    expected = [by_transformers(model, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in TEXTS]
+    expected = [by_transformers(model, tokenizer(text)["input_ids"]) for text in TEXTS]
     found = RewardModel(model, tokenizer, batch_tokens=batch_tokens).score(TEXTS)
     assert found == pytest.approx(expected, abs=1e-5)
     assert max(expected) - min(expected) > 0.01, "texts that score alike would show nothing"
@@ -68,12 +69,75 @@ def test_no_forward_pass_is_larger_than_asked(tokenizer: Any) -> None:
     assert {width for _, width in shapes} <= set(lengths), "no row is padded beyond the longest of its batch"
 
 
-def test_the_end_is_added_once(tokenizer: Any) -> None:
-    model = RewardModel(classifier("Llama", tokenizer), tokenizer)
-    plain = model.encode("Hello")
-    assert plain.tokens[-1] == tokenizer.eos_token_id
-    assert plain.tokens[-2] != tokenizer.eos_token_id
-    assert model.encode("Hello<|im_end|>") == model.encode("Hello<|im_end|>\n") == plain
+CONVERSATION = [{"role": "user", "content": "Add 2 and 3."}]
+ENDS = {"gemma3": "<end_of_turn>", "phi3": "<|end|>", "qwen2_5": "<|im_end|>", "llama3_1": "<|eot_id|>"}
+"""Templates, and what ends a reply in them; the tokenizer's end-of-sequence token is another."""
+
+
+@pytest.fixture(params=ENDS)
+def family(request: pytest.FixtureRequest, tiny_tokenizer: Any) -> tuple[Any, str]:
+    """A tokenizer with a model family's template, whose end of turn is not its end of sequence; and the end of turn."""
+    tokenizer = tokenizer_with(request.param, tiny_tokenizer)
+    tokenizer.add_special_tokens({"eos_token": "<|sequence_ends|>"})
+    return tokenizer, ENDS[request.param]
+
+
+def replied(tokenizer: Any, text: str) -> RewardInput:
+    """What the executor hands over of a reply."""
+    prompt = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
+    tokens = [*tokenizer(prompt)["input_ids"], *tokenizer(text)["input_ids"]]
+    return RewardInput(text=tokenizer.decode(tokens), token_ids=tuple(tokens))
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_model_of_the_policy_s_vocabulary_scores_the_very_tokens(family: tuple[Any, str], finished: bool) -> None:
+    """Also those that no tokenizer would make of the text."""
+    tokenizer, end = family
+    model = classifier("Llama", tokenizer)
+    reply = replied(tokenizer, "It is 5." + end * finished)
+    assert reply.token_ids is not None
+    apart = [token for letter in " is" for token in tokenizer(letter)["input_ids"]]
+    odd = RewardInput(text=reply.text + " is", token_ids=(*reply.token_ids, *apart))
+    reward_model = RewardModel(model, tokenizer, policy_tokenizer=copy.deepcopy(tokenizer))
+    scores = [score for score, truncated in reward_model.judge([reply, odd])]
+    expected = [by_transformers(model, list(each.token_ids or ())) for each in (reply, odd)]
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert reward_model.encode(odd.text).tokens != odd.token_ids, "otherwise the text would do"
+
+
+@pytest.mark.parametrize("behind", ["", "\n"])
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_text_keeps_its_end_and_gets_no_other(family: tuple[Any, str], finished: bool, behind: str) -> None:
+    """Of a policy with another vocabulary, and over HTTP, there is only the text."""
+    tokenizer, end = family
+    text = replied(tokenizer, "It is 5." + end * finished).text
+    tokens = RewardModel(classifier("Llama", tokenizer), tokenizer).encode(text + behind * finished).tokens
+    assert tokenizer.decode(list(tokens)) == text
+    assert (tokens[-1] == tokenizer.convert_tokens_to_ids(end)) is finished
+    assert tokenizer.eos_token_id not in tokens
+
+
+def test_another_vocabulary_is_told_by_its_ids(tokenizer: Any) -> None:
+    more = copy.deepcopy(tokenizer)
+    more.add_special_tokens({"additional_special_tokens": ["<|reward|>"]})
+    assert same_vocabulary(tokenizer, more), "a model may know more tokens than the policy"
+    assert not same_vocabulary(more, tokenizer)
+    model, reply = classifier("Llama", tokenizer), RewardInput(text="Hello", token_ids=(5, 6, 7))
+    assert RewardModel(model, tokenizer, policy_tokenizer=more).encode_reply(reply).tokens != reply.token_ids
+    own = RewardModel(model, tokenizer, policy_tokenizer=tokenizer)
+    assert own.encode_reply(reply).tokens == reply.token_ids
+    padding = RewardInput(text="Hello", token_ids=(5, len(tokenizer)))  # a row that no token has, sampled all the same
+    assert own.encode_reply(padding) == own.encode("Hello")
+    assert own.encode_reply(RewardInput(text="Hello")) == own.encode("Hello"), "an answer that nobody sampled"
+
+
+def test_tokens_that_are_too_many_lose_their_beginning_only(tokenizer: Any) -> None:
+    tokenizer.bos_token = "<|im_start|>"
+    model = RewardModel(classifier("Llama", tokenizer), tokenizer, policy_tokenizer=tokenizer, max_length=16)
+    tokens = (tokenizer.bos_token_id, *range(20, 60))
+    encoded = model.encode_reply(RewardInput(text="", token_ids=tokens))
+    assert encoded.truncated
+    assert encoded.tokens == (tokenizer.bos_token_id, *range(45, 60))
 
 
 def test_a_long_text_loses_its_beginning_only(tokenizer: Any) -> None:

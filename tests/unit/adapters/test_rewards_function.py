@@ -166,8 +166,13 @@ def test_a_function_is_loaded_from_its_file(tmp_path: Path) -> None:
     ("name", "source", "message"),
     [
         ("missing.py", None, "no such file"),
-        ("other.py", "def score(): ...", r"defines no function reward_func\(queries, prompts, labels\)"),
+        (
+            "other.py",
+            "from math import log\ndef score(): ...",
+            r"defines no function reward_func or compute_score \(it defines score\): .*other\.py:NAME",
+        ),
         ("value.py", "reward_func = 1", "defines no function"),
+        ("named.py:other", "def reward_func(queries): ...", r"defines no function other \(it defines reward_func\)"),
         ("broken.py", "def reward_func(:", "cannot be imported: SyntaxError"),
         ("needs.py", "import no_such_module_here", "cannot be imported: ModuleNotFoundError: No module named"),
         ("notes.txt", "hello", "must be a Python file"),
@@ -177,6 +182,6 @@ def test_a_file_without_a_usable_function_is_refused(
     name: str, source: str | None, message: str, tmp_path: Path
 ) -> None:
     if source is not None:
-        (tmp_path / name).write_text(source)
-    with pytest.raises(ConfigurationError, match=rf"--reward.function-path .*{name}.*{message}"):
+        (tmp_path / name.partition(":")[0]).write_text(source)
+    with pytest.raises(ConfigurationError, match=rf"--reward\.function_path .*{name}.*{message}"):
         load_reward_function(str(tmp_path / name))

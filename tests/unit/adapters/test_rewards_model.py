@@ -8,7 +8,7 @@ import pytest
 from rollgrad.adapters.rewards.model import BATCH_REPLIES, Judge, ModelReward
 from rollgrad.domain.errors import RewardError, WorkerError
 from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import Reward, RewardRequest
+from rollgrad.domain.rewards import Reward, RewardInput, RewardRequest
 from rollgrad.domain.sampling import StopReason
 
 PATIENCE = 60.0
@@ -31,7 +31,8 @@ class Copy:
         self.batches: list[int] = []
         self.threads: list[threading.Thread] = []
 
-    def __call__(self, texts: Sequence[str]) -> list[tuple[float, bool]]:
+    def __call__(self, replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
+        texts = [reply.text for reply in replies]
         self.batches.append(len(texts))
         self.threads.append(threading.current_thread())
         if self.together is not None:
@@ -69,8 +70,9 @@ def test_what_arrives_while_all_copies_are_busy_is_scored_next() -> None:
     started, go_on = threading.Event(), threading.Event()
     batches: list[list[str]] = []
 
-    def slow(texts: Sequence[str]) -> list[tuple[float, bool]]:
-        batches.append(list(texts))
+    def slow(replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
+        texts = [reply.text for reply in replies]
+        batches.append(texts)
         started.set()
         assert go_on.wait(PATIENCE)
         return [(number(text), False) for text in texts]
@@ -109,11 +111,11 @@ def test_a_score_that_is_no_number_costs_its_own_reply() -> None:
     assert "nan" in str(failed)
 
 
-def lost(texts: Sequence[str]) -> list[tuple[float, bool]]:
+def lost(replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
     raise WorkerError("Of the 2 training processes of reward, rank 1 died.")
 
 
-def confused(texts: Sequence[str]) -> list[tuple[float, bool]]:
+def confused(replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
     raise ValueError("no tokens")
 
 
@@ -135,9 +137,9 @@ def test_what_the_model_raises_is_a_reward_error(judge: Judge, message: str) -> 
 def test_a_deadline_is_told_and_the_copy_is_used_again() -> None:
     go_on = threading.Event()
 
-    def slow(texts: Sequence[str]) -> list[tuple[float, bool]]:
+    def slow(replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
         assert go_on.wait(PATIENCE)
-        return [(number(text), False) for text in texts]
+        return [(number(reply.text), False) for reply in replies]
 
     async def scenario() -> float:
         source = ModelReward([slow], timeout=0.05)

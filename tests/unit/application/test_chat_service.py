@@ -225,7 +225,14 @@ def episode(
 
         limits = SessionLimits(max_turns=3)
         executor = ServedAgentExecutor(
-            agent, service, url, rewards, model="policy", limits=limits, max_seconds=how.get("max_seconds")
+            agent,
+            service,
+            FakeChatCodec(),
+            url,
+            rewards,
+            model="policy",
+            limits=limits,
+            max_seconds=how.get("max_seconds"),
         )
         result = await executor.run(EpisodeRequest(prompt=PROMPT, params=PARAMS, group_id=4, sample_id=9))
         (task,) = agent.tasks
@@ -245,7 +252,11 @@ def test_the_last_reply_is_judged_and_has_the_reward() -> None:
     result, rewards = episode(two_turns)
     assert isinstance(result, list)
     (trajectory,) = result
-    assert [request.response for request in rewards.requests] == ["two"]
+    (request,) = rewards.requests
+    assert request.response == "two"
+    assert request.query.endswith("[assistant]two<eos>"), "as the model saw and wrote it"
+    assert request.token_ids is not None
+    assert FakeChatCodec().decode(request.token_ids, special_tokens=True) == request.query
     assert [s.reward for s in trajectory.segments if s.kind == "action"] == [0.0, 1.0]
     assert (trajectory.group_id, trajectory.sample_id, trajectory.score) == (4, 9, 1.0)
     assert trajectory.stop_reason is StopReason.ENVIRONMENT

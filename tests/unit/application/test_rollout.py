@@ -111,6 +111,12 @@ def test_failures_within_the_budget_are_counted_with_their_group() -> None:
     assert submitted == 6
 
 
+def test_a_reply_that_no_reward_applies_to_is_in_no_budget() -> None:
+    groups = collect(RolloutService(failing(1, 4, kind=FailureKind.NOT_APPLICABLE), max_concurrent=4), 3, 2)
+    assert [len(g.trajectories) for g in groups] == [1, 2, 1]
+    assert [f.sample_id for g in groups for f in g.failures] == [1, 4]
+
+
 def test_the_first_failure_ends_a_run_without_budget() -> None:
     with pytest.raises(RewardError, match=r"^sample 1 broke$"):
         collect(RolloutService(failing(1), max_concurrent=4, max_failures=0), 3, 2)

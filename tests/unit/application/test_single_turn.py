@@ -44,6 +44,8 @@ def test_tokens_are_those_the_engine_sampled_and_the_reward_sees_their_text() ->
     assert judged.response == FakeChatCodec().decode(sampled.token_ids)
     assert judged.label == "there"
     assert judged.query == "Hi" + judged.response
+    assert judged.token_ids == (72, 105, *sampled.token_ids)
+    assert judged.step == 3, "updates behind the policy that wrote it"
     assert engine.requests[-1].params == REQUEST.params
 
 

@@ -42,6 +42,7 @@ OVERLAP: dict[str, Any] = {
     "staleness_unit": StalenessUnit.TOKEN,
     "partial_rollout": PartialRollout.RECOMPUTE,
 }
+JUDGED = {"reward.judge_url": "http://a/v1", "reward.judge_model": "m", "reward.judge_prompt": "judge.txt"}
 DISTILL: dict[str, Any] = {
     "algo.advantage.estimator": "on_policy_distill",
     "algo.kl.init_coef": 1.0,
@@ -141,6 +142,8 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"reward.verifier": None, "reward.function_path": "r.py", "reward.weights": {"a": 1.0}},
         {"reward.verifier": None, "reward.model_name_or_path": "rm", "data.label_key": None},
         {"reward.verifier": None, "reward.remote_url": "http://a,http://b", "reward.failure_value": 0.0},
+        {"reward.verifier": None, **JUDGED, "reward.judge_range": (0.0, 10.0), "data.label_key": None},
+        {"train.agent_func_path": "agent.py"},
         {"eval.dataset": "e.jsonl", "eval.n_samples_per_prompt": 4, "eval.temperature": 0.7, "eval.steps": 5},
     ],
 )
@@ -202,7 +205,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.apply_chat_template": False, "data.input_template": "Q:"}, "no {}"),
     (
         {"reward.verifier": None},
-        "--reward.function_path, --reward.model_name_or_path, --reward.remote_url or --reward.verifier",
+        "--reward.remote_url, --reward.judge_url or --reward.verifier",
     ),
     ({"data.prompt_dataset": f"{GYM},a.jsonl", "reward.verifier": None}, "No reward"),
     ({"reward.function_path": "r.py"}, "both set"),
@@ -285,6 +288,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reward.failure_value": 0.0}, "--reward.remote_url"),
     ({"reward.remote_batch_size": 8}, "--reward.remote_url"),
     ({"reward.remote_url": "http://a"}, "both set"),
+    (JUDGED, "reward.judge_url 'http://a/v1' and reward.verifier last_number are both set"),
+    (
+        {"reward.verifier": None, **JUDGED, "reward.judge_model": None},
+        "give the name of the model to --reward.judge_model",
+    ),
+    (
+        {"reward.verifier": None, **JUDGED, "reward.judge_prompt": None},
+        "a text file with {response} to --reward.judge_p",
+    ),
+    ({"reward.judge_model": "m"}, "set --reward.judge_url, or leave --reward.judge_model out"),
+    ({"reward.judge_prompt": "f"}, "set --reward.judge_url, or leave --reward.judge_prompt out"),
+    ({"reward.judge_range": (0.0, 1.0)}, "set --reward.judge_url, or leave --reward.judge_range out"),
     (
         {"reward.model_name_or_path": "rm"},
         "reward.model_name_or_path 'rm' and reward.verifier last_number are both set",
@@ -323,6 +338,7 @@ OUT_OF_RANGE = {
     "normalize_mean_std": (0.0, 0.0),
     "stop_properly_penalty_coef": 1.5,
     "curriculum_range": (0.9, 0.1),
+    "judge_range": (10.0, 1.0),
     "adam.lr": -1e-6,
     "adam.betas": (0.9, 1.0),
     "adam.eps": 0.0,

@@ -1,0 +1,160 @@
+"""A language model as judge, against real HTTP servers that answer, fail and ramble."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgrad.adapters.http.judge import TOKEN_VARIABLE, JudgePrompt, LLMJudge
+from rollgrad.domain.errors import ConfigurationError, RewardError
+from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.rewards import RewardRequest
+from rollgrad.domain.sampling import StopReason
+from tests.fakes.reward_server import JsonServer
+
+PROMPT = "Task: {prompt}\nReply: {response}\nReference: {label}\nLevel: {level}\nGrade it from 0 to 10."
+MESSAGES = ({"role": "user", "content": "3+4?"},)
+
+
+def ask(response: str = "7", **row: Any) -> RewardRequest:
+    prompt = Prompt(token_ids=(1,), text="<user>3+4?", label="seven", messages=MESSAGES, metadata={"level": 2, **row})
+    return RewardRequest(prompt=prompt, response=response, stop_reason=StopReason.STOP)
+
+
+Serve = Callable[..., JsonServer]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers: list[JsonServer] = []
+
+    def start(answer: Any = "Grade: 7", status: int = 200) -> JsonServer:
+        body = {"choices": [{"message": {"role": "assistant", "content": answer}}]} if status == 200 else answer
+        servers.append(JsonServer(lambda path, question: (status, body)))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def judged(
+    *servers: JsonServer, requests: tuple[RewardRequest, ...] = (), prompt: str = PROMPT, **how: Any
+) -> list[float]:
+    async def scenario() -> list[float]:
+        source = LLMJudge(
+            [f"{server.url}/v1" for server in servers],
+            model="judge",
+            prompt=JudgePrompt(prompt, "judge.txt"),
+            **{"timeout": 60.0, **how},
+        )
+        try:
+            return [reward.value for reward in await source.score(requests or (ask(),))]
+        finally:
+            await source.aclose()
+
+    return asyncio.run(scenario())
+
+
+def test_the_judge_is_asked_as_openai_s_clients_ask(serve: Serve) -> None:
+    server = serve()
+    assert judged(server) == [7.0]
+    assert server.paths == ["/v1/chat/completions"]
+    question = "Task: 3+4?\nReply: 7\nReference: seven\nLevel: 2\nGrade it from 0 to 10."
+    assert server.bodies == [
+        {"model": "judge", "messages": [{"role": "user", "content": question}], "temperature": 0.0}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        ("7", 7.0),
+        ("The sum 3+4 is 7, so the grade is 9.5", 9.5),
+        ("**Score: 8/10**", 8.0),
+        ("I give it 8 out of 10.", 8.0),
+        ("[[-2]]", -2.0),
+        ("<think>maybe 3, or 4</think>\n5", 5.0),
+    ],
+)
+def test_the_last_number_is_the_reward(serve: Serve, answer: str, wanted: float) -> None:
+    assert judged(serve(answer)) == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("I cannot say.", "'I cannot say.', which has no number: let --reward.judge_prompt ask for one"),
+        ("<think>It is 7", "which has no number"),
+        ("11", "whose last number 11 is not from 0 to 10: let --reward.judge_prompt ask"),
+        (None, "which is no chat completion with a text"),
+    ],
+)
+def test_an_answer_without_a_judgement_is_a_reward_error(serve: Serve, answer: Any, message: str) -> None:
+    with pytest.raises(RewardError) as error:
+        judged(serve(answer), bounds=(0.0, 10.0))
+    assert message in str(error.value)
+
+
+def test_what_fails_in_passing_is_asked_again_elsewhere(serve: Serve) -> None:
+    bad, good = serve("busy", 503), serve("3")
+    assert judged(bad, good, requests=tuple(ask(str(n)) for n in range(6))) == [3.0] * 6
+    assert len(good.bodies) == 6
+
+
+def test_what_another_attempt_would_not_change_is_one_sentence(serve: Serve) -> None:
+    server = serve({"error": {"message": "no model judge"}}, 404)
+    with pytest.raises(RewardError, match=r"The judge .*/v1/chat/completions answered 404 .*no model judge.*judge_url"):
+        judged(server)
+    assert len(server.bodies) == 1
+
+
+def test_the_deadline_is_the_reward_s(serve: Serve) -> None:
+    with pytest.raises(RewardError, match=r"No judge judged 1 reply within 0\.3 s.*--reward\.timeout"):
+        judged(serve("busy", 500), timeout=0.3)
+
+
+def test_the_token_travels_in_a_header_only(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "sesame")
+    server = serve()
+    judged(server)
+    assert server.headers[0]["Authorization"] == "Bearer sesame"
+    assert "sesame" not in json.dumps(server.bodies)
+
+
+def test_an_address_without_a_scheme_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"reward\.judge_url is 'localhost:8000/v1/chat/completions'.*http://"):
+        LLMJudge(["localhost:8000/v1"], model="judge", prompt=JudgePrompt("{response}", "f"), timeout=1.0)
+
+
+def test_braces_around_no_name_and_doubled_ones_stay() -> None:
+    prompt = JudgePrompt('{response} {{label}} {"grade": 3} \\frac{1}{2} {query}', "f")
+    assert prompt.filled(ask("{label}")) == '{label} {label} {"grade": 3} \\frac{1}{2} <user>3+4?{label}'
+
+
+def test_a_conversation_is_written_with_its_roles() -> None:
+    messages = ({"role": "system", "content": "Be brief."}, *MESSAGES)
+    prompt = Prompt(token_ids=(1,), text="rendered", messages=messages)
+    request = RewardRequest(prompt=prompt, response="7", stop_reason=StopReason.STOP)
+    assert JudgePrompt("{prompt}|{response}", "f").filled(request) == "system:\nBe brief.\n\nuser:\n3+4?|7"
+
+
+def test_a_placeholder_that_nothing_fills_ends_the_run(serve: Serve) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        judged(serve(), prompt="{response} {lable}")
+    assert str(error.value) == (
+        "--reward.judge_prompt judge.txt has the placeholder {lable}, which is neither one of prompt, response, query, "
+        "label nor a column of 'default' (level): correct it, or write {{lable}} for the text itself."
+    )
+
+
+@pytest.mark.parametrize("text", ["Grade it.", "{prompt} {{response}}"])
+def test_a_prompt_that_shows_no_reply_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "judge.txt").write_text(text)
+    with pytest.raises(ConfigurationError, match=r"judge\.txt has neither \{response\} nor \{query\}"):
+        JudgePrompt.read(str(tmp_path / "judge.txt"))
+    with pytest.raises(ConfigurationError, match=r"--reward\.judge_prompt is .*missing.*cannot be read"):
+        JudgePrompt.read(str(tmp_path / "missing"))
