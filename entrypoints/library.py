@@ -93,7 +93,6 @@ def train(
     problem = output_problem(config.ckpt)
     if problem is not None:
         raise CheckpointError(problem)
-    log_correction(config)
     container = _container(config, reward, environment, adapters)
     output_dir = Path(config.ckpt.output_dir)
     store: CheckpointStore = container.checkpoints()  # refuses an unwritable output before anything is loaded
@@ -106,6 +105,7 @@ def train(
             remove_run(config.ckpt)
         for log in LOGS:
             keep_steps(output_dir / log, until=-1 if state is None else state["run"]["step"])
+        log_correction(config)
         try:
             outcome, stopped_by = _run(_heeding_signals(_closing(pipeline.run(), container)))
         except (Exception, SystemExit):  # whatever ended it, its curves are there to look at
