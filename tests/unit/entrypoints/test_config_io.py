@@ -117,5 +117,5 @@ def test_an_unquoted_off_is_the_choice_off(tmp_path: Path) -> None:
     path.write_text("algo: {correction: {level: off}}")
     assert load_config(path).algo.correction.level == "off"
     path.write_text("algo: {old_logprobs: off}")
-    with pytest.raises(ConfigurationError, match="algo.old_logprobs is False, but it must be one of recompute"):
+    with pytest.raises(ConfigurationError, match=r"algo.old_logprobs is False, but it must be one of recompute"):
         load_config(path)
