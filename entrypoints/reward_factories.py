@@ -4,6 +4,7 @@ from rollgrad.adapters.http.reward import HttpReward
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.torch.loading import default_device, resolve_dtype
 from rollgrad.adapters.torch.reward_model import RewardModel
+from rollgrad.application.choices import Normalise
 from rollgrad.application.config import RLConfig
 from rollgrad.entrypoints.factories import dataset_kind
 
@@ -42,7 +43,8 @@ def make_reward_model(config: RLConfig) -> RewardModel:
         config.reward.model_name_or_path,
         dtype=resolve_dtype(config.actor.dtype, device),
         device=device,
-        flag="--reward.model-name-or-path",
+        flag="--reward.model_name_or_path",
+        normalize=config.reward.normalize is Normalise.MODEL,
     )
 
 
