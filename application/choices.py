@@ -61,6 +61,7 @@ class Normalise(StrEnum):
     NONE = "none"
     RUNNING = "running"
     DATASET = "dataset"
+    MODEL = "model"
 
 
 class Aggregation(StrEnum):

@@ -237,7 +237,8 @@ class RewardConfig:
     clip_range: tuple[float, float] | None = None
     """The reward of a whole episode, summed over its turns, is clamped to this range before any baseline."""
     normalize: Normalise = Normalise.NONE
-    """Centre and scale rewards: by the running mean and deviation of all so far, or by those of a dataset."""
+    """Centre and scale rewards: by the running mean and deviation of all so far, by those of a dataset, or those that
+    the reward model's config.json names (mean and std, as OpenRLHF saves them)."""
     normalize_mean_std: tuple[float, float] | None = None
     """Mean and standard deviation of rewards over a dataset, for normalize dataset."""
     overlong_buffer_len: int | None = None

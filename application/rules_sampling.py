@@ -71,6 +71,11 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             "a dataset's moments are given and used together: set --reward.normalize dataset and "
             "--reward.normalize_mean_std MEAN STD."
         )
+    if reward.normalize is Normalise.MODEL and reward.model_name_or_path is None:
+        yield (
+            "reward.normalize is model, which takes the mean and std that a reward model was saved with, but there is "
+            "none: set --reward.model_name_or_path, or leave --reward.normalize out."
+        )
     if reward.overlong_buffer_len is None and reward.overlong_penalty_factor != default.overlong_penalty_factor:
         yield (
             f"reward.overlong_penalty_factor is {reward.overlong_penalty_factor}, but there is no length penalty: set "

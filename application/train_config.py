@@ -13,7 +13,8 @@ class PartialRollout(StrEnum):
     NONE = "none"
     """They are finished first, under the weights that they began with."""
     KEEP = "keep"
-    """They go on under the new weights, from the keys and values of the old ones."""
+    """They go on under the new weights, from the keys and values of the old ones; vLLM computes them anew for requests
+    that it preempts for want of memory."""
     RECOMPUTE = "recompute"
     """They go on under the new weights, which compute the keys and values of their tokens anew."""
 

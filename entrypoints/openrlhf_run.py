@@ -108,12 +108,7 @@ def _reward(draft: Draft) -> None:
         )
     _reward_model(draft)
     if draft.value("reward.normalize_enable", False):
-        draft.lose(
-            "reward.normalize_enable",
-            "set reward.normalize dataset, and reward.normalize_mean_std to mean and std in the model's config.json"
-            if draft.reward_model is not None
-            else "OpenRLHF too does so for reward models only",
-        )
+        _normalize(draft)
     draft.set("reward.clip_range", draft.value("reward.clip_range", [-10.0, 10.0]))
     if "group" in draft.traits.needs:
         draft.change("reward.clip_range", "rewards are clipped before the group's baseline, in OpenRLHF after it")
@@ -129,6 +124,15 @@ def _reward(draft: Draft) -> None:
                 f"sampled tokens count against the {limit} of an episode (rollout.max_episode_tokens), in OpenRLHF all "
                 "tokens after the prompt against those of a reply",
             )
+
+
+def _normalize(draft: Draft) -> None:
+    if draft.reward_model is None:
+        draft.lose("reward.normalize_enable", "OpenRLHF too does so for reward models only")
+        return
+    draft.set("reward.normalize", "model")
+    if draft.has_critic:
+        draft.change("reward.normalize_enable", "rewards alone are scaled, in OpenRLHF the critic's values too")
 
 
 def _reward_model(draft: Draft) -> None:

@@ -5,6 +5,7 @@ from rollgrad.adapters.http.reward import HttpReward
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.torch.loading import default_device, load_tokenizer, resolve_dtype
 from rollgrad.adapters.torch.reward_model import RewardModel
+from rollgrad.application.choices import Normalise
 from rollgrad.application.config import RLConfig
 from rollgrad.domain.catalogue import estimator_traits
 from rollgrad.entrypoints.factories import dataset_kind
@@ -67,6 +68,7 @@ def make_reward_model(config: RLConfig) -> RewardModel:
         device=device,
         flag="--reward.model_name_or_path",
         policy_tokenizer=load_tokenizer(config.actor.model_name_or_path, flag="--actor.model_name_or_path"),
+        normalize=config.reward.normalize is Normalise.MODEL,
     )
 
 

@@ -33,6 +33,8 @@ class ServeRewardArguments:
     """Tokens of a text at most; longer ones lose their beginning (default: as many as the model has positions)."""
     batch_tokens: int = 16384
     """Tokens of a forward pass, padding included."""
+    normalize_reward: bool = False
+    """Centre and scale scores by the mean and std in the model's config.json, as OpenRLHF saves them."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Format of the weights; auto is bfloat16 where the hardware computes it natively."""
 
@@ -71,6 +73,8 @@ def _loaded_app(arguments: ServeRewardArguments) -> "Iterator[Starlette]":
         flag="--model",
         max_length=arguments.max_length,
         batch_tokens=arguments.batch_tokens,
+        normalize=arguments.normalize_reward,
+        normalize_flag="--normalize_reward",
     )
     queue = ScoreQueue(model)
     try:

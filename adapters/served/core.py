@@ -15,6 +15,7 @@ from rollgrad.adapters.served.client import ServerClient
 from rollgrad.adapters.served.wires import CompletionsWire, TokensWire, Wire
 from rollgrad.adapters.vllm.buckets import ALIGNMENT, DIRECTORY, SharedMemory
 from rollgrad.adapters.vllm.core import Core
+from rollgrad.adapters.vllm.local import cache_salt
 from rollgrad.adapters.vllm.plugin import BACKEND
 from rollgrad.adapters.vllm.taking import EngineModel
 from rollgrad.domain.errors import ConfigurationError, EngineError
@@ -49,7 +50,7 @@ class ServedCore(Core):
         self._wire: Wire = TokensWire()
         self._slots = asyncio.Semaphore(max_requests)
         self._health = "/health"
-        self._version = 0
+        self._version = self._part = 0
         self._aborts = 0
         self._processed = self._controlled = False
 
@@ -157,6 +158,8 @@ class ServedCore(Core):
             if aborts != self._aborts:
                 return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
             body = self._wire.body(name, request, eos_token_ids)
+            if self._controlled:
+                body["cache_salt"] = cache_salt(self._part)
             # No deadline: a frozen reply takes as long as the pause. Who waits looks after the server (`ping`).
             answer = await self.http.call(self._wire.path, body, seconds=None, repeat=True)
         generation = self._wire.read(answer, self._version)
@@ -193,6 +196,10 @@ class ServedCore(Core):
     async def forget(self) -> None:
         """See `Core.forget`."""
         await self._control("/reset_prefix_cache?reset_running_requests=true")
+
+    def set_apart(self) -> None:
+        """See `Core.set_apart`."""
+        self._part += 1
 
     async def sleep(self) -> None:
         """See `Core.sleep`."""

@@ -6,10 +6,12 @@ a reply that was cut off ends where it was cut off, and one that ended has its e
 training.
 """
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import structlog
 import torch
 from attrs import frozen
 
@@ -18,6 +20,8 @@ from rollgrad.adapters.torch.loading import _from_pretrained, load_tokenizer
 from rollgrad.application.model_config import REWARD_TOKENS
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.domain.rewards import RewardInput
+
+log = structlog.get_logger(__name__)
 
 
 @frozen
@@ -73,6 +77,7 @@ class RewardModel:
         max_length: tokens of a text at most, those added included; None: as many as the model has positions for. What
             is too long loses its beginning (but for the beginning-of-sequence token): the reply is at the end.
         batch_tokens: tokens of a forward pass, padding included; a longer text has one of its own.
+        moments: mean and standard deviation that scores are centred and scaled by; None leaves them as they are.
 
     Raises:
         ConfigurationError: max_length or batch_tokens is too small, or max_length beyond the model's positions.
@@ -86,6 +91,7 @@ class RewardModel:
         policy_tokenizer: Any = None,
         max_length: int | None = None,
         batch_tokens: int = REWARD_TOKENS,
+        moments: tuple[float, float] | None = None,
     ) -> None:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         if max_length is not None and not 2 <= max_length <= positions:
@@ -103,6 +109,7 @@ class RewardModel:
         shared = policy_tokenizer is not None and same_vocabulary(policy_tokenizer, tokenizer)
         self._rows = model.get_input_embeddings().weight.shape[0] if shared else 0
         """Token ids of the policy below this are the model's own."""
+        self._mean, self._std = moments or (0.0, 1.0)
         self._device: torch.device = next(model.parameters()).device
 
     @classmethod
@@ -116,12 +123,16 @@ class RewardModel:
         policy_tokenizer: Any = None,
         max_length: int | None = None,
         batch_tokens: int = REWARD_TOKENS,
+        normalize: bool = False,
+        normalize_flag: str = "--reward.normalize model",
     ) -> "RewardModel":
-        """The model of a hub name or directory, which `flag` names.
+        """The model of a hub name or directory, which `flag` names. With `normalize`, which `normalize_flag` turns on,
+        scores are centred and scaled by the `mean` and `std` in its config.json, where OpenRLHF's training of reward
+        models writes them.
 
         Raises:
             CheckpointError: there is no such model, or it has no scalar head.
-            ConfigurationError: see the class.
+            ConfigurationError: its config.json lacks what `normalize` needs; see also the class.
         """
         from transformers import AutoModelForSequenceClassification
 
@@ -142,6 +153,7 @@ class RewardModel:
             raise _not_scalar(flag, name_or_path, f"{type(model).__name__} has no head `score` at the last token")
         if info["missing_keys"]:
             raise _not_scalar(flag, name_or_path, f"its weights lack {', '.join(sorted(info['missing_keys']))}")
+        moments = _moments(model.config, name_or_path, normalize_flag, wanted=normalize)
         tokenizer = load_tokenizer(name_or_path, flag=flag)
         return cls(
             model.to(device).eval(),
@@ -149,6 +161,7 @@ class RewardModel:
             policy_tokenizer=policy_tokenizer,
             max_length=max_length,
             batch_tokens=batch_tokens,
+            moments=moments,
         )
 
     def encode(self, text: str) -> EncodedText:
@@ -183,7 +196,7 @@ class RewardModel:
         scores = [0.0] * len(texts)
         for batch in self._batches(texts):
             for index, score in zip(batch, self._forward([texts[i].tokens for i in batch]), strict=True):
-                scores[index] = score
+                scores[index] = (score - self._mean) / self._std
         return scores
 
     def _batches(self, texts: Sequence[EncodedText]) -> Iterator[list[int]]:
@@ -206,6 +219,20 @@ class RewardModel:
         last_SH = hidden_STH[torch.arange(len(rows)), lengths_S - 1]
         scores: list[float] = self._head(last_SH.float())[:, 0].tolist()
         return scores
+
+
+def _moments(config: Any, name_or_path: str, flag: str, *, wanted: bool) -> tuple[float, float] | None:
+    """Mean and standard deviation that a reward model's config.json names, if they are wanted."""
+    pair: tuple[Any, Any] = getattr(config, "mean", None), getattr(config, "std", None)
+    usable = all(isinstance(number, int | float) and math.isfinite(number) for number in pair) and pair[1] > 0
+    if wanted and not usable:
+        raise ConfigurationError(
+            f"{flag} is set, but config.json of {name_or_path!r} has mean {pair[0]} and std {pair[1]}, not two numbers "
+            f"with a std above 0: leave {flag} out, or name a model that was saved with them."
+        )
+    if usable and not wanted:
+        log.warning("mean and std of the reward model are not used", mean=pair[0], std=pair[1], to_use_them=flag)
+    return pair if wanted else None
 
 
 def _not_scalar(flag: str, name_or_path: str, reason: str) -> CheckpointError:

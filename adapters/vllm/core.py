@@ -53,7 +53,11 @@ class Core(Protocol):
         ...
 
     async def forget(self) -> None:
-        """Drops all keys and values; frozen requests compute theirs anew."""
+        """Drops all keys and values."""
+        ...
+
+    def set_apart(self) -> None:
+        """Requests from now on read no keys and values of those before, which keep theirs."""
         ...
 
     async def sleep(self) -> None:

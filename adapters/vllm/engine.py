@@ -27,9 +27,10 @@ from rollgrad.domain.sampling import Generation, GenerationRequest, StopReason
 class CoreEngine(RolloutEngine, WeightTaker):
     """See `RolloutEngine` and `WeightTaker`; serves one event loop.
 
-    Requests that a pause froze go on after a change of weights as if the new ones had computed all their tokens so far,
-    which takes their prefill again. A reply that another request began goes on with random numbers of its own, not with
-    those that an uninterrupted request would have drawn; a stop string must not begin in the part that is the prompt.
+    Requests that a pause froze go on after a change of weights with the keys and values that they have, unless vLLM has
+    to preempt them for want of memory: it then computes theirs anew. Those made later share none with them. A reply
+    that another request began goes on with random numbers of its own, not with those that an uninterrupted request
+    would have drawn; a stop string must not begin in the part that is the prompt.
 
     Args:
         core: vLLM.
@@ -184,7 +185,10 @@ class CoreEngine(RolloutEngine, WeightTaker):
         """See `WeightTaker`."""
         await self._core.finish_update()
         await self._wake_cache()
-        await self._core.forget()
+        if self._running:  # frozen by a pause that keeps their keys and values
+            self._core.set_apart()
+        else:
+            await self._core.forget()
         self._broken = None
         self.set_version(version)
 

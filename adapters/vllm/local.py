@@ -19,6 +19,11 @@ STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": S
 """vLLM's words for why a reply ended."""
 
 
+def cache_salt(part: int) -> str:
+    """vLLM's name for a part of its prefix cache: requests share blocks with those of the same salt alone."""
+    return f"rollgrad-{part}"
+
+
 class LocalCore(Core):
     """See `Core`.
 
@@ -28,6 +33,8 @@ class LocalCore(Core):
 
     _lora_request: Any = None
     """Goes with everything that is generated."""
+    _part = 0
+    """Part of the prefix cache that requests read and write."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -96,6 +103,10 @@ class LocalCore(Core):
         """See `Core.forget`."""
         await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
 
+    def set_apart(self) -> None:
+        """See `Core.set_apart`."""
+        self._part += 1
+
     async def sleep(self) -> None:
         """See `Core.sleep`."""
         await self._call(self._llm.sleep(level=1))
@@ -154,7 +165,8 @@ class LocalCore(Core):
 
         last = None
         try:
-            asked = self._llm.generate(tokens_input(list(prompt)), params, name, lora_request=self._lora_request)
+            tokens = tokens_input(list(prompt), cache_salt=cache_salt(self._part))
+            asked = self._llm.generate(tokens, params, name, lora_request=self._lora_request)
             async for output in asked:
                 take(output)
                 last = output

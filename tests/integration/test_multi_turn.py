@@ -13,7 +13,7 @@ import rollgrad
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
-from rollgrad.application.choices import DType
+from rollgrad.application.choices import DType, LRScheduler
 from rollgrad.application.config import RLConfig
 from rollgrad.application.executors.multi_turn import MultiTurnExecutor
 from rollgrad.domain.messages import Action
@@ -23,6 +23,8 @@ from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.sampling import SamplingParams, StopReason
 from rollgrad.domain.trajectory import SegmentKind, Trajectory
+from tests.fakes.agent_executor import FakeAgentExecutor, make_trajectory
+from tests.fakes.reward_source import FakeRewardSource
 
 
 class CountDown:
@@ -147,3 +149,33 @@ def test_an_environment_s_episodes_are_penalised_by_their_sampled_tokens(tiny_mo
     expected = [6 - 10 * t.action_length / 200 for t in played]
     assert all(t.action_length >= 3 for t in played)
     assert row["reward/shaped_mean"] == pytest.approx(sum(expected) / len(expected))
+
+
+def test_rollouts_that_branch_take_the_optimizer_steps_that_were_planned(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Four rollouts of three branches with a batch of four: a step each, and the schedule ends with the run."""
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"input": f"go {i}"}) + "\n" for i in range(4)))
+
+    def branches(request: EpisodeRequest) -> list[Trajectory]:
+        return [
+            make_trajectory(
+                request.prompt.token_ids,
+                [10 + branch, 20 + request.sample_id],
+                group_id=request.group_id,
+                sample_id=request.sample_id,
+                rewards=[float(request.sample_id % 2)] if branch == 2 else [],
+            )
+            for branch in range(3)
+        ]
+
+    config = RLConfig()
+    config.actor.model_name_or_path, config.actor.dtype = str(tiny_model_dir), DType.FLOAT32
+    config.actor.lr_scheduler, config.actor.min_lr_ratio, config.actor.adam.lr = LRScheduler.LINEAR, 0.0, 1e-3
+    config.algo.advantage.estimator = "reinforce"
+    config.data.prompt_dataset = str(tmp_path / "data.jsonl")
+    config.rollout.batch_size = config.train.batch_size = 4
+    config.train.max_steps = 4
+    config.ckpt.output_dir, config.logger.console = str(tmp_path / "out"), False
+    rollgrad.train(config, executor=FakeAgentExecutor(branches), reward=FakeRewardSource(lambda request: 0.0))
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["policy/lr"] for row in rows] == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    assert [row["policy/trained_share"] for row in rows] == [1.0] * 4

@@ -348,6 +348,15 @@ def test_bad_settings_are_one_sentence(arguments: str, message: str, tmp_path: P
     assert message in result.stderr
 
 
+@pytest.mark.slow
+def test_a_model_without_moments_is_not_served_as_if_it_had_some(reward_model_dir: Path) -> None:
+    arguments = command("--model", str(reward_model_dir), "--normalize_reward", "--port", "0")
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=400)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "error: --normalize_reward is set, but config.json of" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def heed_interrupts() -> None:
     """A suite that a shell started in the background ignores SIGINT, and its children inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

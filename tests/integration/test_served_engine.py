@@ -135,7 +135,8 @@ AS_WITHOUT_A_SERVER = {
         "test_no_stop_token_before_the_minimum",
         "test_what_is_longer_than_the_engine_holds_is_refused",
         "test_after_a_push_the_engine_computes_what_the_trainer_computes",
-        "test_a_frozen_request_goes_on_under_the_new_weights",
+        "test_a_frozen_request_goes_on_under_the_new_weights_with_its_keys_and_values",
+        "test_what_is_asked_after_a_push_reads_no_keys_and_values_of_the_old_weights",
         "test_weights_that_do_not_arrive_are_noticed_and_the_next_push_heals",
     )
 }

@@ -251,10 +251,32 @@ def test_the_checkpoint_pushed_again_gives_its_very_logprobs(
     assert list(again.logprobs) == list(first.logprobs)
 
 
-def test_a_frozen_request_goes_on_under_the_new_weights(
-    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
+@torch.no_grad()
+def kept_scores(
+    model_dir: Path,
+    weights: Sequence[dict[str, torch.Tensor]],
+    switch: int,
+    prompt: Sequence[int],
+    reply: Sequence[int],
+) -> list[float]:
+    """Log-probs of `reply` where `weights[0]` passed all tokens up to the one that drew `reply[switch - 1]`, and
+    `weights[1]` the others, on the keys and values of the first."""
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    tokens, cut = torch.tensor([[*prompt, *reply]]), len(prompt) + switch - 1
+    cache, rows = DynamicCache(), []
+    for chunk, state in zip((tokens[:, :cut], tokens[:, cut:]), weights, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        model.load_state_dict(state, strict=False)
+        rows.append(model(chunk, past_key_values=cache, use_cache=True).logits[0])
+    found = torch.cat(rows)[len(prompt) - 1 : -1].log_softmax(-1)[range(len(reply)), list(reply)]
+    return [float(x) for x in found]
+
+
+def test_a_frozen_request_goes_on_under_the_new_weights_with_its_keys_and_values(
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights, wide_headed_model_dir: Path
 ) -> None:
-    """Its earlier tokens are computed anew, so that its later ones are of the new policy and no mixture."""
+    """Its recorded log-probs are those of the distribution it was drawn from: new weights on old keys and values."""
 
     async def scenario() -> Generation:
         task = asyncio.create_task(vllm_engine.generate(ask(max_new_tokens=LONG)))
@@ -268,17 +290,38 @@ def test_a_frozen_request_goes_on_under_the_new_weights(
 
     untrained = {name: tensor.clone() for name, tensor in policy.weights()}
     generation = run(scenario())
+    trained = {name: tensor.clone() for name, tensor in policy.weights()}
     versions = list(generation.versions)
     switch = versions.index(1)
     assert versions == [0] * switch + [1] * (LONG - switch)
     assert switch >= 20
-    new = scores(policy, PROMPT, generation.token_ids)
-    assert generation.logprobs[switch:] == pytest.approx(new[switch:], abs=TOLERANCE)
-    with torch.no_grad():
-        for name, tensor in policy.weights():
-            tensor.copy_(untrained[name])
-    old = scores(policy, PROMPT, generation.token_ids)
-    assert generation.logprobs[:switch] == pytest.approx(old[:switch], abs=TOLERANCE)
+    kept = kept_scores(wide_headed_model_dir, (untrained, trained), switch, PROMPT, generation.token_ids)
+    assert generation.logprobs == pytest.approx(kept, abs=TOLERANCE)
+    recomputed = scores(policy, PROMPT, generation.token_ids)[switch:]
+    assert max(abs(a - b) for a, b in zip(generation.logprobs[switch:], recomputed, strict=True)) > 10 * TOLERANCE
+
+
+def test_what_is_asked_after_a_push_reads_no_keys_and_values_of_the_old_weights(
+    vllm_engine: VLLMEngine, policy: TorchPolicy, channel: EngineWeights
+) -> None:
+    """Also while a frozen request with the same prompt goes on with the old ones, and after it has ended."""
+    prompt = (*PROMPT, *(10 + token % 200 for token in range(300)))  # some blocks of the prefix cache
+
+    async def scenario() -> list[Generation]:
+        frozen = asyncio.create_task(vllm_engine.generate(ask(prompt=prompt, max_new_tokens=150)))
+        await asyncio.sleep(0)
+        await vllm_engine.generate(ask(prompt=prompt, max_new_tokens=10))
+        await vllm_engine.pause(PauseMode.KEEP)
+        learn(policy)
+        await channel.push(policy, 1)
+        await vllm_engine.resume()
+        beside = await vllm_engine.generate(ask(1, prompt=prompt))
+        assert not frozen.done()
+        await frozen
+        return [beside, await vllm_engine.generate(ask(2, prompt=prompt))]
+
+    for generation in run(scenario()):
+        assert generation.logprobs == pytest.approx(scores(policy, prompt, generation.token_ids), abs=TOLERANCE)
 
 
 class Lossy(TorchPolicy):

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from rollgrad.adapters.torch.reward_model import RewardModel, same_vocabulary
+from rollgrad.application.choices import DType, Normalise
+from rollgrad.application.config import RLConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.domain.rewards import RewardInput
+from rollgrad.entrypoints.reward_factories import make_reward_model
 from tests.fakes.chat_templates import tokenizer_with
 from tests.tiny_models import saved, tiny_model
 
@@ -219,3 +223,54 @@ def test_what_is_no_reward_model_is_refused(tokenizer: Any, tiny_model_dir: Path
 def test_an_encoder_s_classifier_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no head `score` at the last token"):
         load(saved(classifier("Bert", tokenizer), tokenizer, tmp_path / "bert"))
+
+
+def with_moments(tokenizer: Any, path: Path, **moments: Any) -> Path:
+    """A reward model as OpenRLHF saves it: `mean` and `std` of its scores in config.json."""
+    model = classifier("Llama", tokenizer)
+    for name, value in moments.items():
+        setattr(model.config, name, value)
+    return saved(model, tokenizer, path)
+
+
+def load_normalised(path: Path) -> RewardModel:
+    cpu = torch.device("cpu")
+    return RewardModel.load(str(path), dtype=torch.float32, device=cpu, flag="--reward", normalize=True)
+
+
+def test_scores_are_scaled_by_what_the_model_was_saved_with(tokenizer: Any, tmp_path: Path) -> None:
+    path = with_moments(tokenizer, tmp_path / "model", mean=0.5, std=4.0)
+    with capture_logs() as silent:
+        scaled = load_normalised(path).score(TEXTS)
+    with capture_logs() as logs:
+        plain = load(path).score(TEXTS)
+    assert scaled == pytest.approx([(score - 0.5) / 4.0 for score in plain])
+    assert silent == []
+    (said,) = logs
+    assert said["log_level"] == "warning"
+    assert (said["mean"], said["std"], said["to_use_them"]) == (0.5, 4.0, "--reward.normalize model")
+
+
+def test_a_run_s_reward_model_is_scaled_where_it_is_asked_for(tokenizer: Any, tmp_path: Path) -> None:
+    """In this process and in those of a cluster, which build it by the same function."""
+    path = with_moments(tokenizer, tmp_path / "model", mean=0.5, std=4.0)
+    config = RLConfig()
+    config.actor.model_name_or_path = config.reward.model_name_or_path = str(path)
+    config.actor.dtype = DType.FLOAT32
+    plain = make_reward_model(config).score(TEXTS)
+    config.reward.normalize = Normalise.MODEL
+    assert make_reward_model(config).score(TEXTS) == pytest.approx([(score - 0.5) / 4.0 for score in plain])
+
+
+@pytest.mark.parametrize(
+    "moments", [{}, {"mean": 0.5}, {"mean": 0.5, "std": 0.0}, {"mean": float("nan"), "std": 1.0}], ids=str
+)
+def test_a_model_without_moments_is_not_normalised_in_silence(
+    tokenizer: Any, tmp_path: Path, moments: dict[str, float]
+) -> None:
+    path = with_moments(tokenizer, tmp_path / "model", **moments)
+    with pytest.raises(ConfigurationError, match=r"--reward\.normalize model is set, but config\.json .* has mean"):
+        load_normalised(path)
+    with capture_logs() as logs:
+        load(path)
+    assert logs == []

@@ -42,6 +42,12 @@ class EndlessCore(Core):
     async def thaw(self) -> None:
         self.calls.append("thaw")
 
+    async def forget(self) -> None:
+        self.calls.append("forget")
+
+    def set_apart(self) -> None:
+        self.calls.append("set apart")
+
 
 async def frozen_with_half_a_model(core: EndlessCore) -> tuple[CoreEngine, asyncio.Task[Generation]]:
     """An engine whose transfer broke off while a pause had frozen the reply that the task waits for."""
@@ -76,9 +82,30 @@ def test_what_a_pause_froze_goes_on_when_the_next_transfer_comes_through() -> No
         await engine.finish_weights(1)
         await engine.prove_weights(Probe(tokens=[1, 2], expected=[0.0], temperature=1.0, dtype=torch.float32))
         await engine.resume()
-        assert core.calls == ["thaw"]
+        assert core.calls == ["set apart", "thaw"], "what is frozen keeps its keys and values"
         assert not frozen.done()
         await engine.pause(PauseMode.ABORT)
         await frozen
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", [PauseMode.ABORT, PauseMode.WAIT])
+def test_with_nothing_frozen_all_keys_and_values_are_dropped(mode: PauseMode) -> None:
+    async def scenario() -> None:
+        core = EndlessCore()
+        engine = CoreEngine(core, eos_token_ids=())
+        if mode is PauseMode.ABORT:
+            ended = asyncio.create_task(engine.generate(REQUEST))
+            while not core.ends:
+                await asyncio.sleep(0)
+            await engine.pause(mode)
+            await ended
+        else:
+            await engine.pause(mode)
+        await engine.begin_weights({})
+        await engine.finish_weights(1)
+        assert "set apart" not in core.calls
+        assert core.calls[-1] == "forget"
 
     asyncio.run(scenario())

@@ -603,8 +603,12 @@ def test_a_reward_model_is_loaded() -> None:
     assert (config.cluster.enable, translation.notes) == (False, [])
     first = translate([*WITH_MODEL[:-1], "r1,r2", "--normalize_reward"])
     assert first.settings["reward"]["model_name_or_path"] == "r1"
-    normalised, alone = first.notes
-    assert "reward.normalize_mean_std" in normalised
+    alone, normalised = first.notes
+    assert first.settings["reward"]["normalize"] == "model"
+    assert normalised.endswith("--normalize_reward: rewards alone are scaled, in OpenRLHF the critic's values too")
+    without_critic = translate([*WITH_MODEL, "--normalize_reward", *GROUP, "--advantage_estimator", "rloo"])
+    assert without_critic.settings["reward"]["normalize"] == "model"
+    assert not any("normalize_reward" in note for note in without_critic.notes)
     assert alone == "not identical: --reward_pretrain r1,r2: r1 alone, for a run has one reward"
 
 
