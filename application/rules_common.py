@@ -33,3 +33,9 @@ def ranks(config: RLConfig, model: str = "actor") -> int:
 def tokens_per_pass(config: RLConfig) -> int:
     """Token budget of one forward and backward pass, over all processes of the actor."""
     return config.train.max_tokens_per_micro_batch * ranks(config)
+
+
+def longest_sequence(config: RLConfig) -> int:
+    """Tokens of a prompt and its reply at most."""
+    separately = config.data.prompt_limit + config.rollout.max_new_tokens
+    return separately if config.data.max_len is None else min(config.data.max_len, separately)

@@ -21,11 +21,11 @@ from attrs import Factory, define
 
 import rollgrad
 from rollgrad.application.config import RLConfig
-from rollgrad.application.validation import validate, validate_evaluation
-from rollgrad.domain.errors import ConfigurationError, RollgradError
+from rollgrad.application.validation import evaluation_errors, setting_errors
+from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines, raise_together
 from rollgrad.entrypoints.chat import ChatArguments, chat
-from rollgrad.entrypoints.config_io import dump_config, load_config, nearest, setting_names
-from rollgrad.entrypoints.extensions import load_extension
+from rollgrad.entrypoints.config_io import dump_config, nearest, read_config, setting_names
+from rollgrad.entrypoints.extensions import extension_errors
 from rollgrad.entrypoints.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.serve_reward import ServeRewardArguments, serve_reward_model
 
@@ -49,7 +49,8 @@ class TrainArguments:
     print_config: Switch = False
     """Print all settings as YAML that --config reads, and leave."""
     dry_run: Switch = False
-    """Check settings and files, print the memory plan and the counts, and leave."""
+    """Check all that the run would refuse: settings, files, prompts, reward and memory; show the memory plan, the
+    counts and a prompt, and leave."""
     run: Settings = Factory(RLConfig)
 
 
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RollgradError as error:
         if os.environ.get("ROLLGRAD_DEBUG") == "1":
             traceback.print_exc()
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        sys.stderr.writelines(f"error: {line}\n" for line in problem_lines(error))
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -120,23 +121,27 @@ def configure_logging() -> None:
 
 def train_rl(arguments: Sequence[str]) -> int:
     """`rollgrad train rl`."""
-    parsed = _parse_run(TrainArguments, "train rl", arguments)
+    parsed, unread = _parse_run(TrainArguments, "train rl", arguments)
     config = parsed.run
     if parsed.print_config:
         sys.stdout.write(dump_config(config))
+        raise_together([*unread, *extension_errors(config), *setting_errors(config)])
         return 0
-    return _train(config, dry_run=parsed.dry_run)
+    return _train(config, unread, dry_run=parsed.dry_run)
 
 
-def _train(config: RLConfig, *, dry_run: bool = False) -> int:
-    from rollgrad.entrypoints.dry_run import check_files, show_plan
+def _train(config: RLConfig, unread: Sequence[RollgradError] = (), *, dry_run: bool = False) -> int:
+    """Trains, unless something is wrong; `unread` is what is wrong with the settings' file."""
+    from rollgrad.entrypoints.dry_run import file_problems
 
-    load_extension(config)
-    validate(config)
-    check_files(config)
+    errors = [*unread, *extension_errors(config), *setting_errors(config)]
     if dry_run:
-        show_plan(config)
+        from rollgrad.entrypoints.rehearsal import rehearse
+
+        configure_logging()
+        rehearse(config, errors)
         return 0
+    raise_together([*errors, *file_problems(config).values()])
     with _results_only_on_stdout():
         from rollgrad.entrypoints.library import train
 
@@ -148,16 +153,16 @@ def _train(config: RLConfig, *, dry_run: bool = False) -> int:
 
 def evaluate(arguments: Sequence[str]) -> int:
     """`rollgrad eval`."""
-    parsed = _parse_run(EvalArguments, "eval", arguments)
+    parsed, unread = _parse_run(EvalArguments, "eval", arguments)
     config = parsed.run
+    errors = [*unread, *extension_errors(config), *evaluation_errors(config)]
     if parsed.print_config:
         sys.stdout.write(dump_config(config))
+        raise_together(errors)
         return 0
-    from rollgrad.entrypoints.dry_run import check_eval_files
+    from rollgrad.entrypoints.dry_run import eval_file_problems
 
-    load_extension(config)
-    validate_evaluation(config)
-    check_eval_files(config)
+    raise_together([*errors, *eval_file_problems(config).values()])
     with _results_only_on_stdout():
         from rollgrad.entrypoints.library import evaluate as evaluate_model
 
@@ -261,16 +266,15 @@ def _dispatch(arguments: list[str]) -> int:
     raise ConfigurationError(f"{given} is not a command; {known}")
 
 
-def _parse_run(kind: type[RunArguments], command: str, arguments: Sequence[str]) -> RunArguments:
-    """Flags over the file that --config names over the defaults."""
+def _parse_run(
+    kind: type[RunArguments], command: str, arguments: Sequence[str]
+) -> tuple[RunArguments, list[ConfigurationError]]:
+    """Flags over the file that --config names over the defaults, and what of the file cannot be read."""
     path = _flag_value("--config", arguments)
-    default = kind(
-        config=None if path is None else Path(path),
-        run=load_config(path, preset=_flag_value("--algo.preset", arguments)),
-    )
-    parsed = _parse(default, command, arguments)
+    settings, unread = read_config(path, preset=_flag_value("--algo.preset", arguments))
+    parsed = _parse(kind(config=None if path is None else Path(path), run=settings), command, arguments)
     parsed.run.algo.preset = None  # expanded above
-    return parsed
+    return parsed, unread
 
 
 def _parse(default: Arguments, command: str, arguments: Sequence[str]) -> Arguments:

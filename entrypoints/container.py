@@ -9,14 +9,12 @@ from typing import Any, ClassVar
 
 from dependency_injector import containers, providers
 
-from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.reasoning_gym.source import ReasoningGymReward
 from rollgrad.adapters.rewards.function import FunctionReward, load_reward_function
 from rollgrad.adapters.rewards.none import NoReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
 from rollgrad.adapters.system.clock import SystemClock
-from rollgrad.adapters.torch.loading import load_tokenizer
 from rollgrad.adapters.torch.models import AdapterlessReference, TorchPolicy, TorchReference
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
@@ -58,6 +56,14 @@ from rollgrad.entrypoints.algorithm_factories import (
     reference_kind,
 )
 from rollgrad.entrypoints.cluster import Cluster
+from rollgrad.entrypoints.data_factories import (
+    make_codec,
+    make_dataset_source,
+    make_eval_dataset,
+    make_eval_gym,
+    make_gym_source,
+    make_tokenizer,
+)
 from rollgrad.entrypoints.factories import (
     SAMPLES_FILE,
     channel_kind,
@@ -70,11 +76,7 @@ from rollgrad.entrypoints.factories import (
     make_agent_file,
     make_command_executor,
     make_critic,
-    make_dataset_source,
     make_engine,
-    make_eval_dataset,
-    make_eval_gym,
-    make_gym_source,
     make_multi_turn,
     make_optimizer,
     make_reference_model,
@@ -102,10 +104,8 @@ class Container(containers.DeclarativeContainer):
 
     clock = providers.Singleton(SystemClock)
     checkpoints = providers.Singleton(LocalCheckpointStore, providers.Callable(Path, config.provided.ckpt.output_dir))
-    tokenizer = providers.Singleton(
-        load_tokenizer, config.provided.actor.model_name_or_path, flag="--actor.model-name-or-path"
-    )
-    codec = providers.Singleton(TemplateCodec, tokenizer)
+    tokenizer = providers.Singleton(make_tokenizer, config)
+    codec = providers.Singleton(make_codec, config, tokenizer)
 
     prompts = providers.Selector(
         providers.Callable(dataset_kind, config.provided.data.prompt_dataset),
@@ -251,7 +251,9 @@ class Container(containers.DeclarativeContainer):
     tool_box = providers.Singleton(ToolBox, config.provided.agent.tools)
     executor = providers.Selector(
         providers.Callable(executor_kind, config, environment),
-        single_turn=providers.Singleton(SingleTurnExecutor, engine, codec, reward),
+        single_turn=providers.Singleton(
+            SingleTurnExecutor, engine, codec, reward, max_tokens=config.provided.data.max_len
+        ),
         environment=providers.Singleton(make_multi_turn, config, engine, codec, environment),
         tools=providers.Singleton(make_tool_executor, config, engine, codec, reward, tool_box),
         command=providers.Singleton(make_command_executor, config, server, reward),

@@ -1,6 +1,7 @@
 """Estimators and policy losses from a user's file."""
 
 from rollgrad.application.config import RLConfig
+from rollgrad.domain.errors import RollgradError
 
 
 def load_extension(config: RLConfig) -> None:
@@ -13,3 +14,12 @@ def load_extension(config: RLConfig) -> None:
         from rollgrad.adapters.system.python_file import load_python_file
 
         load_python_file(config.algo.extension_path, flag="--algo.extension_path")
+
+
+def extension_errors(config: RLConfig) -> list[RollgradError]:
+    """`load_extension`, with what it raises in a list."""
+    try:
+        load_extension(config)
+    except RollgradError as error:
+        return [error]
+    return []
