@@ -78,7 +78,7 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
 
 
 def _find_prompt(row: Mapping[str, Any], datasource: str) -> str:
-    found = [name for name in PROMPT_COLUMNS if isinstance(row.get(name), str | list)]
+    found = [name for name in PROMPT_COLUMNS if name in row]
     if isinstance(row.get("prompt"), list):  # messages: the prompt of TRL and verl, whatever it was made from
         return "prompt"
     if not found:
