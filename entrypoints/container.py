@@ -107,15 +107,16 @@ class Container(containers.DeclarativeContainer):
     tokenizer = providers.Singleton(make_tokenizer, config)
     codec = providers.Singleton(make_codec, config, tokenizer)
 
+    environment: providers.Object[Any] = providers.Object(None)
     prompts = providers.Selector(
         providers.Callable(dataset_kind, config.provided.data.prompt_dataset),
-        dataset=providers.Singleton(make_dataset_source, config, codec),
-        reasoning_gym=providers.Singleton(make_gym_source, config, codec),
+        dataset=providers.Singleton(make_dataset_source, config, codec, environment),
+        reasoning_gym=providers.Singleton(make_gym_source, config, codec, environment),
     )
     eval_prompts = providers.Selector(
         providers.Callable(dataset_kind, config.provided.eval.dataset),
-        dataset=providers.Singleton(make_eval_dataset, config, codec),
-        reasoning_gym=providers.Singleton(make_eval_gym, config, codec),
+        dataset=providers.Singleton(make_eval_dataset, config, codec, environment),
+        reasoning_gym=providers.Singleton(make_eval_gym, config, codec, environment),
         none=providers.List(),
     )
     cluster = providers.Singleton(Cluster, config)
@@ -246,7 +247,6 @@ class Container(containers.DeclarativeContainer):
             make_served_weights, served_engines, served_fleet, temperature=config.provided.rollout.temperature
         ),
     )
-    environment: providers.Object[Any] = providers.Object(None)
     server = providers.Singleton(TrainingServer, engine, codec)
     tool_box = providers.Singleton(ToolBox, config.provided.agent.tools)
     executor = providers.Selector(

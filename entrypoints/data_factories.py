@@ -3,7 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.datasets.loading import load_dataset
@@ -11,11 +11,14 @@ from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.datasets.source import DatasetPromptSource
 from rollgrad.adapters.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.adapters.rewards.verifiers import label_problem
-from rollgrad.adapters.torch.loading import load_tokenizer
-from rollgrad.application.choices import Verifier
+from rollgrad.adapters.torch.loading import load_positions, load_tokenizer
+from rollgrad.application.choices import Engine, Verifier
 from rollgrad.application.config import RLConfig
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.prompts import Prompt
+from rollgrad.entrypoints.factories import executor_kind
+
+Source = TypeVar("Source", DatasetPromptSource, ReasoningGymPromptSource)
 
 _GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 """Tags around a reply, which transformers adds to Jinja."""
@@ -83,8 +86,8 @@ def make_codec(config: RLConfig, tokenizer: Any) -> TemplateCodec:
     return TemplateCodec(tokenizer, values)
 
 
-def make_dataset_source(config: RLConfig, codec: TemplateCodec) -> DatasetPromptSource:
-    """Prompts from datasets."""
+def make_dataset_source(config: RLConfig, codec: TemplateCodec, environment: Any) -> DatasetPromptSource:
+    """Prompts from datasets; `environment` plays them, if it is not None."""
     data = config.data
     dataset = load_dataset(
         data.prompt_dataset,
@@ -93,18 +96,20 @@ def make_dataset_source(config: RLConfig, codec: TemplateCodec) -> DatasetPrompt
         seed=config.train.seed,
         max_samples=data.max_samples,
     )
-    return DatasetPromptSource(dataset, _builder(config, codec), seed=config.train.seed)
+    source = DatasetPromptSource(dataset, _builder(config, codec), seed=config.train.seed)
+    return _within_positions(config, environment, source, "rollout")
 
 
-def make_gym_source(config: RLConfig, codec: TemplateCodec) -> ReasoningGymPromptSource:
-    """Prompts that reasoning-gym generates."""
+def make_gym_source(config: RLConfig, codec: TemplateCodec, environment: Any) -> ReasoningGymPromptSource:
+    """Prompts that reasoning-gym generates; `environment` plays them, if it is not None."""
     data = config.data
     size = min(data.size, data.max_samples or data.size)
-    return ReasoningGymPromptSource(data.prompt_dataset, codec, data, size=size, seed=config.train.seed)
+    source = ReasoningGymPromptSource(data.prompt_dataset, codec, data, size=size, seed=config.train.seed)
+    return _within_positions(config, environment, source, "rollout")
 
 
-def make_eval_dataset(config: RLConfig, codec: TemplateCodec) -> list[Prompt]:
-    """Held-out prompts from datasets."""
+def make_eval_dataset(config: RLConfig, codec: TemplateCodec, environment: Any) -> list[Prompt]:
+    """Held-out prompts from datasets; `environment` plays them, if it is not None."""
     assert config.eval.dataset is not None
     dataset = load_dataset(
         config.eval.dataset,
@@ -113,16 +118,16 @@ def make_eval_dataset(config: RLConfig, codec: TemplateCodec) -> list[Prompt]:
         seed=config.train.seed,
         max_samples=config.eval.max_samples,
     )
-    builder = _builder(config, codec)
-    return DatasetPromptSource(dataset, builder, seed=config.train.seed, setting="eval.dataset").prompts()
+    source = DatasetPromptSource(dataset, _builder(config, codec), seed=config.train.seed, setting="eval.dataset")
+    return _within_positions(config, environment, source, "eval").prompts()
 
 
 HELD_OUT_SEED_OFFSET = 1_000_003
 """Added to the run's seed for held-out reasoning_gym tasks, so that they differ from the training ones."""
 
 
-def make_eval_gym(config: RLConfig, codec: TemplateCodec) -> list[Prompt]:
-    """Held-out prompts that reasoning-gym generates."""
+def make_eval_gym(config: RLConfig, codec: TemplateCodec, environment: Any) -> list[Prompt]:
+    """Held-out prompts that reasoning-gym generates; `environment` plays them, if it is not None."""
     assert config.eval.dataset is not None
     source = ReasoningGymPromptSource(
         config.eval.dataset,
@@ -132,7 +137,31 @@ def make_eval_gym(config: RLConfig, codec: TemplateCodec) -> list[Prompt]:
         seed=config.train.seed + HELD_OUT_SEED_OFFSET,
         setting="eval.dataset",
     )
-    return source.prompts()
+    return _within_positions(config, environment, source, "eval").prompts()
+
+
+def _within_positions(config: RLConfig, environment: Any, source: Source, section: str) -> Source:
+    """`source`, if the model has positions for its longest prompt and the longest reply, which `section` sets.
+
+    Episodes of several turns are ended by the number of positions. Other engines than the embedded one know their own.
+
+    Raises:
+        ConfigurationError: a step would fail when the prompt is drawn.
+    """
+    if executor_kind(config, environment) != "single_turn" or config.rollout.engine is not Engine.EMBEDDED:
+        return source
+    evaluates = section == "eval" and config.eval.max_new_tokens is not None
+    key = "eval.max_new_tokens" if evaluates else "rollout.max_new_tokens"
+    reply = (config.eval.max_new_tokens if evaluates else None) or config.rollout.max_new_tokens
+    longest = source.survey.longest
+    total = min(longest + reply, config.data.max_len or longest + reply)
+    positions = load_positions(config.actor.model_name_or_path)
+    if positions is None or total <= positions:
+        return source
+    raise ConfigurationError(
+        f"The longest prompt of {source.survey.setting} has {longest} tokens and a reply up to {reply} ({key}), "
+        f"{total} together, but the model has {positions} positions: set --data.max_len {positions}, or lower --{key}."
+    )
 
 
 def _builder(config: RLConfig, codec: TemplateCodec) -> PromptBuilder:

@@ -18,7 +18,7 @@ from rich.text import Text
 from rollgrad.adapters.openrlhf.loading import load_agent_file
 from rollgrad.application.config import RLConfig
 from rollgrad.application.rules_inputs import range_problems, with_defaults
-from rollgrad.domain.errors import ConfigurationError, RollgradError, raise_together
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import RewardRequest
 from rollgrad.domain.sampling import StopReason
@@ -76,8 +76,11 @@ class _Trial:
     def play(self) -> None:
         """All of it."""
         config, container = self._config, self._container
-        if self._has("actor.model_name_or_path"):
-            self._plan()
+        if self._attempt(container.tokenizer, "actor.model_name_or_path") is None:
+            self._broken |= {"data.prompt_dataset", "eval.dataset"}
+            if isinstance(self.errors[-1], CheckpointError):
+                self._broken.add("actor.model_name_or_path")
+        self._plan()
         prompts = self._attempt(container.prompts, "actor.model_name_or_path", "data.prompt_dataset")
         held_out = self._attempt(container.eval_prompts, "actor.model_name_or_path", "eval.dataset")
         if prompts is not None:
@@ -90,7 +93,7 @@ class _Trial:
             if survey is not None:
                 dropped = len(survey.lengths) - len(prompts)
                 self._say(
-                    f"Prompts: {len(prompts):,} of {len(survey.lengths):,} rows, {dropped:,} over-long ones dropped; "
+                    f"Prompts: {len(prompts):,} of {len(survey.lengths):,} rows (over-long and dropped: {dropped:,}); "
                     f"the longest has {survey.longest:,} tokens, and {survey.limit:,} are allowed."
                 )
         if held_out:

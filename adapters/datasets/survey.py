@@ -38,8 +38,9 @@ class Rows(Protocol):
 
 @frozen
 class Survey:
-    """`lengths`: tokens of each row's prompt; `limit`: of the longest that is kept."""
+    """`setting` names the dataset; `lengths`: tokens of each row's prompt; `limit`: of the longest that is kept."""
 
+    setting: str
     lengths: tuple[int, ...]
     limit: int
 
@@ -79,8 +80,8 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     if broken:
         others = f" ({len(broken)} of {size} rows cannot be used.)" if len(broken) > 1 else ""
         raise DataError(broken[0] + others)
-    found = Survey(tuple(lengths), builder.data.prompt_limit)
-    _report(found, builder.data, setting)
+    found = Survey(setting, tuple(lengths), builder.data.prompt_limit)
+    _report(found, builder.data)
     return found
 
 
@@ -100,8 +101,8 @@ def _batches(size: int, setting: str) -> Iterator[int]:
     yield from track(starts, f"Measuring {size:,} prompts of {setting}", console=Console(stderr=True), transient=True)
 
 
-def _report(found: Survey, data: DataConfig, setting: str) -> None:
-    size = len(found.lengths)
+def _report(found: Survey, data: DataConfig) -> None:
+    size, setting = len(found.lengths), found.setting
     dropped = size - found.kept
     if not dropped:
         return

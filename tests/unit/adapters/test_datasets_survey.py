@@ -87,7 +87,7 @@ def test_a_position_saved_before_there_was_a_limit_goes_on_alike(make: Make) -> 
 @pytest.mark.parametrize(
     ("texts", "data", "words"),
     [
-        (["z", "zzz"], {"overlong": Overlong.ERROR}, r"1 of the 2 .* row 2 is the first.*--data.overlong drop"),
+        (["z", "zzz"], {"overlong": Overlong.ERROR}, r"1 of the 2 .*\(row 2 is the first.*--data.overlong drop"),
         (["zzzz", "zzz"], {}, r"2 of the 2 .* row 1 the longest with 4\): raise --data.max_prompt_tokens"),
     ],
 )
