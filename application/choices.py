@@ -138,6 +138,13 @@ class LRScheduler(StrEnum):
     COSINE_WITH_MIN_LR = "cosine_with_min_lr"
 
 
+class Overlong(StrEnum):
+    """What becomes of prompts that are longer than allowed."""
+
+    DROP = "drop"
+    ERROR = "error"
+
+
 class Verifier(StrEnum):
     """Built-in verifiable rewards."""
 

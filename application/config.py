@@ -16,6 +16,7 @@ from rollgrad.application.choices import (
     KLEstimator,
     Normalise,
     OldLogprobs,
+    Overlong,
     Resume,
     Verifier,
     Whiten,
@@ -160,35 +161,61 @@ class RolloutConfig:
     """Sequences decoded together by the engine; requests in flight at each server."""
 
 
+DEFAULT_PROMPT_TOKENS = 1024
+"""Longest prompt where neither data.max_prompt_tokens nor data.max_len is set."""
+
+
 @define(kw_only=True)
 class DataConfig:
     """The prompts."""
 
     prompt_dataset: str = ""
-    """File (.json, .jsonl, .csv, .parquet), saved dataset folder, hub name, or reasoning_gym:TASK; several
-    separated by commas. Required."""
+    """File (.json, .jsonl, .csv, .parquet), saved dataset folder, hub name (NAME:CONFIGURATION where it has several,
+    such as openai/gsm8k:main), or reasoning_gym:TASK; several separated by commas. Required."""
     prompt_probs: tuple[float, ...] | None = None
     """Mixing probabilities, one for each dataset; default: concatenate."""
     prompt_split: str = "train"
     """Split to read."""
-    input_key: str = "input"
-    """Column with the prompt: text, or a list of chat messages."""
+    input_key: str | None = None
+    """Column with the prompt: text, or a list of chat messages; a dot leads into a nested column. Default: prompt,
+    question, problem, input or instruction, whichever there is."""
     label_key: str | None = None
-    """Column with what the reward compares against."""
+    """Column with what the reward compares against; a dot leads into a nested column (reward_model.ground_truth).
+    Default: verl's reward_model.ground_truth, or else answer, solution, label, ground_truth, final_answer or target,
+    whichever there is."""
     apply_chat_template: bool = True
     """Render prompts with the model's chat template."""
+    chat_template: str | None = None
+    """Chat template in place of the model's: a Jinja file, or the template itself. It is saved with the trained
+    model."""
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    """Variables for the chat template, such as enable_thinking False: name value name value; the values true and false
+    are booleans."""
     system_prompt: str | None = None
     """System message put before every prompt; needs the chat template."""
     input_template: str | None = None
     """Text with {} where the prompt goes, e.g. 'Question: {}\\nAnswer:'; only without the chat template."""
-    max_prompt_tokens: int = 1024
-    """Longest prompt, in tokens; a longer one is an error."""
+    max_prompt_tokens: int | None = None
+    """Longest prompt, in tokens; default: 1024, or with max_len all but one token of it."""
+    max_len: int | None = None
+    """Tokens of prompt and reply together (of the whole history where there are several turns, in each of its
+    branches): a reply gets what the prompt leaves, up to rollout.max_new_tokens. None bounds each by itself."""
+    overlong: Overlong = Overlong.DROP
+    """What becomes of prompts that are longer: drop them before the first step (they are counted and reported), or
+    error."""
     max_samples: int | None = None
     """Read at most this many prompts."""
     size: int = 1000
     """Prompts to generate for a reasoning_gym task."""
     curriculum_range: tuple[float, float] | None = None
     """Skip prompts whose latest mean score lies outside, but for every eighth time; none plays all alike."""
+
+    @property
+    def prompt_limit(self) -> int:
+        """Longest prompt that is played, in tokens."""
+        if self.max_prompt_tokens is not None:
+            return self.max_prompt_tokens
+        return DEFAULT_PROMPT_TOKENS if self.max_len is None else self.max_len - 1
 
 
 @define(kw_only=True)

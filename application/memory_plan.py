@@ -14,7 +14,7 @@ from rollgrad.application.choices import Engine, KLAgainst
 from rollgrad.application.cluster_config import BUCKET_NUMBERS, CPU_CACHE_BYTES, GRADIENTS, PARAMETERS
 from rollgrad.application.config import RLConfig
 from rollgrad.application.model_config import REWARD_TOKENS
-from rollgrad.application.rules_common import ranks
+from rollgrad.application.rules_common import longest_sample, ranks
 from rollgrad.domain.catalogue import estimator_traits
 
 FLOAT32_BYTES = 4
@@ -251,7 +251,7 @@ def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int) -> RoleM
 
 def _reward(config: RLConfig, shape: ModelShape, compute_bytes: int) -> RoleMemory:
     """The same, and whole in every process; a pass has whole texts."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = longest_sample(config)
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     tokens = max(longest, min(REWARD_TOKENS, samples * longest))
     return evolve(
@@ -308,7 +308,7 @@ def _tokens(config: RLConfig, role: str) -> int:
     """Tokens that one process passes over at a time: its part of a micro-batch, whose size goes by the actor's
     processes, and at least its part of the longest sequence."""
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = longest_sample(config)
     parts = _where(config, role).processes / config.ds.tensor_parallel_size
     least = math.ceil(longest / config.ds.sequence_parallel_size)
     budget = config.train.max_tokens_per_micro_batch * ranks(config) / parts
@@ -340,5 +340,5 @@ def _kv_cache(shape: ModelShape, config: RLConfig, compute_bytes: int) -> int:
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     ahead = config.train.max_staleness + 1 if config.train.async_enable else 1
     sequences = min(config.rollout.max_batch_size, samples * ahead)
-    length = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    length = longest_sample(config)
     return sequences * length * 2 * shape.layers * shape.kv_heads * shape.head_dim * compute_bytes

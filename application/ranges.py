@@ -105,6 +105,7 @@ RANGES: dict[str, Range] = {
     "train.ema_beta": BELOW_ONE,
     "train.seed": NOT_NEGATIVE,
     "data.max_prompt_tokens": COUNT,
+    "data.max_len": (lambda tokens: tokens >= 2, "at least 2, for a prompt and a reply"),
     "data.max_samples": COUNT,
     "data.size": COUNT,
     "reward.timeout": POSITIVE,

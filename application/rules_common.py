@@ -39,8 +39,19 @@ def longest_sequence(config: RLConfig, *, plays: bool) -> int | None:
     """Tokens at most of a prompt and its reply, also in evaluation, or of an episode of several turns (`plays`); None
     is as many as the model has positions."""
     if plays:
-        return config.rollout.max_episode_tokens
-    return config.data.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+        limits = [config.rollout.max_episode_tokens, config.data.max_len]
+        return min((limit for limit in limits if limit is not None), default=None)
+    return _with_reply(config, max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0))
+
+
+def longest_sample(config: RLConfig) -> int:
+    """Tokens of a prompt and its reply at most, of those that are trained on."""
+    return _with_reply(config, config.rollout.max_new_tokens)
+
+
+def _with_reply(config: RLConfig, reply: int) -> int:
+    separately = config.data.prompt_limit + reply
+    return separately if config.data.max_len is None else min(config.data.max_len, separately)
 
 
 def ranks(config: RLConfig, model: str = "actor") -> int:

@@ -1,8 +1,9 @@
 """Rules of what a run reads and of single settings: models, data, rewards, evaluation, ranges. See `validation`."""
 
+import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +24,18 @@ from rollgrad.domain.catalogue import estimator_traits
 REASONING_GYM = "reasoning_gym:"
 """Prefix of a dataset that is generated, and judged by its own scorer."""
 
-LABELLED_VERIFIERS = (Verifier.LAST_NUMBER, Verifier.EXACT_MATCH, Verifier.MATH)
+RENDERING = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+    }
+)
+"""Arguments of transformers' `apply_chat_template`, which are no variables of a template."""
 
 PROBABILITY_TOLERANCE = 1e-6
 """Mixing probabilities are written in decimal, so their sum is 1 up to rounding."""
@@ -56,16 +68,27 @@ def required_eval_problems(config: RLConfig) -> Iterator[str]:
         yield "No held-out prompts are set: name a dataset with --eval.dataset."
 
 
-def range_problems(config: RLConfig) -> Iterator[str]:
-    """Which single settings are out of range."""
+def range_problems(config: RLConfig) -> dict[str, str]:
+    """Which single settings are out of range: their names, and why."""
+    problems: dict[str, str] = {}
     for key, value in _leaves(config):
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-            yield f"{key} is {value}, but it must be finite: change --{key}."
+            problems[key] = f"{key} is {value}, but it must be finite: change --{key}."
     for key, (holds, rule) in RANGES.items():
         value = attrgetter(key)(config)
-        if value is not None and not holds(value):
-            yield f"{key} is {value!r}, but it must be {rule}: change --{key}."
+        if key not in problems and value is not None and not holds(value):
+            problems[key] = f"{key} is {value!r}, but it must be {rule}: change --{key}."
+    return problems
+
+
+def with_defaults(config: RLConfig, keys: Iterable[str]) -> RLConfig:
+    """A copy of `config` in which the settings `keys` have their defaults."""
+    result, default = copy.deepcopy(config), RLConfig()
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        setattr(attrgetter(section)(result), name, attrgetter(key)(default))
+    return result
 
 
 def optimizer_problems(config: RLConfig) -> Iterator[str]:
@@ -121,8 +144,31 @@ def data_problems(config: RLConfig) -> Iterator[str]:
 
 
 def prompt_form_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with how prompts are written."""
+    """What is wrong with how prompts are written, and how long they may be."""
     data = config.data
+    if data.max_len is not None and data.prompt_limit >= data.max_len:
+        yield (
+            f"data.max_prompt_tokens is {data.max_prompt_tokens}, but data.max_len {data.max_len} is for prompt and "
+            "reply together: lower --data.max_prompt_tokens or leave it out, or raise --data.max_len."
+        )
+    if data.max_len is not None and config.rollout.max_episode_tokens is not None:
+        yield (
+            f"data.max_len is {data.max_len} and rollout.max_episode_tokens is {config.rollout.max_episode_tokens}, "
+            "but both bound the tokens of an episode: leave --rollout.max_episode_tokens or --data.max_len out."
+        )
+    for key in ("chat_template", "chat_template_kwargs"):
+        value = getattr(data, key)
+        if value is not None and not data.apply_chat_template:
+            yield (
+                f"data.{key} is {value!r}, but data.apply_chat_template is off: turn on --data.apply_chat_template, or "
+                f"leave --data.{key} out."
+            )
+    taken = RENDERING.intersection(data.chat_template_kwargs or ())
+    if taken:
+        yield (
+            f"data.chat_template_kwargs sets {', '.join(sorted(taken))}, which rollgrad itself tells the template: "
+            "leave it out of --data.chat_template_kwargs."
+        )
     if data.system_prompt is not None and not data.apply_chat_template:
         yield (
             f"data.system_prompt is {data.system_prompt!r}, but it needs the chat template: turn on "
@@ -158,12 +204,6 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
     generated = all(_is_generated(name) for name in dataset_names(datasets))
     if len(sources) > 1:
         yield f"{' and '.join(sources[:2])} are both set, but a run has one reward: keep one of them."
-    teaches = "teacher" in estimator_traits(config.algo.advantage.estimator).needs
-    if not sources and not generated and not has_reward and not teaches:
-        yield (
-            "No reward is set: name one with --reward.function_path, --reward.model_name_or_path, --reward.remote_url, "
-            "--reward.judge_url or --reward.verifier."
-        )
     named = reward.function_path is not None or reward.remote_url is not None or has_reward
     if reward.weights is not None and not named:
         yield (
@@ -203,10 +243,12 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
                 f"reward.format_pattern is {reward.format_pattern!r}, which is no regular expression ({error}): change "
                 "--reward.format_pattern."
             )
-    if reward.verifier in LABELLED_VERIFIERS and config.data.label_key is None and not generated:
+    unrewarded = not sources and not generated and not has_reward
+    # Last, for the estimator may have a name that nobody knows.
+    if unrewarded and "teacher" not in estimator_traits(config.algo.advantage.estimator).needs:
         yield (
-            f"reward.verifier {reward.verifier} compares replies with a label: name the label's column with "
-            "--data.label_key."
+            "No reward is set: name one with --reward.function_path, --reward.model_name_or_path, --reward.remote_url, "
+            "--reward.judge_url or --reward.verifier."
         )
 
 

@@ -4,7 +4,7 @@ Importable without torch, so that a bad command line is answered at once. Each b
 set, which rule it breaks, and the flag that fixes it. What only files or models can tell is not checked here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rollgrad.application.config import RLConfig
 from rollgrad.application.rules_agent import agent_problems
@@ -26,11 +26,11 @@ from rollgrad.application.rules_inputs import (
     required_data_problems,
     required_eval_problems,
     reward_problems,
+    with_defaults,
 )
 from rollgrad.application.rules_lora import lora_problems
 from rollgrad.application.rules_sampling import rollout_problems, sampling_problems, shaping_problems, turn_problems
-from rollgrad.domain.catalogue import estimator_traits, policy_loss_traits
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, raise_together
 
 
 def validate(config: RLConfig, *, has_reward: bool = False, has_environment: bool = False) -> None:
@@ -40,58 +40,79 @@ def validate(config: RLConfig, *, has_reward: bool = False, has_environment: boo
     caller passes an environment, which rewards its own steps.
 
     Raises:
-        ConfigurationError: the first rule that is broken.
+        ConfigurationError: rules are broken; the message has one a line.
     """
-    estimator_traits(config.algo.advantage.estimator)
-    policy_loss_traits(config.actor.policy_loss_type)
+    raise_together(setting_errors(config, has_reward=has_reward, has_environment=has_environment))
+
+
+def setting_errors(
+    config: RLConfig, *, has_reward: bool = False, has_environment: bool = False
+) -> list[ConfigurationError]:
+    """Every rule that the settings of a training run break; arguments as for `validate`."""
     plays = has_environment or config.train.agent_func_path is not None
-    _raise_first(
-        model_problems(config),
-        required_data_problems(config),
-        range_problems(config),
-        algorithm_problems(config),
-        policy_loss_problems(config),
-        lora_problems(config),
-        kl_problems(config),
-        correction_problems(config),
-        async_problems(config),
-        cluster_problems(config),
-        server_problems(config),
-        engine_length_problems(config, has_environment=plays),
-        sampling_problems(config),
-        shaping_problems(config, has_environment=plays),
-        optimizer_problems(config),
-        rollout_problems(config),
-        data_problems(config),
-        reward_problems(config, config.data.prompt_dataset, has_reward=has_reward or plays),
-        agent_problems(config, has_environment=plays),
-        turn_problems(config, has_environment=plays),
-        eval_problems(config),
-    )
+
+    def rules(config: RLConfig) -> Iterator[Iterator[str]]:
+        yield model_problems(config)
+        yield required_data_problems(config)
+        yield algorithm_problems(config)
+        yield policy_loss_problems(config)
+        yield lora_problems(config)
+        yield kl_problems(config)
+        yield correction_problems(config)
+        yield async_problems(config)
+        yield cluster_problems(config)
+        yield server_problems(config)
+        yield engine_length_problems(config, has_environment=plays)
+        yield sampling_problems(config)
+        yield shaping_problems(config, has_environment=plays)
+        yield optimizer_problems(config)
+        yield rollout_problems(config)
+        yield data_problems(config)
+        yield reward_problems(config, config.data.prompt_dataset, has_reward=has_reward or plays)
+        yield agent_problems(config, has_environment=plays)
+        yield turn_problems(config, has_environment=plays)
+        yield eval_problems(config)
+
+    return _broken(config, rules)
 
 
 def validate_evaluation(config: RLConfig, *, has_reward: bool = False, has_environment: bool = False) -> None:
     """Checks the settings that evaluation alone reads: the model, `eval`, `reward` and the form of the prompts.
 
     Raises:
-        ConfigurationError: the first rule that is broken.
+        ConfigurationError: rules are broken; the message has one a line.
     """
+    raise_together(evaluation_errors(config, has_reward=has_reward, has_environment=has_environment))
+
+
+def evaluation_errors(
+    config: RLConfig, *, has_reward: bool = False, has_environment: bool = False
+) -> list[ConfigurationError]:
+    """Every rule that the settings of an evaluation break; arguments as for `validate`."""
     plays = has_environment or config.train.agent_func_path is not None
-    _raise_first(
-        model_problems(config),
-        required_eval_problems(config),
-        range_problems(config),
-        server_problems(config),
-        engine_length_problems(config, has_environment=plays),
-        prompt_form_problems(config),
-        reward_problems(config, config.eval.dataset or "", has_reward=has_reward or plays),
-        agent_problems(config, has_environment=plays),
-        turn_problems(config, has_environment=plays),
-        eval_problems(config),
-    )
+
+    def rules(config: RLConfig) -> Iterator[Iterator[str]]:
+        yield model_problems(config)
+        yield required_eval_problems(config)
+        yield server_problems(config)
+        yield engine_length_problems(config, has_environment=plays)
+        yield prompt_form_problems(config)
+        yield reward_problems(config, config.eval.dataset or "", has_reward=has_reward or plays)
+        yield agent_problems(config, has_environment=plays)
+        yield turn_problems(config, has_environment=plays)
+        yield eval_problems(config)
+
+    return _broken(config, rules)
 
 
-def _raise_first(*rules: Iterator[str]) -> None:
-    for problems in rules:
-        for problem in problems:
-            raise ConfigurationError(problem)
+def _broken(config: RLConfig, rules: Callable[[RLConfig], Iterator[Iterator[str]]]) -> list[ConfigurationError]:
+    """What is wrong with single settings, and then, as if those had their defaults, with combinations of them."""
+    singles = range_problems(config)
+    problems = list(singles.values())
+    for rule in rules(with_defaults(config, singles)):
+        try:
+            for problem in rule:
+                problems.append(problem)
+        except ConfigurationError as error:  # an algorithm of a name that nobody knows: other rules say the same
+            problems.append(str(error))
+    return [ConfigurationError(problem) for problem in dict.fromkeys(problems)]

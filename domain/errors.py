@@ -5,6 +5,8 @@ pickle (they cross processes): arguments are plain strings. A message says what 
 to fix it.
 """
 
+from collections.abc import Sequence
+
 
 class RollgradError(Exception):
     """Root of all errors raised on purpose; the command line prints its message and exits with 2."""
@@ -12,6 +14,10 @@ class RollgradError(Exception):
 
 class ConfigurationError(RollgradError, ValueError):
     """A setting, or a combination of settings, breaks a rule."""
+
+
+class ManyProblemsError(ConfigurationError):
+    """Several problems that were found together: the message has one a line."""
 
 
 class DataError(RollgradError, ValueError):
@@ -56,3 +62,22 @@ class OutOfMemory(RollgradError, MemoryError):  # noqa: N818 (as torch and Pytho
 
 class WorkerError(RollgradError, RuntimeError):
     """A training process died, or did not answer before its deadline; the message names it."""
+
+
+def raise_together(errors: Sequence[RollgradError]) -> None:
+    """Raises the error, or a `ManyProblemsError` of all if there are several; duplicates count once.
+
+    Raises:
+        RollgradError: there is at least one error.
+    """
+    lines = {line: error for error in errors for line in problem_lines(error)}
+    if len(lines) > 1:
+        raise ManyProblemsError("\n".join(lines))
+    for error in lines.values():
+        raise error
+
+
+def problem_lines(error: RollgradError) -> list[str]:
+    """The problems that the error tells, each on one line."""
+    texts = str(error).splitlines() if isinstance(error, ManyProblemsError) else [str(error)]
+    return [" ".join(text.split()) for text in texts]

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 
 import rollgrad
 from rollgrad.application.config import RLConfig
-from rollgrad.application.spelling import canonical_names
-from rollgrad.application.validation import validate, validate_evaluation
-from rollgrad.domain.errors import ConfigurationError, RollgradError
+from rollgrad.application.validation import evaluation_errors, setting_errors
+from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines, raise_together
 from rollgrad.entrypoints.chat import ChatArguments, chat
 from rollgrad.entrypoints.config_io import dump_config
-from rollgrad.entrypoints.extensions import load_extension
+from rollgrad.entrypoints.extensions import extension_errors
 from rollgrad.entrypoints.help import asks_for_help, show_help
 from rollgrad.entrypoints.parsing import DoctorArguments, EvalArguments, TrainArguments, parse, parse_run
 from rollgrad.entrypoints.redaction import OutputClosedError, hidden_note, redacted_output
@@ -59,7 +58,7 @@ def _status(words: list[str]) -> int:
     except RollgradError as error:
         if os.environ.get("ROLLGRAD_DEBUG") == "1":
             traceback.print_exc()
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        sys.stderr.writelines(f"error: {line}\n" for line in problem_lines(error))
         return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -102,16 +101,16 @@ def train_rl(arguments: Sequence[str]) -> int:
     """`rollgrad train rl`."""
     if asks_for_help(arguments):
         return show_help("train rl", TrainArguments, arguments)
-    parsed, config = parse_run(TrainArguments, "train rl", arguments)
+    parsed, config, unread = parse_run(TrainArguments, "train rl", arguments)
     if parsed.print_config:
-        return _print_config(config)
-    return _train(config, dry_run=parsed.dry_run)
+        return _print_config(config, [*unread, *extension_errors(config), *setting_errors(config)])
+    return _train(config, unread, dry_run=parsed.dry_run)
 
 
-def _print_config(config: RLConfig) -> int:
-    if config.algo.extension_path is None:  # else names may be those of the file, which is not run for this
-        canonical_names(config)
-    return _print_yaml(dump_config(config))
+def _print_config(config: RLConfig, errors: Sequence[RollgradError]) -> int:
+    _print_yaml(dump_config(config))
+    raise_together(errors)
+    return 0
 
 
 def _print_yaml(text: str) -> int:
@@ -120,15 +119,18 @@ def _print_yaml(text: str) -> int:
     return 0
 
 
-def _train(config: RLConfig, *, dry_run: bool = False) -> int:
-    from rollgrad.entrypoints.dry_run import check_files, show_plan
+def _train(config: RLConfig, unread: Sequence[RollgradError] = (), *, dry_run: bool = False) -> int:
+    """Trains, unless something is wrong; `unread` is what is wrong with the settings' file."""
+    from rollgrad.entrypoints.dry_run import file_problems
 
-    load_extension(config)
-    validate(config)
-    check_files(config)
+    errors = [*unread, *extension_errors(config), *setting_errors(config)]
     if dry_run:
-        show_plan(config)
+        from rollgrad.entrypoints.rehearsal import rehearse
+
+        configure_logging()
+        rehearse(config, errors)
         return 0
+    raise_together([*errors, *file_problems(config).values()])
     with _results_only_on_stdout():
         from rollgrad.entrypoints.library import train
 
@@ -142,14 +144,13 @@ def evaluate(arguments: Sequence[str]) -> int:
     """`rollgrad eval`."""
     if asks_for_help(arguments):
         return show_help("eval", EvalArguments, arguments)
-    parsed, config = parse_run(EvalArguments, "eval", arguments)
+    parsed, config, unread = parse_run(EvalArguments, "eval", arguments)
+    errors = [*unread, *extension_errors(config), *evaluation_errors(config)]
     if parsed.print_config:
-        return _print_config(config)
-    from rollgrad.entrypoints.dry_run import check_eval_files
+        return _print_config(config, errors)
+    from rollgrad.entrypoints.dry_run import eval_file_problems
 
-    load_extension(config)
-    validate_evaluation(config)
-    check_eval_files(config)
+    raise_together([*errors, *eval_file_problems(config).values()])
     with _results_only_on_stdout():
         from rollgrad.entrypoints.library import evaluate as evaluate_model
 

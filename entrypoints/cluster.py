@@ -21,7 +21,6 @@ from rollgrad.adapters.ray.models import RankPolicy, ShardedPolicy, ShardedRefer
 from rollgrad.adapters.ray.placement import Placement, Slot
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.rewards.model import ModelReward
-from rollgrad.adapters.torch.loading import load_tokenizer
 from rollgrad.adapters.torch.models import TorchPolicy, TorchReference, TorchValue
 from rollgrad.adapters.torch.sequence_parallel import join_sequence_group
 from rollgrad.application.choices import Engine
@@ -30,6 +29,7 @@ from rollgrad.application.fleet import EngineFleet
 from rollgrad.application.rules_common import ranks
 from rollgrad.application.train_config import TrainConfig
 from rollgrad.entrypoints.algorithm_factories import critic_kind, reference_kind
+from rollgrad.entrypoints.data_factories import make_tokenizer
 from rollgrad.entrypoints.extensions import load_extension
 from rollgrad.entrypoints.factories import (
     make_critic,
@@ -48,7 +48,7 @@ def rank_policy(config: RLConfig, rollouts: int) -> RankPolicy:
     return RankPolicy(
         TorchPolicy(
             make_trained_actor(config),
-            load_tokenizer(config.actor.model_name_or_path, flag="--actor.model-name-or-path"),
+            make_tokenizer(config),
             make_optimizer(config.actor, config, rollouts),
             temperature=config.rollout.temperature,
             gradient_checkpointing=config.actor.gradient_checkpointing,
@@ -62,7 +62,7 @@ def rank_critic(config: RLConfig, rollouts: int) -> TorchValue:
     """One process's part of the critic."""
     load_extension(config)
     _join_group(config)
-    tokenizer = load_tokenizer(config.actor.model_name_or_path, flag="--actor.model-name-or-path")
+    tokenizer = make_tokenizer(config)
     settings = make_optimizer(config.critic, config, rollouts)
     return make_critic(config, tokenizer, settings, optimize=_divided(config))
 

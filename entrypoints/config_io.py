@@ -17,7 +17,7 @@ import yaml
 from rollgrad.application.config import RLConfig
 from rollgrad.application.presets import preset_settings
 from rollgrad.application.spelling import choice
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, raise_together
 from rollgrad.entrypoints.redaction import hide, secrets_of_settings
 from rollgrad.entrypoints.suggestions import unknown_key
 
@@ -35,8 +35,21 @@ def load_config(path: Path | str | None = None, *, preset: str | None = None) ->
         ConfigurationError: the file cannot be read, is not YAML, holds an unknown key or a value of a wrong type, or
             there is no such preset.
     """
+    config, problems = read_config(path, preset=preset)
+    raise_together(problems)
+    return config
+
+
+def read_config(
+    path: Path | str | None = None, *, preset: str | None = None
+) -> tuple[RLConfig, list[ConfigurationError]]:
+    """`load_config` as far as the file can be read: what it says wrongly keeps its default, and why is listed.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is not YAML, or there is no such preset.
+    """
     if path is None:
-        return structure_config(None, preset=preset)
+        return _structured(None, preset)
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -47,7 +60,7 @@ def load_config(path: Path | str | None = None, *, preset: str | None = None) ->
         line = f" at line {where.line + 1}" if where else ""
         raise ConfigurationError(f"The configuration file {path} is not YAML{line}: correct it.") from error
     hide(secrets_of_settings(data))
-    return structure_config(data, preset=preset)
+    return _structured(data, preset)
 
 
 def structure_config(data: Mapping[str, Any] | None, *, preset: str | None = None) -> RLConfig:
@@ -57,12 +70,25 @@ def structure_config(data: Mapping[str, Any] | None, *, preset: str | None = Non
     Raises:
         ConfigurationError: an unknown key, preset, or a value of a wrong type.
     """
-    config = _section(RLConfig, data, "")
+    config, problems = _structured(data, preset)
+    raise_together(problems)
+    return config
+
+
+def _structured(data: Mapping[str, Any] | None, preset: str | None) -> tuple[RLConfig, list[ConfigurationError]]:
+    """The configuration as far as it can be read, and what cannot be."""
+    problems: list[ConfigurationError] = []
+    config = _section(RLConfig, data, "", problems)
     names = preset or config.algo.preset
     if names is not None:
-        config = _section(RLConfig, _merged(_nested(preset_settings(names)), data or {}), "")
+        try:
+            settings = _nested(preset_settings(names))
+        except ConfigurationError as error:
+            problems.append(error)
+        else:
+            config = _section(RLConfig, _merged(settings, data if isinstance(data, Mapping) else {}), "", [])
         config.algo.preset = None
-    return config
+    return config, problems
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,8 +107,10 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     """`above` laid over `below`, section by section; a section without lines is None."""
     result = dict(below)
     for key, value in above.items():
-        inner = result.get(key)
-        result[key] = _merged(inner, value or {}) if isinstance(inner, Mapping) else value
+        inner: Any = result.get(key)
+        section: Any = {} if value is None else value
+        merge = isinstance(inner, Mapping) and isinstance(section, Mapping)
+        result[key] = _merged(inner, section) if merge else value
     return result
 
 
@@ -102,25 +130,27 @@ def setting_names(cls: type[attrs.AttrsInstance] = RLConfig, prefix: str = "") -
             yield f"{prefix}{field.name}"
 
 
-def _section(cls: type[Config], data: Any, prefix: str) -> Config:
+def _section(cls: type[Config], data: Any, prefix: str, problems: list[ConfigurationError]) -> Config:
     if data is None:  # a section whose lines are all comments
         return cls()
     if not isinstance(data, Mapping):
         where = prefix.rstrip(".") or "The configuration"
-        raise ConfigurationError(f"{where} is {data!r}, but it must be a section of `key: value` lines.")
+        problems.append(ConfigurationError(f"{where} is {data!r}, but it must be a section of `key: value` lines."))
+        return cls()
     fields = {field.name: field.type for field in attrs.fields(cls)}
     values: dict[str, Any] = {}
     for key, value in data.items():
         name = f"{prefix}{key}"
         if key not in fields:
-            raise ConfigurationError(unknown_key(name, value, list(setting_names())))
+            problems.append(ConfigurationError(unknown_key(name, value, list(setting_names()))))
+            continue
         if attrs.has(fields[key]):
-            values[key] = _section(fields[key], value, f"{name}.")
+            values[key] = _section(fields[key], value, f"{name}.", problems)
             continue
         try:
             values[key] = _converter.structure(value, fields[key])
-        except Exception as error:  # cattrs wraps what the hooks raise in groups of its own
-            raise ConfigurationError(f"{name} is {value!r}, but it must be {_describe(fields[key])}.") from error
+        except Exception:  # cattrs wraps what the hooks raise in groups of its own
+            problems.append(ConfigurationError(f"{name} is {value!r}, but it must be {_describe(fields[key])}."))
     return cls(**values)
 
 
@@ -133,7 +163,7 @@ def _describe(kind: Any) -> str:
         length = "" if parts[-1] is Ellipsis else f"{len(parts)} "
         return f"a list of {length}{_PLURALS[parts[0]]}"
     if get_origin(kind) is dict:
-        return "a section of `name: number` lines"
+        return f"a section of `name: {'number' if get_args(kind)[1] is float else 'value'}` lines"
     if issubclass(kind, StrEnum):
         return "one of " + ", ".join(kind)
     return _WORDS[kind]
@@ -160,10 +190,14 @@ def _number(value: Any, _: Any) -> float:
 
 
 def _optional(value: Any, kind: Any) -> Any:
-    if value is None:
+    kinds = [part for part in get_args(kind) if part is not NoneType]
+    if value is None and len(kinds) < len(get_args(kind)):
         return None
-    (present,) = (part for part in get_args(kind) if part is not NoneType)
-    return _converter.structure(value, present)
+    if len(kinds) == 1:
+        return _converter.structure(value, kinds[0])
+    if type(value) not in kinds:
+        raise TypeError(value)
+    return value
 
 
 def _tuple(value: Any, kind: Any) -> tuple[Any, ...]:

@@ -9,14 +9,12 @@ from typing import Any, ClassVar
 
 from dependency_injector import containers, providers
 
-from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.checkpoints.names import SAMPLES_FILE
 from rollgrad.adapters.reasoning_gym.source import ReasoningGymReward
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.rewards.none import NoReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
 from rollgrad.adapters.system.clock import SystemClock
-from rollgrad.adapters.torch.loading import load_tokenizer
 from rollgrad.adapters.torch.models import AdapterlessReference, TorchPolicy, TorchReference
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
@@ -64,6 +62,14 @@ from rollgrad.entrypoints.algorithm_factories import (
     reference_kind,
 )
 from rollgrad.entrypoints.cluster import Cluster
+from rollgrad.entrypoints.data_factories import (
+    make_codec,
+    make_dataset_source,
+    make_eval_dataset,
+    make_eval_gym,
+    make_gym_source,
+    make_tokenizer,
+)
 from rollgrad.entrypoints.factories import (
     channel_kind,
     dataset_kind,
@@ -77,11 +83,7 @@ from rollgrad.entrypoints.factories import (
     make_checkpoints,
     make_command_executor,
     make_critic,
-    make_dataset_source,
     make_engine,
-    make_eval_dataset,
-    make_eval_gym,
-    make_gym_source,
     make_multi_turn,
     make_optimizer,
     make_reference_model,
@@ -109,20 +111,19 @@ class Container(containers.DeclarativeContainer):
 
     clock = providers.Singleton(SystemClock)
     checkpoints = providers.Singleton(make_checkpoints, config)
-    tokenizer = providers.Singleton(
-        load_tokenizer, config.provided.actor.model_name_or_path, flag="--actor.model-name-or-path"
-    )
-    codec = providers.Singleton(TemplateCodec, tokenizer)
+    tokenizer = providers.Singleton(make_tokenizer, config)
+    codec = providers.Singleton(make_codec, config, tokenizer)
 
+    environment: providers.Object[Any] = providers.Object(None)
     prompts = providers.Selector(
         providers.Callable(dataset_kind, config.provided.data.prompt_dataset),
-        dataset=providers.Singleton(make_dataset_source, config, codec),
-        reasoning_gym=providers.Singleton(make_gym_source, config, codec),
+        dataset=providers.Singleton(make_dataset_source, config, codec, environment),
+        reasoning_gym=providers.Singleton(make_gym_source, config, codec, environment),
     )
     eval_prompts = providers.Selector(
         providers.Callable(dataset_kind, config.provided.eval.dataset),
-        dataset=providers.Singleton(make_eval_dataset, config, codec),
-        reasoning_gym=providers.Singleton(make_eval_gym, config, codec),
+        dataset=providers.Singleton(make_eval_dataset, config, codec, environment),
+        reasoning_gym=providers.Singleton(make_eval_gym, config, codec, environment),
         none=providers.List(),
     )
     cluster = providers.Singleton(Cluster, config)
@@ -200,7 +201,6 @@ class Container(containers.DeclarativeContainer):
         none=providers.Object(None),
     )
 
-    environment: providers.Object[Any] = providers.Object(None)
     plays = providers.Callable(has_turns, config, environment)
     engine_model = providers.Selector(
         providers.Callable(engine_model_kind, config),
@@ -263,7 +263,9 @@ class Container(containers.DeclarativeContainer):
     tool_box = providers.Singleton(ToolBox, config.provided.agent.tools)
     executor = providers.Selector(
         providers.Callable(executor_kind, config, environment),
-        single_turn=providers.Singleton(SingleTurnExecutor, engine, codec, reward),
+        single_turn=providers.Singleton(
+            SingleTurnExecutor, engine, codec, reward, max_tokens=config.provided.data.max_len
+        ),
         environment=providers.Singleton(make_multi_turn, config, engine, codec, reward, environment),
         tools=providers.Singleton(make_tool_executor, config, engine, codec, reward, tool_box),
         command=providers.Singleton(make_command_executor, config, server, codec, reward),

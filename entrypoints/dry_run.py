@@ -1,27 +1,28 @@
 """What can be said about a run before it starts: whether its files are there, its memory and its counts.
 
-`check_files` looks at local paths only and imports nothing heavy; `show_plan` reads datasets and model shapes, but
-never loads weights.
+`file_problems` looks at local paths only and imports nothing heavy; `show_plan` reads the shapes of models, but never
+loads weights. Does not own: prompts and rewards (`rehearsal`).
 """
 
 import math
 import os
-import sys
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rollgrad.application.config import RLConfig
+from rollgrad.application.config import CheckpointConfig, RLConfig
 from rollgrad.application.correction import correction_summary
 from rollgrad.application.function_path import FunctionPath
 from rollgrad.application.memory_plan import MIB, Machine, ModelShape, RoleMemory, memory_plan, places, shortages
 from rollgrad.application.model_config import LoraConfig
 from rollgrad.application.rules_common import optimizer_steps_per_rollout
-from rollgrad.application.rules_inputs import REASONING_GYM, dataset_names
-from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
-from rollgrad.entrypoints.config_io import dump_config
+from rollgrad.application.rules_inputs import dataset_names
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, RollgradError, raise_together
 from rollgrad.entrypoints.run_directory import output_problem
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 
@@ -31,61 +32,64 @@ def check_files(config: RLConfig) -> None:
     Hub names pass: only the hub can tell.
 
     Raises:
-        ConfigurationError, CheckpointError, DataError: the first path that is wrong.
+        ConfigurationError, CheckpointError, DataError: paths are wrong.
     """
-    for key, model in (
-        ("actor.model_name_or_path", config.actor.model_name_or_path),
-        ("critic.model_name_or_path", config.critic.model_name_or_path),
-        ("ref.model_name_or_path", config.ref.model_name_or_path),
-        ("reward.model_name_or_path", config.reward.model_name_or_path),
-    ):
-        if model is not None:
-            _check_model(key, model)
-    for key, names in (("data.prompt_dataset", config.data.prompt_dataset), ("eval.dataset", config.eval.dataset)):
-        for name in dataset_names(names or ""):
-            _check_dataset(key, name)
-    _check_reward_file(config)
-    _check_output_dir(config.ckpt.output_dir)
-    problem = output_problem(config.ckpt)
-    if problem is not None:
-        raise CheckpointError(problem)
+    raise_together(list(file_problems(config).values()))
 
 
 def check_eval_files(config: RLConfig) -> None:
     """`check_files` for what evaluation reads.
 
     Raises:
-        ConfigurationError, CheckpointError, DataError: the first path that is wrong.
+        ConfigurationError, CheckpointError, DataError: paths are wrong.
     """
-    _check_model("actor.model_name_or_path", config.actor.model_name_or_path)
-    if config.reward.model_name_or_path is not None:
-        _check_model("reward.model_name_or_path", config.reward.model_name_or_path)
+    raise_together(list(eval_file_problems(config).values()))
+
+
+def file_problems(config: RLConfig) -> dict[str, RollgradError]:
+    """Which settings of a training run name a path that is wrong, and why."""
+    problems = eval_file_problems(config)
+    for key in ("critic.model_name_or_path", "ref.model_name_or_path"):
+        _note(problems, key, _check_model, key, attrgetter(key)(config))
+    for name in dataset_names(config.data.prompt_dataset):
+        _note(problems, "data.prompt_dataset", _check_dataset, "data.prompt_dataset", name)
+    _note(problems, "ckpt.output_dir", _check_output_dir, config.ckpt)
+    return problems
+
+
+def eval_file_problems(config: RLConfig) -> dict[str, RollgradError]:
+    """`file_problems` of what evaluation reads."""
+    problems: dict[str, RollgradError] = {}
+    for key in ("actor.model_name_or_path", "reward.model_name_or_path"):
+        _note(problems, key, _check_model, key, attrgetter(key)(config))
     for name in dataset_names(config.eval.dataset or ""):
-        _check_dataset("eval.dataset", name)
-    _check_reward_file(config)
+        _note(problems, "eval.dataset", _check_dataset, "eval.dataset", name)
+    _note(problems, "reward.function_path", _check_reward_file, config)
+    return problems
 
 
-def show_plan(config: RLConfig) -> None:
-    """Prints the settings, the memory plan and the counts of a run that was validated.
+def _note(problems: dict[str, RollgradError], key: str, check: Callable[..., None], *arguments: Any) -> None:
+    """Notes that `check(*arguments)` refuses what `key` names, if it does."""
+    try:
+        check(*arguments)
+    except RollgradError as error:
+        problems.setdefault(key, error)
+
+
+def show_plan(config: RLConfig, console: "Console") -> list[str]:
+    """Prints the memory plan of a run whose settings hold; returns a sentence for each place where it does not fit.
 
     Raises:
-        CheckpointError, DataError: a model or dataset cannot be found.
+        CheckpointError: a model cannot be found.
     """
-    from rich.console import Console
-
-    prompts = _count_prompts(config)
     machine = _machine()
     rows = _plan_memory(config, machine)
-    sys.stdout.write(dump_config(config))
-    console = Console(highlight=False, markup=False)
     console.print(_memory_table(rows, machine))
     for place in places(rows, machine):
         console.print(f"{_mib(place.held)} MiB at once in {place.name}, which has {_mib(place.available)}")
-    for sentence in shortages(rows, machine):
-        console.print(sentence)
-    console.print(_count_table(config, prompts))
     for name, words in correction_summary(config).items():
         console.print(f"{'off-policy correction' if name == 'weights' else '  ' + name}: {words}")
+    return list(shortages(rows, machine))
 
 
 def model_shape(key: str, name: str, lora: LoraConfig | None = None) -> ModelShape:
@@ -148,24 +152,6 @@ def _plan_memory(config: RLConfig, machine: Machine) -> list[RoleMemory]:
     )
 
 
-def _count_prompts(config: RLConfig) -> int:
-    """Prompts of one pass over the training data."""
-    from rollgrad.adapters.datasets.loading import load_dataset
-
-    data = config.data
-    if data.prompt_dataset.startswith(REASONING_GYM):
-        return min(data.size, data.max_samples or data.size)
-    return len(
-        load_dataset(
-            data.prompt_dataset,
-            split=data.prompt_split,
-            probs=data.prompt_probs,
-            seed=config.train.seed,
-            max_samples=data.max_samples,
-        )
-    )
-
-
 def _memory_table(rows: list[RoleMemory], machine: Machine) -> "Table":
     from rich.table import Table
 
@@ -188,7 +174,8 @@ def _mib(count: int) -> str:
     return f"{count / MIB:,.0f}"
 
 
-def _count_table(config: RLConfig, prompts: int) -> "Table":
+def count_table(config: RLConfig, prompts: int) -> "Table":
+    """The counts of a run over so many prompts."""
     from rich.table import Table
 
     rollout = config.rollout
@@ -210,7 +197,9 @@ def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~"))
 
 
-def _check_model(key: str, name: str) -> None:
+def _check_model(key: str, name: str | None) -> None:
+    if not name:
+        return
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -221,7 +210,8 @@ def _check_model(key: str, name: str) -> None:
 
 def _check_dataset(key: str, name: str) -> None:
     is_file_name = Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet", ".arrow")
-    if (is_file_name or _is_path(name)) and not Path(name).exists():
+    folder = name.rpartition(":")[0]  # with a configuration
+    if (is_file_name or _is_path(name)) and not Path(name).exists() and not (folder and Path(folder).is_dir()):
         raise DataError(f"{key} is {name!r}, which does not exist: check --{key}.")
 
 
@@ -233,10 +223,14 @@ def _check_reward_file(config: RLConfig) -> None:
             raise ConfigurationError(f"reward.{key} is {file!r}, which is no file: check --reward.{key}.")
 
 
-def _check_output_dir(name: str) -> None:
+def _check_output_dir(ckpt: CheckpointConfig) -> None:
+    name = ckpt.output_dir
     path = Path(name).absolute()
     existing = next(candidate for candidate in (path, *path.parents) if candidate.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise CheckpointError(
             f"ckpt.output_dir is {name!r}, but {existing} is no directory that can be written: set --ckpt.output_dir."
         )
+    problem = output_problem(ckpt)
+    if problem is not None:
+        raise CheckpointError(problem)

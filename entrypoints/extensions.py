@@ -2,6 +2,7 @@
 
 from rollgrad.application.config import RLConfig
 from rollgrad.application.spelling import canonical_names
+from rollgrad.domain.errors import RollgradError
 
 
 def load_extension(config: RLConfig) -> None:
@@ -16,3 +17,12 @@ def load_extension(config: RLConfig) -> None:
 
         load_python_file(config.algo.extension_path, flag="--algo.extension_path")
     canonical_names(config)
+
+
+def extension_errors(config: RLConfig) -> list[RollgradError]:
+    """`load_extension`, with what it raises in a list."""
+    try:
+        load_extension(config)
+    except RollgradError as error:
+        return [error]
+    return []

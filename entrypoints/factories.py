@@ -10,13 +10,9 @@ from rollgrad.adapters.agents.function import FunctionAgent
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
-from rollgrad.adapters.datasets.loading import load_dataset
-from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
-from rollgrad.adapters.datasets.source import DatasetPromptSource
 from rollgrad.adapters.openrlhf.environment import AgentInstanceEnvironment
 from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
 from rollgrad.adapters.openrlhf.loading import load_agent_file
-from rollgrad.adapters.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.adapters.torch.loading import (
     default_device,
     load_causal_lm,
@@ -41,7 +37,7 @@ from rollgrad.application.config import RLConfig
 from rollgrad.application.executors.multi_turn import EnvironmentFactory, MultiTurnExecutor
 from rollgrad.application.executors.served_agent import ServedAgentExecutor
 from rollgrad.application.model_config import ActorConfig, CriticConfig
-from rollgrad.application.rules_common import longest_sequence, optimizer_steps_per_rollout
+from rollgrad.application.rules_common import longest_sample, longest_sequence, optimizer_steps_per_rollout
 from rollgrad.application.rules_inputs import REASONING_GYM
 from rollgrad.application.sync_backend import sync_backend
 from rollgrad.domain.ports.agent_executor import AgentExecutor
@@ -50,7 +46,6 @@ from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.prompt_source import PromptSource
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
-from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams
 from rollgrad.entrypoints.tool_box import ToolBox
 from rollgrad.entrypoints.training_server import MODEL, TrainingServer
@@ -130,51 +125,6 @@ def make_critic(
         flag="--critic.model-name-or-path",
     )
     return TorchValue(model, tokenizer, settings, head=head, optimize=optimize)
-
-
-def make_dataset_source(config: RLConfig, codec: TemplateCodec) -> DatasetPromptSource:
-    """Prompts from datasets."""
-    data = config.data
-    dataset = load_dataset(
-        data.prompt_dataset,
-        split=data.prompt_split,
-        probs=data.prompt_probs,
-        seed=config.train.seed,
-        max_samples=data.max_samples,
-    )
-    return DatasetPromptSource(dataset, PromptBuilder(codec, data), seed=config.train.seed)
-
-
-def make_gym_source(config: RLConfig, codec: TemplateCodec) -> ReasoningGymPromptSource:
-    """Prompts that reasoning-gym generates."""
-    data = config.data
-    size = min(data.size, data.max_samples or data.size)
-    return ReasoningGymPromptSource(data.prompt_dataset, codec, data, size=size, seed=config.train.seed)
-
-
-def make_eval_dataset(config: RLConfig, codec: TemplateCodec) -> list[Prompt]:
-    """Held-out prompts from datasets."""
-    assert config.eval.dataset is not None
-    dataset = load_dataset(
-        config.eval.dataset,
-        split=config.eval.split,
-        probs=None,
-        seed=config.train.seed,
-        max_samples=config.eval.max_samples,
-    )
-    return DatasetPromptSource(dataset, PromptBuilder(codec, config.data), seed=config.train.seed).prompts()
-
-
-HELD_OUT_SEED_OFFSET = 1_000_003
-"""Added to the run's seed for held-out reasoning_gym tasks, so that they differ from the training ones."""
-
-
-def make_eval_gym(config: RLConfig, codec: TemplateCodec) -> list[Prompt]:
-    """Held-out prompts that reasoning-gym generates."""
-    assert config.eval.dataset is not None
-    size = config.eval.max_samples or config.data.size
-    seed = config.train.seed + HELD_OUT_SEED_OFFSET
-    return ReasoningGymPromptSource(config.eval.dataset, codec, config.data, size=size, seed=seed).prompts()
 
 
 def eos_token_ids(generation: Any, tokenizer: Any) -> list[int]:
@@ -345,7 +295,7 @@ def make_agent_file(
     if file.instance is not None:
         make = file.instance
         return _turns(config, engine, codec, lambda params: AgentInstanceEnvironment(make(), params), rewards)
-    limit = config.rollout.max_episode_tokens or config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    limit = config.rollout.max_episode_tokens or longest_sample(config)
     return CustomAgentExecutor(file.executor, engine, codec, tokenizer, max_length=limit, rewards=rewards)
 
 
@@ -390,7 +340,7 @@ def _turns(
 
 def _longest(config: RLConfig, engine: RolloutEngine) -> int | None:
     """Tokens of an episode at most: as set, and never more than the model has positions."""
-    limits = [config.rollout.max_episode_tokens, getattr(engine, "max_tokens", None)]
+    limits = [config.rollout.max_episode_tokens, config.data.max_len, getattr(engine, "max_tokens", None)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -184,7 +184,7 @@ FLAGS: dict[str, Flag] = {
     "data.label_key": Flag(TEXT, "data.label_key"),
     "data.input_template": Flag(TEXT),
     "data.apply_chat_template": Flag(SWITCH),
-    "data.tokenizer_chat_template": Flag(TEXT, reason="prompts are rendered with the model's own chat template"),
+    "data.tokenizer_chat_template": Flag(TEXT),
     "data.max_samples": Flag(INTEGER),
     "data.max_len": Flag(INTEGER),
     "data.prompt_max_len": Flag(INTEGER),

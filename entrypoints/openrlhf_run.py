@@ -78,19 +78,17 @@ def _overlap(draft: Draft, prompts: int) -> None:
 def _lengths(draft: Draft) -> None:
     total = draft.value("data.max_len")
     prompt, reply = draft.value("data.prompt_max_len"), draft.value("rollout.max_new_tokens")
-    if total is not None and (prompt is None or reply is None):
-        if prompt is None:
-            prompt = min(PROMPT_TOKENS, max(1, total // 2)) if reply is None else max(1, total - reply)
-        reply = max(1, total - prompt) if reply is None else reply
-        draft.change(
-            "data.max_len",
-            f"the budget that prompt and reply share is split: {prompt} tokens for the prompt, {reply} for the reply",
-        )
-    elif total is not None:
-        draft.lose("data.max_len", "prompt and reply have their own limits")
-    draft.set("data.max_prompt_tokens", PROMPT_TOKENS if prompt is None else prompt)
+    dropped = "is dropped before the first step here (--data.overlong error refuses it), while OpenRLHF cuts it"
+    if total is None:
+        draft.set("data.max_prompt_tokens", PROMPT_TOKENS if prompt is None else prompt)
+    else:
+        draft.set("data.max_len", total)
+        draft.change("data.max_len", f"a prompt that leaves no token for the reply {dropped}")
+        if prompt is not None and prompt < total:
+            draft.set("data.max_prompt_tokens", prompt)
+        reply = total if reply is None else reply  # as much as the prompt leaves
     draft.set("rollout.max_new_tokens", PROMPT_TOKENS if reply is None else reply)
-    draft.change("data.prompt_max_len", "a longer prompt is an error here, while OpenRLHF cuts it")
+    draft.change("data.prompt_max_len", f"a longer prompt {dropped}")
 
 
 # Rewards, data and evaluation.
@@ -156,6 +154,10 @@ def _data(draft: Draft) -> None:
             draft.lose("data.input_template", "it has no {} where the prompt goes; OpenRLHF ignores it too")
         else:
             draft.set("data.input_template", template)
+    if chat and "data.tokenizer_chat_template" in draft.options:
+        draft.set("data.chat_template", draft.value("data.tokenizer_chat_template"))
+    else:
+        draft.lose("data.tokenizer_chat_template", "no chat template is used without --apply_chat_template")
     if "data.max_samples" in draft.options:
         draft.set("data.max_samples", draft.value("data.max_samples"))
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(draft.value("ds.param_dtype"))

@@ -16,8 +16,8 @@ from attrs import define, frozen
 from rollgrad.application.choices import Resume
 from rollgrad.application.config import RLConfig
 from rollgrad.application.spelling import choice, choice_kind
-from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.config_io import load_config, setting_names
+from rollgrad.domain.errors import ConfigurationError, raise_together
+from rollgrad.entrypoints.config_io import read_config, setting_names
 from rollgrad.entrypoints.suggestions import unknown_flag
 
 Arguments = TypeVar("Arguments", bound=attrs.AttrsInstance)
@@ -33,7 +33,8 @@ class TrainArguments(RLConfig):
     print_config: bool = False
     """Print all settings as YAML that --config reads, and leave."""
     dry_run: bool = False
-    """Check settings and files, print the memory plan and the counts, and leave."""
+    """Check all that the run would refuse: settings, files, prompts, reward and memory; show the memory plan, the
+    counts and a prompt, and leave."""
 
 
 @define(kw_only=True)
@@ -134,19 +135,26 @@ def spell_out(
     return spelled
 
 
-def parse_run(kind: type[RunArguments], command: str, arguments: Sequence[str]) -> tuple[RunArguments, RLConfig]:
-    """The arguments of a command that reads a run's settings, and these settings.
+def parse_run(
+    kind: type[RunArguments], command: str, arguments: Sequence[str]
+) -> tuple[RunArguments, RLConfig, list[ConfigurationError]]:
+    """The arguments of a command that reads a run's settings, these settings, and what of the file cannot be read.
 
     Raises:
-        ConfigurationError: a flag, a value or the file is wrong.
+        ConfigurationError: a flag or its value is wrong, or the file is none.
     """
     words = spell_out(arguments, flag_kinds(kind))
     path = _flag_value("--config", words)
-    config = load_config(path, preset=_flag_value("--algo.preset", words))
-    parsed = _parse(kind(config=None if path is None else Path(path), **_sections(config)), command, words)
+    unread: list[ConfigurationError]
+    config, unread = read_config(path, preset=_flag_value("--algo.preset", words))
+    try:
+        parsed = _parse(kind(config=None if path is None else Path(path), **_sections(config)), command, words)
+    except ConfigurationError as error:
+        raise_together([*unread, error])
+        raise AssertionError from error
     run = RLConfig(**_sections(parsed))
     run.algo.preset = None  # expanded above
-    return parsed, run
+    return parsed, run, unread
 
 
 def parse(default: Arguments, command: str, arguments: Sequence[str]) -> Arguments:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from attrs import frozen
+
 from rollgrad.adapters.chat.reply_parser import ReplyParser
 from rollgrad.adapters.chat.special_text import Guarded, guard, unused_character
 from rollgrad.adapters.chat.streaming import TokenStream
@@ -18,12 +20,24 @@ from rollgrad.domain.messages import Message, ParsedReply
 from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, ToolSchema
 
 
+@frozen
+class WrittenPrompt:
+    """A conversation that the template has written, and that is not yet tokenised. `marked` has placeholders of
+    `guarded` for what the messages spell out."""
+
+    text: str
+    guarded: Guarded
+    marked: str
+
+
 class TemplateCodec(ChatCodec):
     """Renders, encodes, decodes and parses with `tokenizer`, a transformers tokenizer. A template that knows no tools
-    is told of them in Hermes' format, in the system message."""
+    is told of them in Hermes' format, in the system message. `template_kwargs`: variables that the template is given.
+    """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
         template = tokenizer.chat_template
         text = json.dumps(template) if isinstance(template, dict) else template
         self._knows_tools = "tools" in (text or "")
@@ -40,9 +54,35 @@ class TemplateCodec(ChatCodec):
             ConfigurationError: the tokenizer has no chat template.
             DataError: the template refuses the messages.
         """
+        written = self.write(messages, tools)
+        return RenderedPrompt(text=written.text, token_ids=self.tokens(written))
+
+    def write(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> WrittenPrompt:
+        """`render` without the tokens; raises as it does."""
         guarded = self._guard(messages, tools)
-        text = self._apply(guarded.messages, guarded.tools, generation_prompt=True)
-        return RenderedPrompt(text=_well_formed(guarded.restore(text)), token_ids=self._encode(guarded, text))
+        marked = self._apply(guarded.messages, guarded.tools, generation_prompt=True)
+        return WrittenPrompt(text=_well_formed(guarded.restore(marked)), guarded=guarded, marked=marked)
+
+    def tokens(self, written: WrittenPrompt) -> tuple[int, ...]:
+        """Token ids of a prompt."""
+        return self._encode(written.guarded, written.marked)
+
+    def lengths(self, prompts: Sequence[WrittenPrompt]) -> list[int]:
+        """How many tokens each prompt has; tokenised together, which the tokenizer divides over the cores."""
+        whole = iter(self._count([p.text for p in prompts if p.guarded.mark is None], add_special_tokens=False))
+        return [next(whole) if p.guarded.mark is None else len(self.tokens(p)) for p in prompts]
+
+    def text_lengths(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens `encode_prompt` makes of each text; tokenised together."""
+        return self._count(texts, add_special_tokens=True)
+
+    def _count(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
+        if not texts:
+            return []
+        written = [_well_formed(text) for text in texts]
+        # Not verbose: a text longer than the model takes is what is looked for here.
+        batch = self._tokenizer(written, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        return [len(token_ids) for token_ids in batch]
 
     def extend(
         self,
@@ -151,8 +191,8 @@ class TemplateCodec(ChatCodec):
         if not self._tokenizer.chat_template:
             raise ConfigurationError(
                 f"The tokenizer of {self._tokenizer.name_or_path!r} has no chat template, but prompts are to be "
-                "rendered with it: set --data.apply-chat-template False (and --data.input-template for a text around "
-                "each prompt)."
+                "rendered with it: set --data.chat_template, or --data.apply_chat_template False (and "
+                "--data.input_template for a text around each prompt)."
             )
         from jinja2 import TemplateError
 
@@ -162,14 +202,18 @@ class TemplateCodec(ChatCodec):
         for candidate in (written, _with_text_arguments(written)):
             try:
                 text: str = self._tokenizer.apply_chat_template(
-                    candidate, tools=schemas, tokenize=False, add_generation_prompt=generation_prompt
+                    candidate,
+                    tools=schemas,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    **self._template_kwargs,
                 )
                 return text
             except (TemplateError, TypeError) as refused:  # some templates want the arguments of calls as JSON text
                 error = error or refused
         raise DataError(
             f"The model's chat template refuses the messages {list(messages)!r}: {error} "
-            "(change the messages, or render them yourself with --data.apply-chat-template False)."
+            "(change the messages, or render them yourself with --data.apply_chat_template False)."
         ) from error
 
     def _encode(self, guarded: Guarded, text: str) -> tuple[int, ...]:

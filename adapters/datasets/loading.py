@@ -5,6 +5,7 @@ columns mean.
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,8 @@ def load_dataset(
 ) -> "datasets.Dataset":
     """Rows of one or several comma-separated datasets, each row with its `datasource`.
 
-    A dataset is a .json, .jsonl, .csv, .parquet or .arrow file, a folder, or a hub name (`name` or `name@data_dir`).
+    A dataset is a .json, .jsonl, .csv, .parquet or .arrow file, a folder, or a hub name. Folders and hub names may be
+    followed by `:configuration`, and hub names by `@data_dir`. verl's column `data_source` is taken for the origin.
     `split` is read where it exists, and so is the only split of a dataset that has one. With `probs` rows are drawn
     from the datasets by these probabilities until each has been read to its end (`seed` fixes the draws); without,
     datasets follow one another. `max_samples` keeps the first rows of the result.
@@ -40,7 +42,7 @@ def load_dataset(
     datasets.disable_progress_bars()
     names = [name.strip() for name in spec.split(",") if name.strip()]
     if not names:
-        raise DataError("No dataset is set: --data.prompt-dataset needs a file, a saved folder or a hub name.")
+        raise DataError("No dataset is set: --data.prompt_dataset needs a file, a saved folder or a hub name.")
     if probs is not None:
         _check_probs(probs, names)
     parts = [_with_datasource(_read(name, split), _origin(name)) for name in names]
@@ -51,10 +53,10 @@ def load_dataset(
 def _check_probs(probs: Sequence[float], names: Sequence[str]) -> None:
     if len(probs) != len(names):
         raise DataError(
-            f"--data.prompt-probs has {len(probs)} values for {len(names)} datasets: give one for each dataset."
+            f"--data.prompt_probs has {len(probs)} values for {len(names)} datasets: give one for each dataset."
         )
     if any(p <= 0 for p in probs) or not math.isclose(sum(probs), 1.0, abs_tol=_PROBABILITY_SLACK):
-        raise DataError(f"--data.prompt-probs is {tuple(probs)}: each must be positive and together they must be 1.")
+        raise DataError(f"--data.prompt_probs is {tuple(probs)}: each must be positive and together they must be 1.")
 
 
 def _origin(name: str) -> str:
@@ -62,13 +64,30 @@ def _origin(name: str) -> str:
     path = Path(name)
     if path.suffix in _FILE_FORMATS:
         return path.stem
-    return path.name if path.is_dir() else name.partition("@")[0]
+    if path.is_dir():
+        return path.name
+    place, _ = split_configuration(name)
+    return Path(place).name if Path(place).is_dir() else place.partition("@")[0]
+
+
+def split_configuration(name: str) -> tuple[str, str | None]:
+    """A dataset's name and its configuration, if it has one.
+
+    >>> split_configuration("openai/gsm8k:main")
+    ('openai/gsm8k', 'main')
+    >>> split_configuration("openai/gsm8k:main@data")
+    ('openai/gsm8k@data', 'main')
+    """
+    place, at, data_dir = name.partition("@")
+    hub_name, colon, configuration = place.rpartition(":")
+    return (f"{hub_name}{at}{data_dir}", configuration) if colon else (name, None)
 
 
 def _with_datasource(dataset: "datasets.Dataset", origin: str) -> "datasets.Dataset":
     if "datasource" in dataset.column_names:
         return dataset
-    return dataset.add_column("datasource", [origin] * len(dataset))
+    given = dataset["data_source"][:] if "data_source" in dataset.column_names else [None] * len(dataset)
+    return dataset.add_column("datasource", [origin if source is None else str(source) for source in given])
 
 
 def _mix(
@@ -95,9 +114,12 @@ def _read(name: str, split: str) -> "datasets.Dataset":
     if path.suffix in _FILE_FORMATS:
         loaded = _read_file(path)
     elif path.is_dir():
-        loaded = _read_folder(path)
+        loaded = _read_folder(path, None)
+    elif Path(split_configuration(name)[0]).is_dir():
+        folder, configuration = split_configuration(name)
+        loaded = _read_folder(Path(folder), configuration)
     elif name.startswith((".", "/", "~")):
-        raise DataError(f"The dataset {name} does not exist: check the path (--data.prompt-dataset or --eval.dataset).")
+        raise DataError(f"The dataset {name} does not exist: check the path (--data.prompt_dataset or --eval.dataset).")
     else:
         loaded = _read_hub(name)
     rows = _choose_split(loaded, name, split)
@@ -111,7 +133,7 @@ def _read_file(path: Path) -> Any:
 
     if not path.is_file():
         raise DataError(
-            f"The dataset file {path} does not exist: check the path (--data.prompt-dataset or --eval.dataset)."
+            f"The dataset file {path} does not exist: check the path (--data.prompt_dataset or --eval.dataset)."
         )
     if path.stat().st_size == 0:
         raise DataError(f"The dataset {path} has no rows: at least one prompt is needed.")
@@ -125,30 +147,54 @@ def _read_file(path: Path) -> Any:
         ) from error
 
 
-def _read_folder(path: Path) -> Any:
+def _read_folder(path: Path, configuration: str | None) -> Any:
     import datasets
 
     saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    if saved and configuration is not None:
+        raise DataError(
+            f"The dataset {path}:{configuration} names a configuration, which a saved dataset has not: leave "
+            f":{configuration} out."
+        )
     try:
-        return datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
+        return datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), configuration)
     except Exception as error:  # by the files' format
+        _refuse_configuration(str(path), configuration, error)
         raise DataError(f"The folder {path} cannot be read as a saved dataset: {_one_line(_root(error))}") from error
 
 
 def _read_hub(name: str) -> Any:
     import datasets
 
-    hub_name, _, data_dir = name.partition("@")
+    place, configuration = split_configuration(name)
+    hub_name, _, data_dir = place.partition("@")
     try:
         with _quick_to_give_up():
-            return datasets.load_dataset(hub_name, data_dir=data_dir or None)
+            return datasets.load_dataset(hub_name, configuration, data_dir=data_dir or None)
     except ConnectionError as error:
         raise DataError(
             f"The dataset {hub_name} is neither a local file or folder nor in the local cache, and the Hugging Face "
             "hub cannot be reached: check the name, or go online."
         ) from error
     except Exception as error:  # of the hub, or by the files' format
+        _refuse_configuration(hub_name, configuration, error)
         raise DataError(f"The hub dataset {name} cannot be loaded: {_one_line(_root(error))}") from error
+
+
+def _refuse_configuration(name: str, configuration: str | None, error: Exception) -> None:
+    """Says which configurations there are, where that is what `datasets` asks for.
+
+    Raises:
+        DataError: a configuration is missing, or is none of the dataset's.
+    """
+    listed = re.search(r"available configs: \[(.*?)\]|Available: \[(.*?)\]", str(error), re.DOTALL)
+    if listed is None:
+        return
+    known = re.findall(r"'([^']+)'", listed.group())
+    given = "has several configurations" if configuration is None else f"has no configuration {configuration!r}"
+    raise DataError(
+        f"The dataset {name} {given}: name one of {', '.join(known)} behind a colon, such as {name}:{known[0]}."
+    ) from error
 
 
 @contextmanager
@@ -179,7 +225,7 @@ def _choose_split(loaded: Any, name: str, split: str) -> "datasets.Dataset":
     if len(loaded) == 1:
         return next(iter(loaded.values()))
     raise DataError(
-        f"The dataset {name} has no split {split!r}: set --data.prompt-split (or --eval.split) to one of "
+        f"The dataset {name} has no split {split!r}: set --data.prompt_split (or --eval.split) to one of "
         f"{', '.join(loaded)}."
     )
 

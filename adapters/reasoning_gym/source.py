@@ -65,20 +65,33 @@ def extract_answer(response: str) -> str:
 class ReasoningGymPromptSource(PromptSource):
     """`size` tasks generated from `spec` and `seed`; the label is the reference answer, the metadata the task's entry.
 
-    Rendered as `data` says for other prompts; its input and label keys, size and max_samples are not used.
+    Rendered as `data` says for other prompts; its input and label keys, size and max_samples are not used. `setting`
+    names the dataset in errors.
 
     Raises:
         DataError: the task is unknown, or its generator refuses the settings.
     """
 
-    def __init__(self, spec: str, codec: TemplateCodec, data: DataConfig, *, size: int, seed: int) -> None:
+    def __init__(
+        self,
+        spec: str,
+        codec: TemplateCodec,
+        data: DataConfig,
+        *,
+        size: int,
+        seed: int,
+        setting: str = "data.prompt_dataset",
+    ) -> None:
         parsed = parse_spec(spec)
         builder = PromptBuilder(codec, evolve(data, input_key="question", label_key="answer"))
         self._source = DatasetPromptSource(
             _Entries(parsed.task, _create(parsed, size=size, seed=seed)),
             builder,
             seed=seed,
+            setting=setting,
         )
+        self.survey = self._source.survey
+        """Lengths of all prompts."""
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts; wraps into the next epoch."""
@@ -141,18 +154,21 @@ class ReasoningGymReward(RewardSource):
         return Reward(value=verdict.value, metrics=verdict.metrics)
 
 
-@frozen
 class _Entries:
-    """A generated dataset, each entry with its origin."""
+    """A generated dataset, each entry with its origin; generated once, for some tasks take long."""
 
-    task: str
-    dataset: Any
+    def __init__(self, task: str, dataset: Any) -> None:
+        self._task = task
+        self._dataset = dataset
+        self._made: dict[int, Mapping[str, Any]] = {}
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self._dataset)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return {**self.dataset[index], "datasource": self.task}
+        if index not in self._made:
+            self._made[index] = {**self._dataset[index], "datasource": self._task}
+        return self._made[index]
 
 
 def _literal(text: str) -> Any:

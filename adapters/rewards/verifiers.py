@@ -6,7 +6,7 @@ processes that are killed at the deadline. Does not own: how several rewards com
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -34,14 +34,37 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
 
 
-def _label_number(label: Any) -> Decimal:
-    number = Decimal(str(label)) if isinstance(label, (int, float)) else last_number(str(label))
-    if number is None:
-        raise RewardError(
-            f"The label {label!r} has no number, which --reward.verifier last_number compares with: "
-            "set --data.label-key to a column of numbers."
+def label_problem(kind: Verifier, label: Any, column: str | None = None) -> str | None:
+    """Why the verifier `kind` cannot compare with `label`, which is of `column`, as a sentence; None if it can."""
+    if kind is Verifier.FORMAT:
+        return None
+    if label is None:
+        return (
+            f"--reward.verifier {kind} compares with a label, and there is none: set --data.label_key to the column "
+            "with the answer."
         )
-    return number
+    if isinstance(label, Mapping):
+        names = [str(name) for name in label]
+        name = "ground_truth" if "ground_truth" in names or not names else names[0]
+        return (
+            f"The label is a mapping of {', '.join(names) or 'nothing'}, but --reward.verifier {kind} compares with a "
+            f"text or a number: name one of them by a dotted key, such as --data.label_key {column or 'COLUMN'}.{name}."
+        )
+    if isinstance(label, list | tuple):
+        return (
+            f"The label is the list {label!r}, but --reward.verifier {kind} compares with a text or a number: set "
+            "--data.label_key to a column with one answer a row."
+        )
+    if kind is Verifier.LAST_NUMBER and _label_number(label) is None:
+        return (
+            f"The label {label!r} has no number, which --reward.verifier last_number compares with: "
+            "set --data.label_key to a column of numbers."
+        )
+    return None
+
+
+def _label_number(label: Any) -> Decimal | None:
+    return Decimal(str(label)) if isinstance(label, (int, float)) else last_number(str(label))
 
 
 class VerifierReward(RewardSource):
@@ -76,11 +99,9 @@ class VerifierReward(RewardSource):
         if self._pattern is not None:
             return Reward(value=float(self._pattern.fullmatch(request.response) is not None))
         label = request.label
-        if label is None:
-            raise RewardError(
-                f"--reward.verifier {self._kind} compares with a label, but the prompts of "
-                f"{request.prompt.datasource!r} have none: set --data.label-key to the column with the answer."
-            )
+        problem = label_problem(self._kind, label)
+        if problem is not None:
+            raise RewardError(f"A prompt of {request.prompt.datasource!r}: {problem}")
         if self._pool is not None:
             verdict = await self._pool.judge(math_worker.grade, str(label), request.response)
             return Reward(value=verdict.value, metrics=verdict.metrics)
@@ -92,11 +113,11 @@ class VerifierReward(RewardSource):
 def _compile(pattern: str | None) -> re.Pattern[str]:
     if not pattern:
         raise ConfigurationError(
-            "--reward.verifier format needs the pattern that a whole reply must match: set --reward.format-pattern."
+            "--reward.verifier format needs the pattern that a whole reply must match: set --reward.format_pattern."
         )
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ConfigurationError(
-            f"--reward.format-pattern is {pattern!r}, which is not a regular expression: {error}."
+            f"--reward.format_pattern is {pattern!r}, which is not a regular expression: {error}."
         ) from error

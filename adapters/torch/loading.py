@@ -168,6 +168,18 @@ def load_tokenizer(name_or_path: str, *, flag: str) -> Any:
     return _from_pretrained(AutoTokenizer, name_or_path, flag)
 
 
+def load_positions(name_or_path: str) -> int | None:
+    """Tokens that the model has positions for; None where its settings name no number.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    settings = _from_pretrained(AutoConfig, name_or_path, "--actor.model_name_or_path").get_text_config()
+    return getattr(settings, "max_position_embeddings", None)
+
+
 def load_generation_settings(name_or_path: str) -> Any:
     """The checkpoint's `GenerationConfig`, or what its model's settings say of generation."""
     from transformers import AutoConfig, GenerationConfig

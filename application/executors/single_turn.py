@@ -1,5 +1,7 @@
 """Plays an episode of one reply: prompt in, one action, one reward."""
 
+from attrs import evolve
+
 from rollgrad.application.executors.judging import judge_request
 from rollgrad.domain.errors import EngineError, RewardError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
@@ -12,19 +14,34 @@ from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
 
 
 class SingleTurnExecutor(AgentExecutor):
-    """See `AgentExecutor`. The reply is decoded for the reward alone; its tokens go to the trajectory as sampled."""
+    """See `AgentExecutor`. The reply is decoded for the reward alone; its tokens go to the trajectory as sampled.
 
-    def __init__(self, engine: RolloutEngine, codec: ChatCodec, rewards: RewardSource) -> None:
+    `max_tokens`: of prompt and reply together; None for no limit. A reply that would pass it is cut off.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, codec: ChatCodec, rewards: RewardSource, *, max_tokens: int | None = None
+    ) -> None:
         self._engine = engine
         self._codec = codec
         self._rewards = rewards
+        self._max_tokens = max_tokens
 
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         """See `AgentExecutor.run`."""
-        prompt = request.prompt
+        prompt, params = request.prompt, request.params
+        if self._max_tokens is not None:
+            room = self._max_tokens - len(prompt.token_ids)
+            if room < 1:
+                full = (
+                    f"A prompt of {len(prompt.token_ids)} tokens leaves no token for a reply within data.max_len "
+                    f"{self._max_tokens}: raise --data.max_len, or leave the prompt out."
+                )
+                return request.failure(FailureKind.DATA, full)
+            params = evolve(params, max_new_tokens=min(params.max_new_tokens, room))
         try:
             generation = await self._engine.generate(
-                GenerationRequest(prompt_token_ids=prompt.token_ids, params=request.params)
+                GenerationRequest(prompt_token_ids=prompt.token_ids, params=params)
             )
         except EngineError as error:
             return request.failure(FailureKind.INFRASTRUCTURE, str(error))

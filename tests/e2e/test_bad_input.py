@@ -25,7 +25,7 @@ def workspace(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     settings = {
         "actor": {"model_name_or_path": str(tiny_model_dir), "dtype": "float32"},
         "algo": {"advantage": {"estimator": "group_norm"}},
-        "data": {"prompt_dataset": "prompts.jsonl", "label_key": "label"},
+        "data": {"prompt_dataset": "prompts.jsonl", "input_key": "input", "label_key": "label"},
         "reward": {"function_path": "reward.py"},
         "rollout": {"batch_size": 2, "n_samples_per_prompt": 2, "max_new_tokens": 4},
         "train": {"max_steps": 1},
@@ -53,10 +53,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         ("--data.prompt_dataset empty.jsonl", "empty.jsonl"),
         ("--data.prompt_dataset broken.jsonl", "broken.jsonl"),
-        ("--data.input_key question", "--data.input-key"),
-        ("--data.label_key answer", "--data.label-key"),
-        ("--data.max_prompt_tokens 3", "--data.max-prompt-tokens"),
-        ("--rollout.max_new_tokens 512", "--rollout.max-new-tokens"),
+        ("--data.input_key question", "--data.input_key"),
+        ("--data.label_key answer", "--data.label_key"),
+        ("--data.max_prompt_tokens 3", "--data.max_prompt_tokens"),
+        ("--rollout.max_new_tokens 512", "--rollout.max_new_tokens"),
         ("--reward.function_path missing.py", "missing.py"),
         ("--reward.function_path plain.txt", "plain.txt"),
         ("--ckpt.output_dir plain.txt/run", "--ckpt.output_dir"),
@@ -116,8 +116,8 @@ def test_a_reward_file_that_cannot_be_used(
     ("flags", "message"),
     [
         ("--eval.dataset empty.jsonl", "empty.jsonl"),
-        ("--eval.dataset prompts.jsonl --data.label_key answer", "--data.label-key"),
-        ("--eval.dataset prompts.jsonl --eval.max_new_tokens 512", "max-new-tokens"),
+        ("--eval.dataset prompts.jsonl --data.label_key answer", "--data.label_key"),
+        ("--eval.dataset prompts.jsonl --eval.max_new_tokens 512", "--eval.max_new_tokens"),
     ],
 )
 def test_evaluation_refuses_in_one_sentence(

@@ -20,12 +20,13 @@ def workspace(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "plain.txt").write_text("")
-    (tmp_path / "bad.yaml").write_text("algo:\n  advantage:\n    estimatr: rloo\n")
-    (tmp_path / "good.yaml").write_text(
+    good = (
         "actor:\n  model_name_or_path: ./model\n"
         "data:\n  prompt_dataset: prompts.jsonl\n  label_key: label\n"
         "reward:\n  verifier: last_number\n"
     )
+    (tmp_path / "good.yaml").write_text(good)
+    (tmp_path / "bad.yaml").write_text(f"{good}algo:\n  advantage:\n    estimatr: rloo\n")
     return tmp_path
 
 
@@ -34,11 +35,10 @@ def workspace(tmp_path: Path) -> Path:
     [
         ("trian rl", "did you mean rollgrad train rl?"),
         ("train rl --algo.advantage.estimatr rloo", "did you mean --algo.advantage.estimator?"),
-        ("train rl --algo.advantage.estimator vtrace", "reinforce_baseline"),
+        ("train rl --config good.yaml --algo.advantage.estimator vtrace", "reinforce_baseline"),
         ("train rl --train.max_steps many", "--train.max_steps"),
         ("train rl --config missing.yaml", "missing.yaml cannot be read"),
         ("train rl --config bad.yaml", "did you mean algo.advantage.estimator?"),
-        ("train rl --config plain.txt", "--actor.model_name_or_path"),
         (
             "train rl --config good.yaml --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 1",
             "--rollout.n_samples_per_prompt",
@@ -61,6 +61,17 @@ def test_bad_input_is_one_sentence(workspace: Path, arguments: str, message: str
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
     assert not (workspace / "runs").exists()
+
+
+def test_all_that_is_missing_is_told_at_once(workspace: Path) -> None:
+    result = rollgrad("train", "rl", "--config", "plain.txt", "--rollout.top_p", "7", cwd=workspace)
+    lines = result.stderr.splitlines()
+    assert result.returncode == 2
+    assert all(line.startswith("error: ") for line in lines)
+    assert [flag for flag in ("top_p", "model_name_or_path", "prompt_dataset") if flag in result.stderr] == [
+        *("top_p", "model_name_or_path", "prompt_dataset")
+    ]
+    assert len(lines) == 3
 
 
 def says_what_cannot_be_loaded(errors: str) -> None:

@@ -47,7 +47,7 @@ def test_no_chat_template_is_a_configuration_error(tiny_tokenizer: Any) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = None
     codec = TemplateCodec(tokenizer)
-    with pytest.raises(ConfigurationError, match=r"--data.apply-chat-template False .*--data.input-template"):
+    with pytest.raises(ConfigurationError, match=r"--data.apply_chat_template False .*--data.input_template"):
         codec.render([{"role": "user", "content": "hi"}])
     assert codec.encode_prompt("hi")
 

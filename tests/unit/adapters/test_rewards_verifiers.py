@@ -93,12 +93,12 @@ def test_a_format_without_a_usable_pattern_is_refused(pattern: str | None, messa
 
 @pytest.mark.parametrize("kind", [Verifier.LAST_NUMBER, Verifier.EXACT_MATCH])
 def test_a_missing_label_names_its_flag(kind: Verifier) -> None:
-    with pytest.raises(RewardError, match=rf"{kind} .*--data.label-key"):
+    with pytest.raises(RewardError, match=rf"{kind} .*--data.label_key"):
         value(kind, "7", None)
 
 
 def test_a_label_without_a_number_is_refused() -> None:
-    with pytest.raises(RewardError, match=r"'seven' has no number.*--data.label-key"):
+    with pytest.raises(RewardError, match=r"'seven' has no number.*--data.label_key"):
         value(Verifier.LAST_NUMBER, "7", "seven")
 
 
@@ -148,7 +148,7 @@ def test_hanging_judgements_are_killed_and_the_others_go_on(math_verifier: Verif
 def test_labels_that_are_no_mathematics_and_missing_ones_are_refused(math_verifier: VerifierReward) -> None:
     with pytest.raises(RewardError, match=r"label '' holds no mathematics.*--data.label-key"):
         judge(math_verifier, ask("7", ""))
-    with pytest.raises(RewardError, match=r"math .*--data.label-key"):
+    with pytest.raises(RewardError, match=r"math .*--data.label_key"):
         judge(math_verifier, ask("7", None))
 
 

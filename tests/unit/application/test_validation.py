@@ -14,6 +14,7 @@ from rollgrad.application.choices import (
     Normalise,
     OldLogprobs,
     Optim,
+    Overlong,
     Verifier,
     Whiten,
 )
@@ -98,6 +99,9 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"reward.verifier": None, "reward.function_path": "reward.py", "data.label_key": None},
         {"data.apply_chat_template": False, "data.input_template": "Q: {}\nA:"},
         {"data.system_prompt": "Be brief."},
+        {"data.label_key": None},
+        {"data.max_len": 100, "data.max_prompt_tokens": 99, "data.overlong": Overlong.ERROR},
+        {"data.chat_template": "{{ messages }}", "data.chat_template_kwargs": {"enable_thinking": False}},
         {"algo.advantage.lambd": 0.95, "algo.advantage.critic_lambd": 1.0},
         {"algo.advantage.length_adaptive_alpha": 0.05, "critic.freezing_steps": 5},
         {"algo.advantage.estimator": "turn_gae", "algo.advantage.gamma": 0.9},
@@ -213,9 +217,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reward.verifier": Verifier.FORMAT}, "--reward.format_pattern"),
     ({"reward.format_pattern": "a"}, "set --reward.verifier to format"),
     ({"reward.verifier": Verifier.FORMAT, "reward.format_pattern": "("}, "no regular expression"),
-    ({"data.label_key": None}, "--data.label_key"),
-    ({"data.label_key": None, "reward.verifier": Verifier.MATH}, "--data.label_key"),
-    ({"data.label_key": None, "reward.verifier": Verifier.EXACT_MATCH}, "--data.label_key"),
+    ({"data.max_len": 100, "data.max_prompt_tokens": 100}, "lower --data.max_prompt_tokens"),
+    (
+        {"data.max_len": 100, "rollout.max_episode_tokens": 90, "train.agent_func_path": "a.py"},
+        "leave --rollout.max_episode_tokens or --data.max_len out",
+    ),
+    ({"data.apply_chat_template": False, "data.chat_template": "x"}, "leave --data.chat_template out"),
+    (
+        {"data.apply_chat_template": False, "data.chat_template_kwargs": {"enable_thinking": False}},
+        "leave --data.chat_template_kwargs out",
+    ),
+    ({"data.chat_template_kwargs": {"tools": "x"}}, "--data.chat_template_kwargs"),
     ({"algo.advantage.estimator": "grpo"}, "none of gae"),
     ({"actor.policy_loss_type": "ppo2"}, "none of ppo"),
     ({"algo.preset": "dapo"}, "rollgrad.load_config"),
@@ -376,14 +388,14 @@ OUT_OF_RANGE = {
     "save_steps": 0,
     "state_steps": 0,
     "log_samples": -1,
+    "max_len": 1,
 }
 
 
 @pytest.mark.parametrize("key", RANGES)
 def test_refuses_a_value_out_of_range(key: str) -> None:
-    bad = next((value for name, value in OUT_OF_RANGE.items() if key.endswith(f".{name}")), 0)
     with pytest.raises(ConfigurationError, match=f"change --{key}."):
-        validate(configured({key: bad}))
+        validate(configured({key: wrong_value(key)}))
 
 
 @pytest.mark.parametrize("key", ["actor.adam.lr", "rollout.temperature", "algo.kl.target"])
@@ -391,6 +403,48 @@ def test_refuses_a_value_out_of_range(key: str) -> None:
 def test_refuses_a_number_that_is_not_finite(key: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match="finite"):
         validate(configured({key: value}))
+
+
+def wrong_value(key: str) -> Any:
+    return next((value for name, value in OUT_OF_RANGE.items() if key.endswith(f".{name}")), 0)
+
+
+def test_all_settings_out_of_range_are_named_at_once() -> None:
+    with pytest.raises(ConfigurationError) as error:
+        validate(configured({key: wrong_value(key) for key in RANGES}))
+    lines = str(error.value).splitlines()
+    assert all(sum(f"change --{key}." in line for line in lines) == 1 for key in RANGES)
+
+
+def test_broken_rules_of_every_kind_are_told_at_once() -> None:
+    broken: dict[str, Any] = {
+        "actor.model_name_or_path": "",
+        "algo.advantage.estimator": "rlo",
+        "actor.eps_clip": 2.0,
+        "train.ema_beta": 0.5,
+        "data.prompt_probs": (0.5, 0.5),
+        "data.input_template": "Q:",
+        "reward.function_path": "r.py",
+        "eval.steps": 3,
+        "ds.zero_stage": 3,
+    }
+    with pytest.raises(ConfigurationError) as error:
+        validate(configured(broken))
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(set(lines))
+    for key in broken:
+        assert any(key in line for line in lines), key
+    with pytest.raises(ConfigurationError) as error:
+        validate_evaluation(configured({"rollout.top_p": 0.0, "data.input_template": "Q:"}))
+    assert len(str(error.value).splitlines()) == 4  # the template twice, and nothing to evaluate on
+
+
+def test_a_wrong_number_hides_no_rule_and_breaks_none() -> None:
+    """Rules divide by settings, and compare them."""
+    for key in RANGES:
+        with pytest.raises(ConfigurationError) as error:
+            validate(configured({key: wrong_value(key), "eval.n_samples_per_prompt": 4, "eval.dataset": "e.jsonl"}))
+        assert "set --eval.temperature above 0" in str(error.value) or key.startswith("eval."), key
 
 
 def test_a_reward_object_stands_for_the_reward_setting() -> None:

@@ -1,23 +1,64 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from rollgrad.application.choices import Verifier
 from rollgrad.application.config import RLConfig
+from rollgrad.application.ranges import RANGES
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.cli import main
-from rollgrad.entrypoints.config_io import dump_config, structure_config
+from rollgrad.entrypoints.config_io import dump_config, setting_names, structure_config
 from rollgrad.entrypoints.dry_run import check_eval_files, check_files
 
 
 def printed_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> RLConfig:
-    assert main(["train", "rl", "--print-config", *arguments]) == 0
+    main(["train", "rl", "--print-config", *arguments])
     return structure_config(yaml.safe_load(capsys.readouterr().out))
 
 
 def test_print_config_without_flags_is_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed_config(capsys) == RLConfig()
+
+
+@pytest.mark.parametrize("command", [["train", "rl"], ["eval"]])
+def test_print_config_tells_what_is_wrong_with_it(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--print_config", "--actor.model_name_or_path", "m", "--rollout.top_p", "2"]) == 2
+    printed = capsys.readouterr()
+    assert structure_config(yaml.safe_load(printed.out)).rollout.top_p == 2.0
+    errors = printed.err.splitlines()
+    assert len(errors) == 2
+    assert all(line.startswith("error: ") for line in errors)
+    assert "rollout.top_p is 2.0" in errors[0]
+    right = ["--data.prompt_dataset", "p.jsonl", "--eval.dataset", "e.jsonl", "--reward.verifier", "math"]
+    assert main([*command, "--print_config", "--actor.model_name_or_path", "m", *right]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_sixth_of_the_settings_wrong_in_one_file_is_one_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unknown keys, values of another type, and numbers that are not finite or out of range, in turn."""
+    told: dict[str, str] = {}
+    tree: dict[str, Any] = {}
+    for index, name in enumerate(sorted(setting_names())[::6]):
+        *sections, key = name.split(".")
+        branch = tree
+        for section in sections:
+            branch = branch.setdefault(section, {})
+        bounded = name in RANGES
+        wrong_key = index % 3 == 0
+        branch[f"{key}_" if wrong_key else key] = -7.5 if bounded and index % 3 == 1 else {"no": ["such"]}
+        told[name] = f"{name}_ is not a setting" if wrong_key else f"{name} is "
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    assert main(["train", "rl", "--config", str(tmp_path / "run.yaml")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(told) > 30
+    for name, words in told.items():
+        assert any(line.startswith(f"error: {words}") for line in errors), name
+    # What the file leaves out is told in the same answer.
+    assert any("--actor.model_name_or_path" in line for line in errors)
 
 
 def test_flags_override_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,3 +194,17 @@ def test_a_wrong_path_names_its_flag(tmp_path: Path, key: str, value: str, kind:
     setattr(getattr(config, section), name, value.format(tmp_path))
     with pytest.raises(kind, match=f"--{key}"):
         check_files(config)
+
+
+def test_all_wrong_paths_are_told_at_once(tmp_path: Path) -> None:
+    config = files_config(tmp_path)
+    config.actor.model_name_or_path = "./missing"
+    config.data.prompt_dataset = "nowhere.jsonl"
+    config.eval.dataset = "./nothing"
+    config.ckpt.output_dir = str(tmp_path / "reward.py" / "run")
+    with pytest.raises(ConfigurationError) as error:
+        check_files(config)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 4
+    for key in ("actor.model_name_or_path", "data.prompt_dataset", "eval.dataset", "ckpt.output_dir"):
+        assert any(f"--{key}" in line for line in lines)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollgrad.application.config import RLConfig
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.config_io import dump_config, load_config, setting_names, structure_config
+from rollgrad.entrypoints.config_io import dump_config, load_config, read_config, setting_names, structure_config
 
 LEAVES: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
@@ -93,6 +93,33 @@ def test_refuses_with_the_key_and_the_rule(data: Any, message: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         structure_config(data)
     assert message in str(error.value)
+
+
+def test_all_that_cannot_be_read_is_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "algo: {preset: dapoo, kl: {init_cof: 1}}\ntrain: {max_steps: x, seed: 1.5}\nrollout: 3\nzzz: 1\n"
+        "actor: {adam: {lr: fast}, eps_clip: 0.1}\n"
+    )
+    with pytest.raises(ConfigurationError) as error:
+        load_config(path)
+    lines = str(error.value).splitlines()
+    names = ["dapoo", "algo.kl.init_cof", "train.max_steps", "train.seed", "rollout is 3", "zzz", "actor.adam.lr"]
+    assert all(sum(name in line for line in lines) == 1 for name in names)
+    assert len(lines) == len(names)
+    config, problems = read_config(path)
+    assert [str(problem) for problem in problems] == lines
+    assert config.actor.eps_clip == 0.1
+    assert config.actor.adam.lr == RLConfig().actor.adam.lr
+
+
+def test_variables_of_a_template_keep_their_types() -> None:
+    given = {"enable_thinking": False, "budget": 8, "share": 0.5, "style": "short"}
+    read = structure_config({"data": {"chat_template_kwargs": given}}).data.chat_template_kwargs
+    assert read == given
+    assert [type(value) for value in read.values()] == [bool, int, float, str]
+    with pytest.raises(ConfigurationError, match="must be a section of `name: value` lines or null"):
+        structure_config({"data": {"chat_template_kwargs": {"x": [1]}}})
 
 
 def test_a_file_that_is_not_yaml_names_the_line(tmp_path: Path) -> None:

@@ -335,21 +335,31 @@ def test_kl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "prompt", "reply", "noted"),
+    ("flags", "together", "prompt", "reply", "noted"),
     [
-        (("--prompt_max_len", "512", "--generate_max_len", "2048"), 512, 2048, 1),
-        (("--generate_max_len", "8192"), 1024, 8192, 0),
-        (("--rollout.max_new_tokens", "3000", "--data.max_len", "4096"), 1096, 3000, 1),
-        (("--data.max_len", "4096"), 1024, 3072, 1),
-        (("--max_len", "512"), 256, 256, 1),
-        (("--max_len", "4096", "--prompt_max_len", "1000"), 1000, 3096, 2),
-        (("--max_len", "4096", "--prompt_max_len", "1000", "--generate_max_len", "10"), 1000, 10, 2),
+        (("--prompt_max_len", "512", "--generate_max_len", "2048"), None, 512, 2048, 1),
+        (("--generate_max_len", "8192"), None, 1024, 8192, 0),
+        (("--rollout.max_new_tokens", "3000", "--data.max_len", "4096"), 4096, None, 3000, 1),
+        (("--data.max_len", "4096"), 4096, None, 4096, 1),
+        (("--max_len", "512"), 512, None, 512, 1),
+        (("--max_len", "4096", "--prompt_max_len", "1000"), 4096, 1000, 4096, 2),
+        (("--max_len", "4096", "--prompt_max_len", "1000", "--generate_max_len", "10"), 4096, 1000, 10, 2),
+        (("--max_len", "512", "--prompt_max_len", "1000"), 512, None, 512, 2),
     ],
 )
-def test_lengths(flags: tuple[str, ...], prompt: int, reply: int, noted: int) -> None:
+def test_lengths(flags: tuple[str, ...], together: int | None, prompt: int | None, reply: int, noted: int) -> None:
     config = config_of(*flags)
-    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens) == (prompt, reply)
+    assert (config.data.max_len, config.data.max_prompt_tokens) == (together, prompt)
+    assert config.rollout.max_new_tokens == reply
     assert len(notes_of(*flags)) == noted
+    assert all("dropped before the first step" in note for note in notes_of(*flags))
+
+
+def test_a_chat_template_is_kept_where_it_is_used() -> None:
+    flags = ("--tokenizer_chat_template", "{{ messages[0].content }}")
+    assert config_of(*flags, "--apply_chat_template").data.chat_template == "{{ messages[0].content }}"
+    assert config_of(*flags).data.chat_template is None
+    assert "--apply_chat_template" in notes_of(*flags)[0]
 
 
 def test_batches() -> None:

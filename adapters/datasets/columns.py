@@ -1,0 +1,119 @@
+"""Which columns of a dataset hold its prompts and labels, and values in nested columns.
+
+Invariant: columns are never guessed between several that fit: that is an error that names them. Does not own: what a
+prompt may be (`PromptBuilder`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from rollgrad.domain.errors import DataError
+
+PROMPT_COLUMNS = ("prompt", "question", "problem", "input", "instruction")
+LABEL_COLUMNS = ("answer", "solution", "label", "ground_truth", "final_answer", "target")
+VERL_LABEL = "reward_model.ground_truth"
+"""Where verl's rows hold the label, beside `prompt` (messages), `data_source`, `ability` and `extra_info`."""
+
+
+@frozen
+class Columns:
+    """Names of the prompt's and the label's column, dotted where they are nested; None is no label."""
+
+    prompt: str
+    label: str | None
+
+
+def find_columns(
+    row: Mapping[str, Any], datasource: str, *, input_key: str | None, label_key: str | None, labels_are_read: bool
+) -> Columns:
+    """The columns that are named, and else those that a row's columns leave no doubt about.
+
+    Args:
+        row: any row of the dataset.
+        datasource: the dataset's name, for errors.
+        input_key: the prompt's column, if it is named.
+        label_key: the label's column, if it is named.
+        labels_are_read: whether several possible columns of labels are an error, or none of them is taken.
+
+    Raises:
+        DataError: a named column is missing, none is known to hold prompts, or several may hold them.
+    """
+    for key, flag in ((input_key, "--data.input_key"), (label_key, "--data.label_key")):
+        if key is not None and not has_value(row, key):
+            raise DataError(f"{datasource!r} has no column {key!r}: set {flag} to one of its columns ({_names(row)}).")
+    return Columns(
+        prompt=input_key or _find_prompt(row, datasource),
+        label=label_key or _find_label(row, datasource, labels_are_read=labels_are_read),
+    )
+
+
+def has_value(row: Mapping[str, Any], key: str) -> bool:
+    """Whether a row has the column `key`, dotted where it is nested."""
+    try:
+        value_at(row, key)
+    except KeyError:
+        return False
+    return True
+
+
+def value_at(row: Mapping[str, Any], key: str) -> Any:
+    """The value of the column `key`, dotted where it is nested; a column whose name has the dots comes first.
+
+    >>> value_at({"reward_model": {"ground_truth": "72"}}, "reward_model.ground_truth")
+    '72'
+
+    Raises:
+        KeyError: there is no such column.
+    """
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping):
+            raise KeyError(key)
+        value = value[part]
+    return value
+
+
+def _find_prompt(row: Mapping[str, Any], datasource: str) -> str:
+    found = [name for name in PROMPT_COLUMNS if name in row]
+    if isinstance(row.get("prompt"), list):  # messages: the prompt of TRL and verl, whatever it was made from
+        return "prompt"
+    if not found:
+        raise DataError(
+            f"{datasource!r} has no column that is known to hold prompts ({', '.join(PROMPT_COLUMNS)}): set "
+            f"--data.input_key to one of its columns ({_names(row)})."
+        )
+    return _only(found, datasource, "the prompt", "--data.input_key")
+
+
+def _find_label(row: Mapping[str, Any], datasource: str, *, labels_are_read: bool) -> str | None:
+    if has_value(row, VERL_LABEL):
+        return VERL_LABEL
+    found = [name for name in LABEL_COLUMNS if name in row]
+    if not found or (len(found) > 1 and not labels_are_read):
+        return None
+    return _only(found, datasource, "the label", "--data.label_key")
+
+
+def _only(found: Sequence[str], datasource: str, what: str, flag: str) -> str:
+    if len(found) > 1:
+        columns = f"{', '.join(found[:-1])} and {found[-1]}"
+        raise DataError(
+            f"{datasource!r} has the columns {columns}, each of which may hold {what}: set {flag} to one of them."
+        )
+    return found[0]
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(_dotted(row))) or "none"
+
+
+def _dotted(row: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in row.items():
+        if isinstance(value, Mapping) and value:
+            yield from (f"{name}.{inner}" for inner in value)
+        elif name != "datasource":
+            yield name

@@ -1,0 +1,165 @@
+"""`--dry_run`: does all that a run does before its first step, but for loading models, and tells all that is wrong at
+once.
+
+Invariant: prompts, rewards and tools are those that the run itself would make. Does not own: rules across settings
+(`application.validation`), files and memory (`dry_run`).
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.text import Text
+
+from rollgrad.adapters.openrlhf.loading import load_agent_file
+from rollgrad.application.config import RLConfig
+from rollgrad.application.executors.judging import answer_request
+from rollgrad.application.rules_inputs import range_problems, with_defaults
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
+from rollgrad.domain.prompts import Prompt
+from rollgrad.entrypoints.config_io import dump_config
+from rollgrad.entrypoints.container import Container
+from rollgrad.entrypoints.dry_run import count_table, file_problems, show_plan
+from rollgrad.entrypoints.reward_factories import reward_kind
+
+Made = TypeVar("Made")
+
+UNASKED = {
+    "model": "The reward model is not loaded here: of it, only the shape and the memory were checked.",
+    "remote": "The reward server is not asked here: whether it answers shows at the first reply.",
+    "judge": "The judge is not asked here: whether it answers shows at the first reply.",
+    "teacher": "There is no reward to ask: the teacher's log-probs are all.",
+    "none": "There is no reward to ask: it comes from the episodes, which are not played here.",
+}
+"""What is said of rewards that cannot be had without a model, a server or an episode."""
+MADE_UP = "Hello."
+"""A reply to prompts that have no label."""
+
+
+def rehearse(config: RLConfig, errors: Sequence[RollgradError]) -> None:
+    """Prints settings, memory plan, counts, a prompt and its reward.
+
+    Args:
+        config: the run.
+        errors: what is known to be wrong already.
+
+    Raises:
+        RollgradError: `errors`, and whatever else the run would refuse.
+    """
+    console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+    sys.stdout.write(dump_config(config))
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries and reward functions print
+        trial = _Trial(with_defaults(config, range_problems(config)), errors, console)
+        trial.play()
+    raise_together(trial.errors)
+
+
+class _Trial:
+    """Does one thing after the other, as far as there is what it needs; collects what is wrong."""
+
+    def __init__(self, config: RLConfig, errors: Sequence[RollgradError], console: Console) -> None:
+        files = file_problems(config)
+        self.errors: list[RollgradError] = [*errors, *files.values()]
+        self._config = config
+        empty = {
+            "actor.model_name_or_path": config.actor.model_name_or_path,
+            "data.prompt_dataset": config.data.prompt_dataset,
+        }
+        self._broken = {*files, *(key for key, value in empty.items() if not value)}
+        self._console = console
+        self._container = Container(config=config)
+
+    def play(self) -> None:
+        """All of it."""
+        config, container = self._config, self._container
+        if self._attempt(container.tokenizer, "actor.model_name_or_path") is None:
+            self._broken |= {"data.prompt_dataset", "eval.dataset"}
+            if isinstance(self.errors[-1], CheckpointError):
+                self._broken.add("actor.model_name_or_path")
+        self._plan()
+        prompts = self._attempt(container.prompts, "actor.model_name_or_path", "data.prompt_dataset")
+        held_out = self._attempt(container.eval_prompts, "actor.model_name_or_path", "eval.dataset")
+        if prompts is not None:
+            self._console.print(count_table(config, len(prompts)))
+        self._attempt(container.tool_box)
+        shown: list[Prompt] = []
+        if prompts is not None:
+            shown += self._attempt(lambda: prompts.take(1)) or []
+            survey = getattr(prompts, "survey", None)
+            if survey is not None:
+                dropped = len(survey.lengths) - len(prompts)
+                self._say(
+                    f"Prompts: {len(prompts):,} of {len(survey.lengths):,} rows (over-long and dropped: {dropped:,}); "
+                    f"the longest has {survey.longest:,} tokens, and {survey.limit:,} are allowed."
+                )
+        if held_out:
+            longest = max(len(prompt.token_ids) for prompt in held_out)
+            self._say(f"Held-out prompts: {len(held_out):,}; the longest has {longest:,} tokens.")
+        for prompt in shown:
+            self._say(f"A prompt, as the model sees it ({len(prompt.token_ids)} tokens; label {prompt.label!r}):")
+            self._say(prompt.text)
+        self._judge([*shown, *(held_out or [])[:1]])
+
+    def _plan(self) -> None:
+        config = self._config
+        keys = ("actor", "critic", "ref", "reward")
+        shortages = self._attempt(
+            lambda: show_plan(config, self._console), *(f"{key}.model_name_or_path" for key in keys)
+        )
+        for sentence in shortages or ():
+            if config.cluster.address is None:
+                self.errors.append(ConfigurationError(sentence))
+            else:  # the cluster's machines are not this one
+                self._say(sentence)
+
+    def _judge(self, prompts: Sequence[Prompt]) -> None:
+        """Asks the reward for a judgement of a made-up reply to each prompt."""
+        config = self._config
+        if config.train.agent_func_path is not None:
+            file = self._attempt(lambda: load_agent_file(str(config.train.agent_func_path)))
+            if file is None:
+                return None
+        kind = reward_kind(config, config.data.prompt_dataset)
+        reward = None if kind == "model" else self._attempt(self._container.reward, "reward.function_path")
+        if kind in UNASKED:
+            return self._say(UNASKED[kind])
+        if reward is None:
+            return None
+        try:
+            for prompt in prompts:
+                self._attempt(partial(self._judge_one, reward, prompt))
+        finally:
+            close = getattr(reward, "close", None)
+            if close is not None:
+                close()
+        return None
+
+    def _judge_one(self, reward: Any, prompt: Prompt) -> None:
+        reply = str(prompt.label) if isinstance(prompt.label, str | int | float) else MADE_UP
+        request = answer_request(self._container.codec(), prompt, reply, step=0)
+        (judged,) = asyncio.run(reward.score([request]))
+        self._say(f"The reward of a made-up reply, {reply!r}, is {judged.value:g}.")
+
+    def _has(self, *keys: str) -> bool:
+        """Whether these settings name something that may be there."""
+        return not self._broken.intersection(keys)
+
+    def _attempt(self, make: Callable[[], Made], *needs: str) -> Made | None:
+        """What `make` makes, None if it cannot; not tried without the files of the settings `needs`."""
+        if not self._has(*needs):
+            return None
+        try:
+            return make()
+        except RollgradError as error:
+            self.errors.append(error)
+        except Exception:
+            if not self.errors:  # else it may well follow from what is wrong
+                raise
+        return None
+
+    def _say(self, text: str) -> None:
+        self._console.print(Text(text))

@@ -1,0 +1,172 @@
+"""`--dry_run` refuses what the run would, all at once; strangers' data needs no names of columns."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import yaml
+
+from rollgrad.entrypoints.cli import main
+
+VERL = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{a}+1?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(a + 1)},
+        "extra_info": {"index": a},
+    }
+    for a in range(4)
+]
+TRL = [{"prompt": [{"role": "user", "content": f"{a}+1?"}], "solution": str(a + 1)} for a in range(4)]
+TRL_TEXT = [{"prompt": f"{a}+1?", "answer": str(a + 1)} for a in range(4)]
+GSM8K = [{"question": f"{a}+1?", "answer": f"{a} and 1 make <<{a}+1={a + 1}>>.\n#### {a + 1}"} for a in range(4)]
+SCHEMAS = {"verl": VERL, "trl": TRL, "trl_text": TRL_TEXT, "gsm8k": GSM8K}
+
+
+@pytest.fixture
+def run(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    """Runs `train rl` with small settings; returns status, stdout, the `error:` lines and the other lines of stderr."""
+    settings = {
+        "actor": {"model_name_or_path": str(tiny_model_dir), "dtype": "float32"},
+        "algo": {"advantage": {"estimator": "group_norm"}},
+        "data": {"prompt_dataset": "prompts.jsonl"},
+        "reward": {"verifier": "last_number"},
+        "rollout": {"batch_size": 2, "n_samples_per_prompt": 2, "max_new_tokens": 4},
+        "train": {"max_steps": 1},
+        "logger": {"console": False},
+        "ckpt": {"output_dir": "out"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [0.5] * len(queries)\n")
+    monkeypatch.chdir(tmp_path)
+    write("prompts.jsonl", GSM8K)
+
+    def rollgrad(*flags: str) -> tuple[int, str, list[str], list[str]]:
+        status = main(["train", "rl", "--config", "run.yaml", *flags])
+        printed = capsys.readouterr()
+        lines = printed.err.splitlines()
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return status, printed.out, errors, [line for line in lines if not line.startswith("error: ")]
+
+    return rollgrad
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> None:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_rows_of_other_systems_are_shown_and_trained_on_without_naming_columns(run: Any, schema: str) -> None:
+    datasets.Dataset.from_list(SCHEMAS[schema]).to_parquet("rows.parquet")
+    data = ("--data.prompt_dataset", "rows.parquet", "--eval.dataset", "rows.parquet")
+    status, output, errors, others = run(*data, "--dry_run")
+    assert (status, errors) == (0, [])
+    columns = {
+        "verl": "openai/gsm8k: prompts from column prompt, labels from column reward_model.ground_truth",
+        "trl": "rows: prompts from column prompt, labels from column solution",
+        "trl_text": "rows: prompts from column prompt, labels from column answer",
+        "gsm8k": "rows: prompts from column question, labels from column answer",
+    }
+    assert sum(columns[schema] in line for line in others) == 2  # of training and of evaluation
+    assert "<|im_start|>user\n" in output
+    assert "+1?<|im_end|>\n<|im_start|>assistant\n" in output
+    assert output.count(", is 1.") == 2  # the label itself as the reply
+    assert not Path("out").exists()
+    assert run(*data)[0] == 0
+    (metrics, *_) = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()][1:]
+    assert metrics["rollout/samples"] == 4.0
+
+
+def test_everything_that_is_wrong_is_told_at_once(run: Any) -> None:
+    """Settings, files, data, reward and memory; what is right is shown all the same."""
+    write("prompts.jsonl", [*GSM8K, {"question": "", "answer": "1"}])
+    Path("run.yaml").write_text(Path("run.yaml").read_text().replace("max_steps: 1", "max_steps: one\n  stepz: 3"))
+    status, output, errors, _ = run(
+        "--dry_run",
+        *("--rollout.top_p", "3", "--eval.dataset", "nothing.jsonl", "--ckpt.output_dir", "reward.py/out"),
+        *("--reward.verifier", "None", "--reward.function_path", "nowhere.py"),
+        *("--train.max_tokens_per_micro_batch", str(10**12), "--rollout.batch_size", "100000000"),
+        *("--agent.tools", "hammer"),
+    )
+    assert status == 2
+    wrong = ["train.max_steps is 'one'", "train.stepz is not a setting", "rollout.top_p is 3.0", "nothing.jsonl"]
+    wrong += ["reward.py is no directory", "nowhere.py", "Row 5 of data.prompt_dataset", "may not fit", "'hammer'"]
+    for words in wrong:
+        assert sum(words in line for line in errors) == 1, (words, errors)
+    assert len(errors) == len(wrong)
+    assert yaml.safe_load(output.partition("Memory plan")[0])["data"]["prompt_dataset"] == "prompts.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "words"),
+    [
+        ([{"text": "a"}], "", "--data.input_key"),
+        ([{"question": "a", "problem": "b", "answer": "1"}], "", "question and problem"),
+        ([{"question": "a", "answer": "1", "solution": "1"}], "", "answer and solution"),
+        ([{"question": "a"}], "", "--data.label_key"),
+        (VERL, "--data.label_key reward_model", "--data.label_key reward_model.ground_truth"),
+        (GSM8K, "--data.max_prompt_tokens 3", "--data.max_prompt_tokens"),
+        (GSM8K, "--data.max_prompt_tokens 3 --data.overlong error", "--data.max_prompt_tokens"),
+        (GSM8K, "--rollout.max_new_tokens 511", "set --data.max_len 512, or lower --rollout.max_new_tokens"),
+        (GSM8K, "--data.chat_template missing.jinja", "missing.jinja"),
+        (GSM8K, "--data.chat_template {%if", "no Jinja template"),
+        (GSM8K, "--data.chat_template_kwargs enable_thinking false", "does not read"),
+        (GSM8K, "--reward.verifier None --reward.function_path broken.py", "raised KeyError"),
+        (GSM8K, "--reward.verifier None --reward.function_path short.py", "returned 0 rewards"),
+    ],
+)
+def test_it_refuses_what_the_run_refuses(run: Any, rows: list[dict[str, Any]], flags: str, words: str) -> None:
+    write("prompts.jsonl", rows)
+    Path("broken.py").write_text("def reward_func(queries, prompts, labels):\n    raise KeyError('x')\n")
+    Path("short.py").write_text("def reward_func(queries, prompts, labels):\n    return []\n")
+    for trial in (["--dry_run"], []):
+        status, _, errors, _ = run(*flags.split(), *trial)
+        assert status == 2, trial
+        assert len(errors) == 1, errors
+        assert words in errors[0]
+    assert not Path("out/model").exists()
+
+
+def test_what_cannot_be_asked_is_said(run: Any, reward_model_dir: Path) -> None:
+    off = ("--dry_run", "--reward.verifier", "None")
+    status, output, errors, _ = run(*off, "--reward.remote_url", "http://127.0.0.1:9")
+    assert (status, errors) == (0, [])
+    assert "The reward server is not asked here" in output
+    status, output, errors, _ = run(*off, "--reward.model_name_or_path", str(reward_model_dir))
+    assert (status, errors) == (0, [])
+    assert "The reward model is not loaded here" in output
+
+
+def test_a_prompt_and_its_reply_share_one_budget(run: Any) -> None:
+    write("prompts.jsonl", [{"question": "z" * 40 + str(index), "answer": "1"} for index in range(4)])
+    flags = ("--data.no_apply_chat_template",)
+    status, _, errors, _ = run(*flags, "--data.max_len", "44", "--rollout.max_new_tokens", "400", "--dry_run")
+    assert (status, errors) == (0, [])
+    assert run(*flags, "--data.max_len", "44", "--rollout.max_new_tokens", "400")[0] == 0
+    (metrics,) = map(json.loads, Path("out/metrics.jsonl").read_text().splitlines())
+    assert 1 <= metrics["rollout/response_length_mean"] <= 3  # 41 tokens are the prompt's
+
+
+def test_a_template_of_ones_own_writes_all_prompts_and_is_saved_with_the_model(run: Any) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% if not enable_thinking %} <think></think>{% endif %}{% endif %}"
+    )
+    Path("template.jinja").write_text(template)
+    for given in ("template.jinja", template):
+        flags = ("--data.chat_template", given, "--data.chat_template_kwargs", "enable_thinking", "false")
+        status, output, errors, _ = run(*flags, "--dry_run")
+        assert (status, errors) == (0, [])
+        assert "+1?\n[assistant] <think></think>" in output
+    flags = (*flags[:-1], "True")
+    assert run(*flags, "--eval.dataset", "prompts.jsonl")[0] == 0
+    samples = [json.loads(line) for line in Path("out/samples.jsonl").read_text().splitlines()]
+    assert all(json.dumps(sample).count("[assistant]") and "<think>" not in json.dumps(sample) for sample in samples)
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained("out/model").chat_template == template

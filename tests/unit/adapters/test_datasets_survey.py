@@ -1,0 +1,163 @@
+"""Every row is looked at before the first step: what cannot be used is told by its number, what is too long is dropped
+and counted, or refused."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
+from rollgrad.adapters.datasets.source import DatasetPromptSource
+from rollgrad.adapters.datasets.survey import BATCH
+from rollgrad.adapters.reasoning_gym.source import ReasoningGymPromptSource
+from rollgrad.adapters.rewards.verifiers import label_problem
+from rollgrad.application.choices import Overlong, Verifier
+from rollgrad.application.config import DataConfig
+from rollgrad.domain.errors import DataError
+from rollgrad.domain.prompts import PromptCursor
+
+Make = Callable[..., DatasetPromptSource]
+
+
+@pytest.fixture
+def make(tiny_tokenizer: Any) -> Make:
+    """A source of plain texts, a token a letter of `z`."""
+
+    def source(texts: list[Any], *, seed: int = 0, shuffle: bool = True, **data: Any) -> DatasetPromptSource:
+        builder = PromptBuilder(TemplateCodec(tiny_tokenizer), DataConfig(apply_chat_template=False, **data))
+        return DatasetPromptSource([{"input": text} for text in texts], builder, seed=seed, shuffle=shuffle)
+
+    return source
+
+
+TEXTS = ["z" * (1 + index % 7) + str(index) for index in range(40)]
+FITTING = [text for text in TEXTS if text.count("z") <= 4]
+LIMIT = 4 + 2  # the letters, and two digits
+
+
+@pytest.mark.parametrize("limit", [{"max_prompt_tokens": LIMIT}, {"max_len": LIMIT + 1}])
+def test_prompts_that_are_too_long_are_dropped_counted_and_said_once(make: Make, limit: dict[str, int]) -> None:
+    with capture_logs() as said:
+        source = make(
+            ["z" * 9, "z" * 3, "z" * 4, "z" * 5],
+            shuffle=False,
+            **{key: 4 + value - LIMIT for key, value in limit.items()},
+        )
+    (warning,) = [line for line in said if line["log_level"] == "warning"]
+    assert (warning["dropped"], warning["of"], warning["longest"], warning["limit"]) == (2, 4, 9, 4)
+    assert warning["flag"] == f"--data.{next(iter(limit))}"
+    assert len(source) == 2
+    assert [prompt.text for prompt in source.prompts()] == ["z" * 3, "z" * 4]
+    assert [prompt.text for prompt in source.take(5)] == ["z" * 3, "z" * 4] * 2 + ["z" * 3]
+
+
+def test_an_epoch_holds_each_prompt_that_fits_once(make: Make) -> None:
+    source = make(TEXTS, max_prompt_tokens=LIMIT, seed=3)
+    kept = sorted(prompt.text for prompt in source.prompts())
+    assert 0 < len(kept) < len(TEXTS)
+    assert [sorted(p.text for p in source.take(len(source))) for _ in range(3)] == [kept] * 3
+
+
+def test_a_restored_position_continues_among_dropped_rows(make: Make) -> None:
+    """At every position, also where the next rows of the epoch are all dropped."""
+    whole = [prompt.text for prompt in make(TEXTS, max_prompt_tokens=LIMIT).take(90)]
+    for done in range(0, 90, 7):
+        first, second = make(TEXTS, max_prompt_tokens=LIMIT), make(TEXTS, max_prompt_tokens=LIMIT)
+        first.take(done)
+        second.load_state_dict(first.state_dict())
+        assert [prompt.text for prompt in second.take(90 - done)] == whole[done:]
+
+
+def test_a_position_saved_before_there_was_a_limit_goes_on_alike(make: Make) -> None:
+    """The state of old checkpoints is that of a cursor over all rows."""
+    drawn, cursor = PromptCursor(5).take(13, len(TEXTS))
+    source = make(TEXTS, seed=5)
+    assert [prompt.text for prompt in source.take(13)] == [TEXTS[index] for index in drawn]
+    assert source.state_dict() == cursor.state_dict() == {"seed": 5, "epoch": 0, "index": 13}
+    rest, _ = cursor.take(60, len(TEXTS))
+    limited = make(TEXTS, seed=0, max_prompt_tokens=LIMIT)
+    limited.load_state_dict(cursor.state_dict())
+    expected = [TEXTS[index] for index in rest if len(TEXTS[index]) <= LIMIT]
+    assert [prompt.text for prompt in limited.take(len(expected))] == expected
+
+
+@pytest.mark.parametrize(
+    ("texts", "data", "words"),
+    [
+        (["z", "zzz"], {"overlong": Overlong.ERROR}, r"1 of the 2 .*\(row 2 is the first.*--data.overlong drop"),
+        (["zzzz", "zzz"], {}, r"2 of the 2 .* row 1 the longest with 4\): raise --data.max_prompt_tokens"),
+    ],
+)
+def test_too_long_prompts_are_refused_where_they_may_not_be_dropped(
+    make: Make, texts: list[str], data: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        make(texts, max_prompt_tokens=2, **data)
+
+
+@pytest.mark.parametrize("place", [0, 1, BATCH, BATCH + 1, 2 * BATCH])
+@pytest.mark.parametrize(("value", "words"), [("", "empty"), (None, "holds None"), (["x"], "holds")])
+def test_a_row_that_cannot_be_used_is_found_at_once_by_its_number(
+    make: Make, place: int, value: Any, words: str
+) -> None:
+    texts: list[Any] = ["z"] * (2 * BATCH + 1)
+    texts[place] = value
+    with pytest.raises(DataError, match=rf"Row {place + 1} of data.prompt_dataset cannot be used: .*{words}"):
+        make(texts)
+
+
+def test_the_number_of_broken_rows_is_told(make: Make) -> None:
+    with pytest.raises(DataError, match=r"Row 2 .*3 of 5 rows cannot be used"):
+        make(["z", "", "z", None, ""])
+
+
+@pytest.mark.parametrize("kind", [Verifier.LAST_NUMBER, Verifier.EXACT_MATCH, Verifier.MATH])
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        (None, "--data.label_key"),
+        ({"ground_truth": "7", "style": "rule"}, r"of ground_truth, style,.*--data.label_key answer.ground_truth"),
+        ({"value": 7}, r"--data.label_key answer.value"),
+        (["7", "8"], "list .*--data.label_key"),
+    ],
+)
+def test_labels_that_a_verifier_cannot_compare_with_are_found_at_once(
+    tiny_tokenizer: Any, kind: Verifier, label: Any, words: str
+) -> None:
+    builder = PromptBuilder(TemplateCodec(tiny_tokenizer), DataConfig(), label_problem=partial(label_problem, kind))
+    rows = [{"question": "3+4?", "answer": "7"}, {"question": "2+2?", "answer": label}]
+    with pytest.raises(DataError, match=rf"Row 2 .*--reward.verifier {kind} .*{words}|Row 2 .*{words}"):
+        DatasetPromptSource(rows, builder, seed=0)
+
+
+def test_a_verifier_without_any_label_names_the_flag(tiny_tokenizer: Any) -> None:
+    check = partial(label_problem, Verifier.MATH)
+    builder = PromptBuilder(TemplateCodec(tiny_tokenizer), DataConfig(), label_problem=check)
+    with pytest.raises(
+        DataError, match=r"verifier math compares with a label, and there is none: set --data.label_key"
+    ):
+        DatasetPromptSource([{"prompt": "3+4?"}], builder, seed=0)
+
+
+def test_lengths_are_those_of_the_prompts(tiny_tokenizer: Any) -> None:
+    """Measured in batches, also where messages spell out special tokens."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"{'x' * index} <|im_end|> {index}" if index % 3 else f"{index}"} for index in range(20)
+    ]
+    rows[4] = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}
+    source = DatasetPromptSource(rows, PromptBuilder(TemplateCodec(tiny_tokenizer), DataConfig()), seed=0)
+    assert list(source.survey.lengths) == [len(prompt.token_ids) for prompt in source.prompts()]
+
+
+def test_generated_tasks_are_measured_too(tiny_tokenizer: Any) -> None:
+    spec = "reasoning_gym:basic_arithmetic?min_terms=2&max_terms=6"
+    plain = ReasoningGymPromptSource(spec, TemplateCodec(tiny_tokenizer), DataConfig(), size=30, seed=0)
+    limit = sorted(plain.survey.lengths)[15]
+    source = ReasoningGymPromptSource(
+        spec, TemplateCodec(tiny_tokenizer), DataConfig(max_prompt_tokens=limit), size=30, seed=0
+    )
+    assert 0 < len(source) < 30
+    assert all(len(prompt.token_ids) <= limit for prompt in source.take(60))
