@@ -56,7 +56,9 @@ def _overlap(draft: Draft, prompts: int) -> None:
         draft.set("train.max_staleness", ahead)
         if draft.value("train.partial_rollout_enable", False):
             draft.set("train.partial_rollout", "keep")
-        corrected = "" if corrects else "; stale samples are corrected (algo.correction.level auto), there never"
+        corrected = (
+            "" if corrects else "; stale samples are corrected (algo.correction.level auto), there only if asked"
+        )
         draft.change("train.async_enable", f"an update waits for its own groups only, not for a whole batch{corrected}")
         most = prompts * (ahead + 1)
         if in_flight > most:

@@ -18,7 +18,7 @@ from rollgrad.entrypoints.algorithm_factories import make_objective
 from rollgrad.entrypoints.config_io import structure_config
 from tests.fakes.agent_executor import make_trajectory
 
-AUTO, OFF, TOKEN = CorrectionLevel.AUTO, CorrectionLevel.OFF, CorrectionLevel.TOKEN
+OFF, TOKEN = CorrectionLevel.OFF, CorrectionLevel.TOKEN
 
 
 def configured(**settings: Any) -> RLConfig:

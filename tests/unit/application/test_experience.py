@@ -1,5 +1,7 @@
 """From trajectories to advantages: what is scored, by whom and only when needed."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from rollgrad.application.config import AdvantageConfig, AlgoConfig, KLConfig, R
 from rollgrad.application.experience import Experience, ExperienceService
 from rollgrad.domain.catalogue import ESTIMATORS
 from rollgrad.domain.losses.kl import kl_estimate
+from rollgrad.domain.trajectory import Trajectory
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
 
@@ -26,6 +29,7 @@ def algo(estimator: str = "rloo", **settings: object) -> AlgoConfig:
 def make(
     config: AlgoConfig,
     *,
+    trajectories: Sequence[Trajectory] | None = None,
     policy: FakePolicy | None = None,
     reference: FakeReference | None = None,
     critic: FakeValue | None = None,
@@ -44,7 +48,7 @@ def make(
         max_tokens=max_tokens,
         steps_per_rollout=steps,
     )
-    return service.make(TRAJECTORIES, coef)
+    return service.make(trajectories or TRAJECTORIES, coef)
 
 
 def test_leave_one_out_advantages_of_a_group() -> None:
@@ -121,6 +125,17 @@ def test_rewards_are_clipped_before_the_baseline() -> None:
     values = [part[mask][0] for part, mask in zip(*by_sequence(clipped), strict=True)]
     assert [float(v) for v in values] == pytest.approx([-1.0, 1.0, 0.0, 0.0])
     assert clipped.scores_S.tolist() == [0.0, 1.0, 2.0, 3.0], "scores stay what they were"
+
+
+def test_the_outcome_of_several_turns_is_clipped_and_not_each_turn() -> None:
+    played = [
+        make_trajectory([1], [5], [8], [6], sample_id=0, rewards=[0.75, 0.75]),  # each within, their sum beyond
+        make_trajectory([1], [5], [8], [6], sample_id=1, rewards=[3.0, -2.5]),  # each beyond, their sum within
+    ]
+    clipped = make(algo(), trajectories=played, clip=(0.0, 1.0))
+    assert clipped.metrics["reward/shaped_mean"] == pytest.approx((1.0 + 0.5) / 2)
+    rewards = clipped.batch.rewards_N[clipped.batch.action_mask_N].tolist()
+    assert rewards == pytest.approx([0.75, 0.25, 3.0, -2.5])
 
 
 def test_gae_uses_the_critic_and_reports_what_it_explains() -> None:

@@ -562,7 +562,7 @@ def test_asynchronous_training(flags: tuple[str, ...], staleness: int, partial: 
         "not identical: --async_train: an update waits for its own groups only, not for a whole batch"
     )
     asked = "--enable_vllm_is_correction" in flags
-    assert ("stale samples are corrected (algo.correction.level auto), there never" in note) is not asked
+    assert ("stale samples are corrected (algo.correction.level auto), there only if asked" in note) is not asked
     assert correction_level(config_of("--async_train", *flags)) == "token"
 
 
