@@ -162,7 +162,8 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 def openrlhf(arguments: Sequence[str]) -> int:
     """`rollgrad openrlhf`."""
-    from rollgrad.entrypoints.openrlhf import USAGE, ServerTranslation, changed_settings, check, translate_command
+    from rollgrad.entrypoints.openrlhf import USAGE, changed_settings, check, translate_command
+    from rollgrad.entrypoints.openrlhf_serve import ServerTranslation
 
     words = [word for word in arguments if word != "--run"]
     if not words or words[0] in ("-h", "--help"):

@@ -260,7 +260,7 @@ class AgentExecutor(AgentExecutorBase):
             "observation_tokens": tokens + sampled,
             "action_ranges": [(len(tokens), len(tokens) + len(sampled))],
             "rollout_log_probs": [0.0] * len(tokens) + logprobs,
-            "reward": float(len(answer.choices[0].message.content)),
+            "reward": float(sum(sampled) % 7 + len(answer.choices[0].message.content)),
             "extra_logs": {"elsewhere": float(thread != threading.get_ident())},
         }
 """
