@@ -47,7 +47,7 @@ FOREIGN = {
 HOLE = "\0"
 """Stands for what a formatted text inserts."""
 
-FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*(?:\.\w[\w-]*)*)(\.?[*\0<{]|\.\.\.)?")
+FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*(?:\.\w[\w-]*)*)(\.?[*\0<{\[]|\.\.\.)?")
 
 
 def texts(path: Path) -> Iterator[str]:
