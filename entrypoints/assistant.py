@@ -2,6 +2,7 @@
 
 from attrs import define
 
+from rollgrad.application.choices import DType
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.sampling import SamplingParams
 
@@ -32,8 +33,8 @@ class AssistantArguments:
     """Replies for one answer, those that call tools included."""
     seed: int | None = None
     """Seeds sampling; default: another each time."""
-    dtype: str = "auto"
-    """auto, bfloat16, float16 or float32; auto is bfloat16 where the hardware multiplies it natively."""
+    dtype: DType = DType.AUTO
+    """Format of the weights; auto is bfloat16 where the hardware multiplies it natively."""
 
     def params(self) -> SamplingParams:
         """The sampling settings.
@@ -64,6 +65,4 @@ class AssistantArguments:
             raise ConfigurationError("--model is not set: name the directory or hub name of a model.")
         if self.max_turns < 1:
             raise ConfigurationError(f"--max_turns is {self.max_turns}, but an answer takes at least one reply.")
-        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
-            raise ConfigurationError(f"--dtype is {self.dtype!r}, but it must be auto, bfloat16, float16 or float32.")
         self.params()

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -165,13 +166,21 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 def openrlhf(arguments: Sequence[str]) -> int:
     """`rollgrad openrlhf`."""
-    from rollgrad.entrypoints.openrlhf import USAGE, changed_settings, check, translated_config
+    from rollgrad.entrypoints.openrlhf import USAGE, changed_settings, check, translate_command
+    from rollgrad.entrypoints.openrlhf_serve import ServerTranslation
 
     words = [word for word in arguments if word != "--run"]
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0
-    config, notes = translated_config(words)
+    translated = translate_command(words)
+    if isinstance(translated, ServerTranslation):
+        sys.stderr.writelines(f"{note}\n" for note in translated.notes)
+        if len(words) < len(arguments):
+            return serve_reward(translated.words)
+        sys.stdout.write(f"{shlex.join(['rollgrad', 'serve', 'reward', *translated.words])}\n")
+        return 0
+    config, notes = translated
     sys.stderr.writelines(f"{note}\n" for note in notes)
     if len(words) < len(arguments):
         return _train(config)

@@ -67,6 +67,7 @@ class Report:
     def __init__(self, *, quiet: bool) -> None:
         self.facts: dict[str, Any] = {}
         self.problems: list[str] = []
+        self.warnings: list[str] = []
         self._quiet = quiet
 
     def line(self, text: str) -> None:
@@ -79,6 +80,11 @@ class Report:
         """Keeps a fact, and shows it under its name."""
         self.facts[key] = value
         self.line(f"  {name:<15}{shown}")
+
+    def warning(self, sentence: str) -> None:
+        """Keeps what may end a larger run, and shows it."""
+        self.warnings.append(sentence)
+        self.line(f"  ! {sentence}")
 
     def problem(self, sentence: str | None) -> None:
         """Keeps a problem, if there is one, and shows it."""
@@ -104,6 +110,7 @@ def run_doctor(*, deep: bool = False, as_json: bool = False) -> int:
         report.facts["can_run"] = able
         for name, answer in able.items():
             report.line(f"  {name}: {answer}")
+    report.facts["warnings"] = report.warnings
     report.facts["problems"] = report.problems
     if as_json:
         sys.stdout.write(json.dumps(report.facts, indent=2) + "\n")
@@ -119,7 +126,7 @@ def _show_machine(report: Report) -> list[machine.Gpu]:
     shared = machine.shared_memory_bytes()
     report.fact("shared_memory_bytes", shared, "/dev/shm", "none" if shared is None else _size(shared))
     if shared is not None and shared < machine.LEAST_SHM_BYTES:
-        report.problem(
+        report.warning(
             f"/dev/shm has {_size(shared)}, too little for processes that share memory: start the container with "
             "--shm-size=8g or --ipc=host."
         )
@@ -130,7 +137,7 @@ def _show_machine(report: Report) -> list[machine.Gpu]:
     for name, disk in disks.items():
         report.line(f"  {f'disk, {name}':<15}{_size(disk.free_bytes)} free at {disk.path}")
         if disk.free_bytes < machine.LEAST_DISK_BYTES:
-            report.problem(
+            report.warning(
                 f"{disk.path} has {_size(disk.free_bytes)} of free disk: a run of a small model needs 10 GiB."
             )
     driver, gpus = machine.find_gpus()

@@ -21,7 +21,8 @@ from rollgrad.entrypoints.openrlhf_cluster import translate_cluster
 from rollgrad.entrypoints.openrlhf_draft import Draft
 from rollgrad.entrypoints.openrlhf_flags import FLAGS
 from rollgrad.entrypoints.openrlhf_run import translate_run
-from rollgrad.entrypoints.openrlhf_words import options, parse, read_command
+from rollgrad.entrypoints.openrlhf_serve import ServerTranslation, translate_server
+from rollgrad.entrypoints.openrlhf_words import SERVER, TRAINER, options, parse, read_command
 
 USAGE = """usage: rollgrad openrlhf [--run] COMMAND...
 
@@ -29,8 +30,20 @@ Translates an OpenRLHF command (python3 -m openrlhf.cli.train_ppo_ray --flag val
 submit and deepspeed included) to settings, and prints those that differ from the defaults as YAML for
 rollgrad train rl --config. What has no counterpart, or not the same one, is listed on stderr.
 
-  --run   train instead of printing
+A command of openrlhf.cli.serve_rm becomes one of rollgrad serve reward, which is printed.
+
+  --run   train, or serve, instead of printing
 """
+
+
+def translate_command(argv: Sequence[str]) -> tuple[RLConfig, list[str]] | ServerTranslation:
+    """The configuration of an OpenRLHF command and what to tell about it; of its reward server, the command here.
+
+    Raises:
+        ConfigurationError: see `translate`.
+    """
+    command = read_command(argv)
+    return translate_server(parse(command.flags)) if command.module == SERVER else translated_config(argv)
 
 
 @frozen
@@ -49,6 +62,8 @@ def translate(argv: Sequence[str]) -> Translation:
         ConfigurationError: it is not a `train_ppo_ray` command, or a flag or a value is none of OpenRLHF's.
     """
     command = read_command(argv)
+    if command.module != TRAINER:
+        raise ConfigurationError(f"openrlhf.cli.{command.module} trains nothing: translate openrlhf.cli.{TRAINER}.")
     draft = Draft(options(parse(command.flags)), submitted=command.submitted)
     for name in draft.options:
         reason = FLAGS[name].reason

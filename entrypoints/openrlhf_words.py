@@ -12,6 +12,18 @@ from rollgrad.entrypoints.openrlhf_flags import FLAGS, FLAT, IMPLIED, Flag, Kind
 from rollgrad.entrypoints.suggestions import nearest
 
 TRAINER = "train_ppo_ray"
+SERVER = "serve_rm"
+TRANSLATED = (TRAINER, SERVER)
+"""The modules whose commands have a counterpart."""
+
+OTHERS = {
+    "train_sft": "supervised fine-tuning is not there yet",
+    "train_rm": "training reward models is not there yet",
+    "train_dpo": "training on preferences is not there yet",
+    "train_kto": "training on preferences is not there yet",
+}
+"""Why other modules have none."""
+
 MODULE = re.compile(r"(?:^|.*/)openrlhf[./]cli[./](\w+?)(?:\.py)?$")
 
 
@@ -34,6 +46,8 @@ class Command:
 
     flags: list[str]
     """The words that follow the module's name."""
+    module: str = TRAINER
+    """The module of `openrlhf.cli`."""
     submitted: bool = False
     """Whether `ray job submit` hands it to a cluster that runs already."""
 
@@ -83,12 +97,12 @@ def read_command(argv: Sequence[str]) -> Command:
         match = MODULE.match(word)
         if match is None:
             continue
-        if match[1] != TRAINER:
+        if match[1] not in TRANSLATED:
+            why = OTHERS.get(match[1], f"the commands that are translated are {' and '.join(TRANSLATED)}")
             raise ConfigurationError(
-                f"openrlhf.cli.{match[1]} has no counterpart in rollgrad yet, which translates openrlhf.cli.{TRAINER} "
-                "only: run this step with OpenRLHF."
+                f"openrlhf.cli.{match[1]} has no counterpart in rollgrad ({why}): run this step with OpenRLHF."
             )
-        return Command(words[index + 1 :], submitted=words[:3] == ["ray", "job", "submit"])
+        return Command(words[index + 1 :], module=match[1], submitted=words[:3] == ["ray", "job", "submit"])
     if words and words[0].startswith("--"):
         return Command(words)
     raise ConfigurationError(

@@ -3,10 +3,11 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from attrs import define
 
+from rollgrad.application.choices import DType
 from rollgrad.domain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class ServeRewardArguments:
     """Tokens of a forward pass, padding included."""
     normalize_reward: bool = False
     """Centre and scale scores by the mean and std in the model's config.json, as OpenRLHF saves them."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: DType = DType.AUTO
     """Format of the weights; auto is bfloat16 where the hardware computes it natively."""
 
 

@@ -92,6 +92,9 @@ def advice(name: str, known: Collection[str]) -> str | None:
     other = OTHER_NAMES.get(name)
     if other is not None and other in known:
         return other
+    if not any("." in candidate for candidate in known):  # a command that trains nothing: no sentence is about it
+        same = (other or "").split(".")[-1]
+        return same if same in known else nearest(name, known)
     named = [candidate for candidate in known if candidate.split(".")[-1] == name]
     if len(named) == 1:
         return named[0]

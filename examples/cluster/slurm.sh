@@ -19,7 +19,7 @@
 set -eu
 
 dry=
-if [ "${1-}" = --dry-run ]; then
+if [[ "${1-}" == --dry[_-]run ]]; then
     dry=yes
     shift
 fi

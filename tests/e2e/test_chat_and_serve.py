@@ -98,7 +98,7 @@ def test_a_conversation_goes_on_and_starts_over(tiny_model_dir: Path, tmp_path: 
         (["chat", "--model", "x", "--tools", "hammer"], "--tools names 'hammer', which is no tool"),
         (["chat", "--model", "x", "--messages", "nowhere.json"], "--messages nowhere.json cannot be read"),
         (["serve", "agent", "--model", "x", "--host", "0.0.0.0"], "no token protects it"),
-        (["chat", "--model", "x", "--dtype", "int3"], "--dtype is 'int3'"),
+        (["chat", "--model", "x", "--dtype", "int3"], "invalid choice 'int3' for argument '--dtype'"),
         (["chat", "--modell", "x"], "--modell is not a flag; did you mean --model?"),
     ],
 )

@@ -201,6 +201,70 @@ class AgentExecutor(MultiTurnAgentExecutor):
         super().__init__(AgentInstance)
 """
 
+OPENAI_SERVER = """
+import threading
+import time
+
+import uvicorn
+from openai import AsyncOpenAI
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from vllm import SamplingParams
+
+from openrlhf.utils.agent import AgentExecutorBase
+
+
+class AgentExecutor(AgentExecutorBase):
+    \"""Its model is behind an OpenAI server of its own, whose thread and event loop are not those of the run.\"""
+
+    client = None
+
+    def start(self, llm_engine, tokenizer):
+        self.calls = {}
+
+        async def complete(request):
+            body = await request.json()
+            text = "".join(message["content"] for message in body["messages"])
+            prompt = tokenizer.encode(text, add_special_tokens=False)
+            params = SamplingParams(max_tokens=body["max_tokens"], temperature=body["temperature"], logprobs=1)
+            output = (await llm_engine.generate(prompt, params)).outputs[0]
+            logprobs = [here[token].logprob for token, here in zip(output.token_ids, output.logprobs)]
+            self.calls[body["session_id"]] = (prompt, list(output.token_ids), logprobs, threading.get_ident())
+            message = {"role": "assistant", "content": output.text}
+            choice = {"index": 0, "message": message, "finish_reason": output.finish_reason, "logprobs": None}
+            answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+            return JSONResponse(answer)
+
+        app = Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+        threading.Thread(target=server.run, daemon=True).start()
+        while not server.started:
+            time.sleep(0.05)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        self.client = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="EMPTY")
+
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+        if self.client is None:
+            self.start(llm_engine, hf_tokenizer)
+        session = f"{prompt} {id(sampling_params)}"
+        answer = await self.client.chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=sampling_params.max_tokens,
+            temperature=sampling_params.temperature,
+            extra_body={"session_id": session},
+        )
+        tokens, sampled, logprobs, thread = self.calls.pop(session)
+        return {
+            "observation_tokens": tokens + sampled,
+            "action_ranges": [(len(tokens), len(tokens) + len(sampled))],
+            "rollout_log_probs": [0.0] * len(tokens) + logprobs,
+            "reward": float(sum(sampled) % 7 + len(answer.choices[0].message.content)),
+            "extra_logs": {"elsewhere": float(thread != threading.get_ident())},
+        }
+"""
+
 REWARD = """
 import torch
 
@@ -253,8 +317,9 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
         (GAME, {"reward/equal": 1.0, "reward/turns_played": 2.0}),
         (TOKEN_LEVEL, {"reward/segments": 2.0}),
         (AGENT, {"reward/counted": 4.0, "reward/turns": 3.0, "reward/score_mean": 0.0}),
+        (OPENAI_SERVER, {"reward/elsewhere": 1.0}),
     ],
-    ids=["random steps", "game", "token level", "openrlhf-agent"],
+    ids=["random steps", "game", "token level", "openrlhf-agent", "openai server"],
 )
 def test_agent_files_train(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, wanted: dict[str, float]

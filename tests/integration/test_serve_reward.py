@@ -411,6 +411,30 @@ def test_the_command_serves_until_a_signal(
 
 
 @pytest.mark.slow
+def test_openrlhf_s_command_serves(reward_model_dir: Path, reward_model: RewardModel) -> None:
+    flags = ["--port", "0", "--max_len", "64", "--reward_pretrain", str(reward_model_dir)]
+    words = ["openrlhf", "--run", "python3", "-m", "openrlhf.cli.serve_rm", *flags]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rollgrad.entrypoints.cli", *words],
+        env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        asked = {"query": ["The answer is 7."], "prompts": ["The answer is"], "labels": ["7"]}
+        answer = httpx2.post(f"{url}/get_reward", json=asked, timeout=STOP_SECONDS).json()
+        assert answer["rewards"] == pytest.approx(reward_model.score(["The answer is 7."]), abs=5e-2), (
+            "in bfloat16, say"
+        )
+    finally:
+        process.terminate()
+        process.communicate(timeout=STOP_SECONDS)
+
+
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_one_sentence(start: Callable[..., "subprocess.Popen[str]"]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = start("--port", str(taken.getsockname()[1]), token="secret")

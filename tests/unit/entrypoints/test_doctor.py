@@ -211,7 +211,16 @@ def test_json_has_every_fact(capsys: pytest.CaptureFixture[str]) -> None:
     for extra, about in facts["extras"].items():
         assert set(about) == {"installed", "missing", "outside", "install"}
         assert about["install"] == f"pip install 'rollgrad[{extra}]'"
-    assert {"system", "transformers", "driver", "disks", "shared_memory_bytes", "can_run", "problems"} <= set(facts)
+    assert {
+        "system",
+        "transformers",
+        "driver",
+        "disks",
+        "shared_memory_bytes",
+        "can_run",
+        "warnings",
+        "problems",
+    } <= set(facts)
 
 
 def test_lines_come_as_they_are_found(tmp_path: Path) -> None:

@@ -31,8 +31,6 @@ OPENRLHF_FILES = re.compile(r"openrlhf|migration\.md|guide\.md|redaction\.py")
 
 PLACEHOLDERS = {"flag", "name", "section.flag", "section.no_flag", "SECTION.SETTING"}
 
-OWN_FLAG = re.compile(r"""add_argument\(\s*"--([\w-]+)""")
-
 FOREIGN = {
     *("address", "head", "block", "exclude", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node"),  # Ray, Slurm
     *("cpus-per-task", "job-name", "time", "runtime-env-json"),
@@ -41,7 +39,7 @@ FOREIGN = {
     *("enable-scale-out", "api-key", "logprobs-mode", "weight-transfer-config", "generate", "max-num-seqs"),  # vLLM
     *("no-enable-chunked-prefill", "max-num-batched-tokens", "kv-cache-memory-bytes"),
     *("query-gpu", "format"),  # nvidia-smi
-    *(name for path in (ROOT / "benchmarks").glob("*.py") for name in OWN_FLAG.findall(path.read_text())),
+    *("shots", "seconds", "lora-rank"),  # the benchmarks, by tyro
     *("ink", "soft", "line", "ground", "card"),  # names of colours in a style sheet
 }
 """Flags of other tools, and of the benchmarks."""
@@ -49,7 +47,7 @@ FOREIGN = {
 HOLE = "\0"
 """Stands for what a formatted text inserts."""
 
-FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*(?:\.\w[\w-]*)*)(\.?[*\0<{]|\.\.\.)?")
+FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*(?:\.\w[\w-]*)*)(\.?[*\0<{\[]|\.\.\.)?")
 
 
 def texts(path: Path) -> Iterator[str]:

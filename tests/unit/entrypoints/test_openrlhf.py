@@ -18,6 +18,8 @@ from rollgrad.entrypoints.config_io import setting_names, structure_config
 from rollgrad.entrypoints.openrlhf import changed_settings, translate, translated_config
 from rollgrad.entrypoints.openrlhf_flags import FLAGS, FLAT, IMPLIED
 from rollgrad.entrypoints.openrlhf_words import Given, parse
+from rollgrad.entrypoints.parsing import parse as parse_arguments
+from rollgrad.entrypoints.serve_reward import ServeRewardArguments
 
 COMMANDS = Path(__file__).with_name("openrlhf_commands.txt").read_text().split("\n\n")
 MODULE = ("python3", "-m", "openrlhf.cli.train_ppo_ray")
@@ -182,13 +184,70 @@ def test_errors(argv: list[str], message: str) -> None:
         translate(argv)
 
 
-@pytest.mark.parametrize("module", ["train_sft", "train_rm", "train_dpo", "train_kto", "serve_rm", "lora_combiner"])
+@pytest.mark.parametrize("module", ["train_sft", "train_rm", "train_dpo", "train_kto", "lora_combiner"])
 def test_other_commands_are_one_sentence(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["openrlhf", "deepspeed", "--module", f"openrlhf.cli.{module}", "--max_len", "4096"]) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.startswith(f"error: openrlhf.cli.{module} has no counterpart in rollgrad yet")
+    assert output.err.startswith(f"error: openrlhf.cli.{module} has no counterpart in rollgrad (")
     assert output.err.count("\n") == 1
+
+
+# The server of a reward model.
+
+SERVE = ("python3", "-m", "openrlhf.cli.serve_rm")
+
+
+def served(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[ServeRewardArguments, str]:
+    """What `rollgrad serve reward` makes of the command that is printed, and what is said about it."""
+    assert main(["openrlhf", *SERVE, *flags]) == 0
+    output = capsys.readouterr()
+    words = shlex.split(output.out)
+    assert words[:3] == ["rollgrad", "serve", "reward"]
+    return parse_arguments(ServeRewardArguments(), "serve reward", words[3:]), output.err
+
+
+def test_a_reward_server_translates(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--reward_pretrain OpenRLHF/Llama-3-8b-rm --port 5001 --bf16 --flash_attn --max_len 8192 --batch_size 16"
+    arguments, notes = served(capsys, *flags.split(), "--normalize_reward")
+    expected = {"model": "OpenRLHF/Llama-3-8b-rm", "port": 5001, "dtype": "bfloat16", "max_length": 8192}
+    assert {name: getattr(arguments, name) for name in expected} == expected
+    assert arguments.host == "127.0.0.1"
+    for lost in ("--flash_attn:", "--batch_size 16:", "--normalize_reward:"):
+        assert f"not honoured: {lost}" in notes
+    assert "listens on 127.0.0.1 without --host" in notes
+
+
+def test_its_dotted_flags_and_defaults_too(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--reward.model_name_or_path rm --ds.param_dtype fp16 --host 0.0.0.0"
+    arguments, notes = served(capsys, *flags.split())
+    assert (arguments.model, arguments.dtype, arguments.max_length) == ("rm", "float16", 2048)
+    assert arguments.host == "0.0.0.0"
+    assert "clients need a token" in notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--reward_pretran rm",
+            "--reward_pretran is not a flag of openrlhf.cli.serve_rm; did you mean --reward_pretrain?",
+        ),
+        ("--prompt_data d", "--prompt_data is not a flag of openrlhf.cli.serve_rm"),
+        ("--port many", "--port is many, but it takes one integer"),
+        ("--ds.param_dtype fp8", "fp8 is none of bf16, fp16, fp32"),
+    ],
+)
+def test_its_errors_are_one_sentence(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["openrlhf", *SERVE, *flags.split()]) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_it_is_no_run() -> None:
+    with pytest.raises(ConfigurationError, match=r"openrlhf\.cli\.serve_rm trains nothing"):
+        translate([*SERVE, "--reward_pretrain", "rm"])
 
 
 # What flags mean.

@@ -189,6 +189,12 @@ def test_other_spellings_are_understood_by_flags_and_files(
         assert at(yaml.safe_load(capsys.readouterr().out), name) == canonical
 
 
+@pytest.mark.parametrize("kind", KINDS[3:], ids=lambda kind: kind.__name__)
+def test_every_command_understands_formats(kind: type[Any]) -> None:
+    for written in ("bf16", "BF16", "bfloat16"):
+        assert parse(kind(), "command", ["--dtype", written]).dtype is DType.BFLOAT16
+
+
 def test_the_library_understands_them_too(tmp_path: Path) -> None:
     config = RLConfig()
     config.algo.advantage.estimator = "GRPO"

@@ -154,6 +154,21 @@ def test_flags_of_other_tools(flags: str, message: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("chat --max_tokens 3", "--max_tokens is not a flag; did you mean --max_new_tokens?"),
+        ("chat --use_vllm", "--use_vllm is not a flag; see rollgrad chat --help."),
+        ("doctor --learning_rate 1", "--learning_rate is not a flag; see rollgrad doctor --help."),
+        ("serve reward --prt 1", "did you mean --port?"),
+    ],
+)
+def test_other_commands_are_not_told_of_training(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in errors(command.split(), capsys)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("actor:\n  lr: 1e-6\n", "actor.lr is not a setting; did you mean actor.adam.lr?"),
