@@ -25,22 +25,34 @@ Series = dict[int, float]
 @frozen
 class Panel:
     """One chart. `curves`: metric -> name in the legend. `sparse`: measured now and then, so each point is marked.
-    `stacked`: the curves are parts of the last one."""
+    `stacked`: the curves are parts of the last one. `unless_zero`: left out where it is 0 throughout, as the divergence
+    of a policy from itself is."""
 
     title: str
     unit: str
     curves: Mapping[str, str]
     sparse: bool = False
     stacked: bool = False
+    unless_zero: bool = False
+
+    def drawn(self, series: Mapping[str, Series]) -> bool:
+        """Whether there is something to show."""
+        values = [value for key in self.curves for value in series.get(key, {}).values()]
+        return any(values) if self.unless_zero else bool(values)
 
 
 PANELS = (
     Panel("Reward", "mean of the rollout", {"reward/mean": "reward"}),
     Panel("Evaluation", "pass@1 on held-out prompts", {"eval/pass@1": "pass@1"}, sparse=True),
-    Panel("Entropy", "nats per token", {"rollout/entropy": "entropy"}),
-    Panel("KL divergence", "nats per token", {"policy/ref_kl": "to reference", "policy/approx_kl": "to old policy"}),
     Panel("Response length", "mean tokens", {"rollout/response_length_mean": "length"}),
     Panel("Truncated replies", "share of the rollout", {"rollout/truncated_share": "truncated"}),
+    Panel("Entropy", "nats per token", {"rollout/entropy": "entropy"}),
+    Panel(
+        "KL divergence",
+        "nats per token",
+        {"policy/ref_kl": "to reference", "policy/approx_kl": "to old policy"},
+        unless_zero=True,
+    ),
     Panel("Gradient norm", "before clipping", {"policy/grad_norm": "gradient norm"}),
     Panel(
         "Time per step",
@@ -97,7 +109,7 @@ def write_report(
         OSError: a file cannot be read or written.
     """
     series = read_metrics(metrics_path)
-    panels = [panel for panel in PANELS if any(series.get(key) for key in panel.curves)]
+    panels = [panel for panel in PANELS if panel.drawn(series)]
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / "curves.png").write_bytes(_overview(panels, series, title))
     cards = "".join(

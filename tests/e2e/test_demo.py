@@ -33,12 +33,20 @@ def test_the_demo_learns_and_repeats(tmp_path: Path) -> None:
     first, _ = run_demo(EXAMPLES / "sums.py", tmp_path / "first", STEPS)
     accuracy = [line["eval/pass@1"] for line in first if "eval/pass@1" in line]
     assert 100 * (accuracy[-1] - accuracy[0]) >= POINTS
+    cut = [line["eval/truncated_share"] for line in first if "eval/truncated_share" in line]
+    assert cut[-1] < min(0.5, cut[0])  # replies come to end by themselves
     for name in ("report.html", "curves.png", "model/model.safetensors", "samples.jsonl"):
         assert (tmp_path / "first" / name).stat().st_size > 0
     again, _ = run_demo(EXAMPLES / "sums.py", tmp_path / "again", 2)
     steps = [line for line in first if "reward/mean" in line][:2]
     repeated = [line for line in again if "reward/mean" in line]
     assert [curve(line) for line in steps] == [curve(line) for line in repeated]
+
+
+@pytest.mark.parametrize("name", ["sums", "chain_sum"])
+def test_a_demo_is_evaluated_several_times_on_its_way(name: str) -> None:
+    settings = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    assert settings["train"]["max_steps"] // settings["eval"]["steps"] >= 3
 
 
 @pytest.mark.slow

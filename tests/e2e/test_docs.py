@@ -5,6 +5,9 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,12 @@ def run_command(words: list[str]) -> None:
             pass
         case ["rollgrad", *arguments]:
             assert main(arguments) == 0, " ".join(words)
+        case ["pip", "install", "-e", target]:
+            # What it would install: the repository, with extras that it has.
+            extras = re.fullmatch(r"\.\[([\w,-]+)\]", target)
+            known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert extras is not None
+            assert set(extras[1].split(",")) <= known.keys()
         case ["make", target]:
             # The targets themselves are this very suite, or run by it (test_demo.py, benchmarks).
             subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, timeout=60)
@@ -75,3 +84,45 @@ def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_nothing_is_installed_from_an_index_that_does_not_have_it() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        # `pip install rollgrad[EXTRA]` adds an extra to what is installed, and needs no index for rollgrad.
+        assert not re.findall(r"pip install (?:-\w+ )*[\"']?rollgrad(?!\[)", text), page.name
+
+
+def test_the_extras_that_the_readme_lists_are_those_there_are() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    install = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Install")[2].partition("\n## ")[0]
+    listed = re.search(r"extras are (.*?);", install, re.DOTALL)
+    assert listed is not None
+    assert set(re.findall(r"`([\w-]+)`", listed[1])) == extras.keys()
+
+
+def test_the_readme_begins_with_its_reader_then_python_then_the_picture() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"\b(you|your)\b", text.split("\n\n")[1].split(".")[0], re.IGNORECASE)
+    before_picture = text.partition("![")[0]
+    lines = [line for line in before_picture.partition("```python\n")[2].partition("```")[0].splitlines() if line]
+    assert 5 <= len(lines) <= 10
+
+
+@pytest.mark.slow
+def test_the_repository_installs_by_its_path(tmp_path: Path) -> None:
+    """The layers are links in the package, which an installation holds as files."""
+    source = tmp_path / "source"
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        source.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    for name in ("rollgrad", "domain", "application", "adapters", "entrypoints"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*command, str(source)], check=True, capture_output=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if name.endswith(".py")}
+    layers = ("domain", "application", "adapters", "entrypoints")
+    there = {f"rollgrad/{path.relative_to(source)}" for layer in layers for path in (source / layer).rglob("*.py")}
+    assert packed == there | {"rollgrad/__init__.py"}

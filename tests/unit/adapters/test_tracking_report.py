@@ -66,3 +66,12 @@ def test_a_continued_run_counts_with_its_last_values_and_a_torn_line_not_at_all(
     with path.open("a") as file:
         file.write('{"step": 3, "a"')
     assert read_metrics(path) == {"a": {1: 5.0, 2: 3.0}}
+
+
+def test_a_divergence_that_is_zero_by_construction_is_no_chart_but_a_reward_of_zero_is(tmp_path: Path) -> None:
+    rows = [{"step": n, "reward/mean": 0.0, "policy/approx_kl": 0.0} for n in range(3)]
+    page = write_report(metrics_file(tmp_path, rows), tmp_path, title="t", before=None, after=None).read_text()
+    assert captions(page) == ["Reward"]
+    rows[1]["policy/approx_kl"] = 1e-4
+    page = write_report(metrics_file(tmp_path, rows), tmp_path, title="t", before=None, after=None).read_text()
+    assert captions(page) == ["Reward", "KL divergence"]

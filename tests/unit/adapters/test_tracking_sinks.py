@@ -1,9 +1,17 @@
 """Metric sinks: what each adds to the contract."""
 
+import contextlib
+import fcntl
 import io
 import json
 import math
+import os
+import pty
+import re
+import struct
+import subprocess
 import sys
+import termios
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -97,3 +105,36 @@ def test_the_default_is_standard_error(capsys: pytest.CaptureFixture[str]) -> No
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "reward 0.500" in captured.err
+
+
+WARNING = """
+import structlog
+from rollgrad.adapters.tracking.console import ConsoleSink
+from rollgrad.entrypoints.cli import configure_logging
+
+configure_logging()
+sink = ConsoleSink(10)
+sink.log(1, {"reward/mean": 0.5})
+structlog.get_logger("test").warning("The reward was 0.")
+sink.log(2, {"reward/mean": 0.5})
+sink.close()
+"""
+
+
+def test_a_warning_has_a_line_of_its_own_above_the_progress_bar() -> None:
+    """On a real terminal, where the bar is drawn again and again."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    with subprocess.Popen([sys.executable, "-c", WARNING], stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        seen = b""
+        with contextlib.suppress(OSError):  # the terminal's end, once nobody writes to it
+            while part := os.read(ours, 4096):
+                seen += part
+    os.close(ours)
+    assert process.returncode == 0
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    (line,) = (line.rstrip("\r").rpartition("\r")[2] for line in plain.split("\n") if "The reward was 0." in line)
+    assert re.match(r"\d{4}-\d\d-\d\dT\S+ \[warning  \] The reward was 0\.", line)
+    assert "step" not in line
