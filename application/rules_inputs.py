@@ -203,7 +203,7 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
                 f"reward.format_pattern is {reward.format_pattern!r}, which is no regular expression ({error}): change "
                 "--reward.format_pattern."
             )
-    if reward.verifier in LABELLED_VERIFIERS and config.data.label_key is None and not generated:
+    if reward.verifier in LABELLED_VERIFIERS and config.data.label_key is None and not (generated or has_reward):
         yield (
             f"reward.verifier {reward.verifier} compares replies with a label: name the label's column with "
             "--data.label_key."
