@@ -93,9 +93,9 @@ class Curve:
     value_losses: list[float]
 
 
-def correct_and_short(queries: list[str], prompts: list[str], labels: list[Any]) -> dict[str, Any]:
+def correct_and_short(completions: list[str], labels: list[Any]) -> dict[str, Any]:
     """Two named rewards: the right number last, and few words around it."""
-    replies = [query[len(prompt) :].split() for query, prompt in zip(queries, prompts, strict=True)]
+    replies = [completion.split() for completion in completions]
     numbers = [[word.strip(".,!?=*") for word in reply] for reply in replies]
     correct = [
         float(next((n for n in reversed(words) if n.isdigit()), None) == str(label))

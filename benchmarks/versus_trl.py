@@ -143,8 +143,8 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
         def close(self) -> None:
             pass
 
-    def reward(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
-        return [worth(query[len(prompt) :]) for query, prompt in zip(queries, prompts, strict=True)]
+    def reward(completions: list[str]) -> list[float]:
+        return [worth(completion) for completion in completions]
 
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "prompts.jsonl"

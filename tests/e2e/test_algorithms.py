@@ -7,9 +7,10 @@ import pytest
 import torch
 import yaml
 
-from rollgrad.adapters.torch.reward_model import RewardModel
+import rollgrad
 from rollgrad.application.presets import PRESETS
 from rollgrad.domain import catalogue
+from rollgrad.domain.trajectory import Trajectory
 from rollgrad.entrypoints.cli import main
 from rollgrad.entrypoints.config_io import structure_config
 
@@ -170,10 +171,16 @@ def test_a_critic_starts_from_a_reward_model_which_also_judges(workspace: Path, 
     from_reward_model = train("--train.max_steps 1 --critic.model_name_or_path rm")
     assert from_zero[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert abs(from_reward_model[0]["critic/explained_variance"]) > 1e-3
-    train("--train.max_steps 1 --reward.function_path None --reward.model_name_or_path rm --reward.timeout 300")
-    sample = json.loads(Path("out/samples.jsonl").read_text())
-    judge = RewardModel.load("rm", dtype=torch.float32, device=torch.device("cpu"), flag="--reward.model-name-or-path")
-    assert sample["reward"] == pytest.approx(judge.score([sample["prompt"] + sample["response"]])[0], abs=1e-5)
+    config = rollgrad.load_config("run.yaml")
+    config.train.max_steps, config.reward.timeout = 1, 300.0
+    config.reward.function_path, config.reward.model_name_or_path = None, "rm"
+    played: list[Trajectory] = []
+    rollgrad.train(config, sample_log=lambda step, groups: played.extend(t for g in groups for t in g.trajectories))
+    judge = AutoModelForSequenceClassification.from_pretrained("rm", dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = [float(judge(trajectory.token_ids_T[None]).logits) for trajectory in played]
+    assert [trajectory.reward for trajectory in played] == pytest.approx(wanted, abs=1e-5)
+    assert len(played) == 9
 
 
 @pytest.mark.slow

@@ -165,7 +165,14 @@ def rank_reference(path: str) -> TorchReference:
 
 
 def reward_model(path: str) -> RewardModel:
-    return RewardModel.load(path, dtype=torch.float32, device=torch.device("cpu"), flag="--reward.model-name-or-path")
+    flag = "--reward.model_name_or_path"
+    return RewardModel.load(
+        path,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        flag=flag,
+        policy_tokenizer=load_tokenizer(path, flag=flag),
+    )
 
 
 def divided(stage: int, offload: bool = False) -> Optimize:

@@ -22,6 +22,8 @@ from rollgrad.application.config import RLConfig
 from rollgrad.application.train_config import PartialRollout
 from rollgrad.domain.errors import WorkerError
 from rollgrad.domain.ports.metric_sink import MetricSink
+from rollgrad.domain.rewards import RewardInput
+from rollgrad.domain.trajectory import Trajectory
 from rollgrad.entrypoints.config_io import dump_config
 from tests.accounts import nothing_is_lost
 from tests.fakes import cluster, controller
@@ -211,7 +213,6 @@ def ppo_colocated(config: RLConfig, reward_model: str) -> dict[str, Any]:
     config.reward.model_name_or_path, config.reward.timeout, config.reward.num_gpus_per_node = reward_model, 300, 2
     config.train.colocate_all = True
     config.ds.zero_stage = 3
-    config.logger.log_samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     return {"reward": None}
 
 
@@ -235,7 +236,12 @@ def test_every_pipeline_trains_with_vllm_and_goes_on_when_it_loses_its_engine(
     adapters = arrange(config, str(reward_model_dir))
     config.ckpt.state_steps = 1
     killer = Killer(0, step=1, title="ray::EngineHost")
-    rollgrad.train(config, **{"reward": FakeRewardSource(letters), "sink": killer} | adapters)
+    played: list[Trajectory] = []
+    rollgrad.train(
+        config,
+        sample_log=lambda step, groups: played.extend(t for group in groups for t in group.trajectories),
+        **{"reward": FakeRewardSource(letters), "sink": killer} | adapters,
+    )
     lines = killer.lines
     assert killer.steps == list(range(1, config.train.max_steps + 1))
     fresh = [line for line in lines if line.get("staleness/max", 0.0) == 0]
@@ -245,10 +251,10 @@ def test_every_pipeline_trains_with_vllm_and_goes_on_when_it_loses_its_engine(
     assert (Path(config.ckpt.output_dir) / "model" / "model.safetensors").exists()
     if arrange is ppo_colocated:
         assert all(line["critic/loss"] > 0 for line in lines)
-        samples = map(json.loads, (Path(config.ckpt.output_dir) / "samples.jsonl").read_text().splitlines())
-        texts, rewards = zip(*((each["prompt"] + each["response"], each["reward"]) for each in samples), strict=True)
-        assert len(texts) == len(lines) * config.logger.log_samples
-        assert rewards == pytest.approx(cluster.reward_model(str(reward_model_dir)).score(texts), abs=1e-4)
+        assert len(played) == len(lines) * 8
+        replies = [RewardInput(text="", token_ids=tuple(each.token_ids_T.tolist())) for each in played]
+        wanted = [score for score, _ in cluster.reward_model(str(reward_model_dir)).judge(replies)]
+        assert [each.reward for each in played] == pytest.approx(wanted, abs=1e-4)
     else:
         nothing_is_lost(config)
         (last,) = (Path(config.ckpt.output_dir) / "weights").iterdir()

@@ -451,6 +451,7 @@ def test_a_reward_object_stands_for_the_reward_setting() -> None:
     without = configured({"reward.verifier": None})
     validate(without, has_reward=True)
     validate(configured({}), has_reward=True)
+    validate(configured({"data.label_key": None}), has_reward=True)  # which the verifier that it replaces would need
 
 
 def test_evaluation_needs_no_prompts_to_train_on() -> None:
