@@ -290,7 +290,7 @@ class RecordedSession:
         room = prepared.room(wanted, self._limits.max_tokens)
         if room < 1:
             self.stopped = StopReason.LENGTH
-            sentence = _no_room(prepared, f"{self._limits.max_tokens} (rollout.max_episode_tokens)")
+            sentence = _no_room(prepared, f"{self._limits.max_tokens} (rollout.max_episode_tokens or data.max_len)")
             self._refuse(sentence, "context_length")
         return evolve(
             params,

@@ -98,7 +98,7 @@ class MultiTurnExecutor(AgentExecutor):
         if not ledger.turns:
             full = (
                 "The prompt and what the environment opened with leave no room for a reply in an episode of at most "
-                f"{self._max_tokens} tokens (rollout.max_episode_tokens)."
+                f"{self._max_tokens} tokens (rollout.max_episode_tokens or data.max_len)."
             )
             return request.failure(FailureKind.DATA, full)
         ended = stop_reason or StopReason.LENGTH

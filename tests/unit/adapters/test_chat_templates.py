@@ -217,3 +217,15 @@ def test_gemma_takes_the_results_into_the_same_turn(tiny_tokenizer: Any) -> None
     between = check(codec, [user(), calls()], results())
     assert between[0] == opening
     assert "<|turn>" not in codec.decode(between, special_tokens=True)
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_variables_reach_the_template_in_prompts_and_in_later_turns(thinks: bool, tiny_tokenizer: Any) -> None:
+    codec = TemplateCodec(tokenizer_with("qwen3", tiny_tokenizer), {"enable_thinking": thinks})
+    asked = [{"role": "user", "content": "3+4?"}]
+    assert codec.render(asked).text.endswith("<think>\n\n</think>\n\n") is not thinks
+    reply = codec.encode("7<|im_end|>")
+    history = [*asked, {"role": "assistant", "content": "7"}]
+    following = codec.extend(history, [{"role": "user", "content": "2+2?"}], reply_token_ids=reply)
+    assert following is not None
+    assert codec.decode(following, special_tokens=True).endswith("</think>\n\n") is not thinks

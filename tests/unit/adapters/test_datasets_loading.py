@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from rollgrad.adapters.datasets.loading import load_dataset
+from rollgrad.adapters.datasets.loading import load_dataset, split_configuration
 from rollgrad.domain.errors import DataError
 
 ROWS = [{"input": "3+4?", "answer": "7"}, {"input": "2+2?", "answer": "4"}, {"input": "1+1?", "answer": "2"}]
@@ -132,6 +132,58 @@ def test_what_cannot_be_read_is_one_sentence(make: Callable[[Path], Any], messag
     with pytest.raises(DataError, match=message) as caught:
         load(make(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> Path:
+    """A folder as the hub has them: two configurations, each in a directory, named in the README's metadata."""
+    folder = tmp_path / "gsm8k"
+    entries = ""
+    for index, name in enumerate(("main", "socratic")):
+        (folder / name).mkdir(parents=True)
+        jsonl(folder / name / "train.jsonl", [{"question": f"{name}?", "answer": str(index)}])
+        entries += f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/train.jsonl\n"
+    (folder / "README.md").write_text(f"---\nconfigs:\n{entries}---\n")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["main", "socratic"])
+def test_a_configuration_is_named_behind_a_colon(configured: Path, name: str) -> None:
+    rows = load(f"{configured}:{name}")
+    assert (rows["question"][:], rows["datasource"][:]) == ([f"{name}?"], ["gsm8k"])
+    assert len(load(f"{configured}:main,{configured}:socratic")) == 2
+
+
+@pytest.mark.parametrize(
+    ("suffix", "words"), [("", "has several configurations"), (":mane", "has no configuration 'mane'")]
+)
+def test_configurations_are_listed_where_one_is_missing(configured: Path, suffix: str, words: str) -> None:
+    with pytest.raises(DataError, match=rf"{words}: name one of main, socratic behind a colon, such as .*gsm8k:main"):
+        load(f"{configured}{suffix}")
+
+
+def test_a_saved_dataset_has_no_configurations(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(DataError, match="leave :main out"):
+        load(f"{tmp_path / 'saved'}:main")
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "configuration"),
+    [
+        ("openai/gsm8k", "openai/gsm8k", None),
+        ("openai/gsm8k@main", "openai/gsm8k@main", None),
+        ("openai/gsm8k:main", "openai/gsm8k", "main"),
+        ("owner/name:cot@data/part:1", "owner/name@data/part:1", "cot"),
+    ],
+)
+def test_names_are_taken_apart(name: str, place: str, configuration: str | None) -> None:
+    assert split_configuration(name) == (place, configuration)
+
+
+def test_the_origin_that_verl_writes_is_kept(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "data_source": "openai/gsm8k"}, {"prompt": "y", "data_source": None}]
+    assert load(jsonl(tmp_path / "a.jsonl", rows))["datasource"][:] == ["openai/gsm8k", "a"]
 
 
 def test_columns_that_do_not_fit_together_are_named(tmp_path: Path) -> None:

@@ -97,3 +97,19 @@ def test_a_wrong_number_of_rewards_does_not_pass_unseen() -> None:
 
     with pytest.raises(ValueError, match="too many values"):
         play(FakeRolloutEngine(), TwoForOne())
+
+
+@pytest.mark.parametrize(("max_tokens", "length"), [(None, 6), (20, 6), (8, 6), (7, 5), (3, 1)])
+def test_a_reply_gets_what_the_prompt_leaves(max_tokens: int | None, length: int) -> None:
+    executor = SingleTurnExecutor(FakeRolloutEngine(), FakeChatCodec(), FakeRewardSource(), max_tokens=max_tokens)
+    result = asyncio.run(executor.run(REQUEST))
+    assert isinstance(result, list)
+    assert result[0].action_length == length
+
+
+def test_a_prompt_that_leaves_nothing_is_a_failure_of_the_data() -> None:
+    executor = SingleTurnExecutor(FakeRolloutEngine(), FakeChatCodec(), FakeRewardSource(), max_tokens=2)
+    result = asyncio.run(executor.run(REQUEST))
+    assert isinstance(result, RolloutFailure)
+    assert result.kind is FailureKind.DATA
+    assert "--data.max_len" in result.message
