@@ -31,16 +31,18 @@ def optimizer_steps_per_rollout(config: RLConfig) -> int:
 
 def longest_reply(config: RLConfig, *, plays: bool) -> int | None:
     """Sampled tokens of an episode at most, which penalties of length go by: `rollout.max_new_tokens` of a single
-    reply; where episodes have several turns (`plays`) `rollout.max_episode_tokens`, None if it is not set."""
-    return config.rollout.max_episode_tokens if plays else config.rollout.max_new_tokens
+    reply; where episodes have several turns (`plays`) `rollout.max_episode_tokens` or `data.max_len`, None if neither is
+    set."""
+    if plays:
+        return config.rollout.max_episode_tokens or config.data.max_len
+    return config.rollout.max_new_tokens
 
 
 def longest_sequence(config: RLConfig, *, plays: bool) -> int | None:
     """Tokens at most of a prompt and its reply, also in evaluation, or of an episode of several turns (`plays`); None
     is as many as the model has positions."""
     if plays:
-        limits = [config.rollout.max_episode_tokens, config.data.max_len]
-        return min((limit for limit in limits if limit is not None), default=None)
+        return config.rollout.max_episode_tokens or config.data.max_len
     return _with_reply(config, max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0))
 
 

@@ -117,12 +117,14 @@ def _reward(draft: Draft) -> None:
     else:
         draft.set("reward.overlong_penalty_factor", draft.value("reward.overlong_penalty_factor", 1.0))
         if "train.agent_func_path" in draft.options:
-            limit = draft.value("data.max_len", 2 * PROMPT_TOKENS)
-            draft.set("rollout.max_episode_tokens", limit)
+            limit = draft.value("data.max_len")
+            if limit is None:
+                limit = 2 * PROMPT_TOKENS
+                draft.set("rollout.max_episode_tokens", limit)
             draft.change(
                 "reward.overlong_buffer_len",
-                f"sampled tokens count against the {limit} of an episode (rollout.max_episode_tokens), in OpenRLHF all "
-                "tokens after the prompt against those of a reply",
+                f"sampled tokens count against the {limit} of an episode, in OpenRLHF all tokens after the prompt "
+                "against those of a reply",
             )
 
 

@@ -463,8 +463,8 @@ def test_rewards() -> None:
     assert reward.stop_properly_penalty_coef == 0.5
     agent = ("--agent_func_path", "agent.py", "--overlong_buffer_len", "128")
     assert config_of(*agent).rollout.max_episode_tokens == 2048
-    assert config_of(*agent, "--max_len", "4096").rollout.max_episode_tokens == 4096
-    assert any("rollout.max_episode_tokens" in note for note in notes_of(*agent))
+    assert config_of(*agent, "--max_len", "4096").data.max_len == 4096
+    assert any("against the 2048 of an episode" in note for note in notes_of(*agent))
     assert config_of("--overlong_penalty_factor", "2").reward.overlong_penalty_factor == 1
     assert len(notes_of("--overlong_penalty_factor", "2")) == 1
     assert notes_of("--reward_pretrain", "r") == [

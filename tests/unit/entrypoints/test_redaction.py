@@ -99,6 +99,7 @@ def test_a_plan_prints_no_secret(tiny_model_dir: Path, tmp_path: Path, capfd: py
         "reinforce",
         "--ckpt.output_dir",
         str(tmp_path / "run"),
+        *("--rollout.max_new_tokens", "16"),
     ]
     assert main(["train", "rl", "--dry_run", *words]) == 0
     printed = capfd.readouterr()
@@ -108,9 +109,10 @@ def test_a_plan_prints_no_secret(tiny_model_dir: Path, tmp_path: Path, capfd: py
 
 def test_a_hidden_secret_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     """Otherwise a printed configuration would be used as it is."""
-    assert main(["train", "rl", "--print_config", "--reward.remote_url", URL]) == 0
+    complete = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d", "--print_config"]
+    assert main(["train", "rl", *complete, "--reward.remote_url", URL]) == 0
     assert capfd.readouterr().err == "secrets are printed as ***: put them back where you use this\n"
-    assert main(["train", "rl", "--print_config", "--data.label_key", "answer"]) == 0
+    assert main(["train", "rl", *complete, "--reward.verifier", "math", "--data.label_key", "answer"]) == 0
     printed = capfd.readouterr()
     assert printed.err == ""
     assert "label_key: answer" in printed.out
