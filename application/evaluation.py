@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from rollgrad.application.rollout import RolloutService
+from rollgrad.domain.errors import RewardError
 from rollgrad.domain.evaluation import summarise
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams
@@ -37,11 +38,19 @@ class EvaluationService:
 
     async def run(self) -> dict[str, float]:
         """`eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, lengths and truncation; with several data sources
-        each of them also as `eval/<source>/...`."""
+        each of them also as `eval/<source>/...`. Prompts none of whose replies has a reward are left out.
+
+        Raises:
+            RewardError: no reply has one.
+        """
         groups = await self._rollout.collect(self._prompts, self._params, samples=self._samples)
         scores: dict[str, list[list[float]]] = defaultdict(list)
         for group in groups:
-            scores[group.prompt.datasource].append(group.scores)
+            if group.scores:
+                scores[group.prompt.datasource].append(group.scores)
+        if not scores:
+            why = next((failure.message for group in groups for failure in group.failures), "there are none")
+            raise RewardError(f"No reply to the {len(groups)} held-out prompts has a reward: {why}")
         metrics = self._summary("eval", [s for source in scores.values() for s in source])
         if len(scores) > 1:
             for source, source_scores in scores.items():
