@@ -38,10 +38,11 @@ class EvaluationService:
 
     async def run(self) -> dict[str, float]:
         """`eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, lengths, truncation, and `eval/failed`: episodes
-        that failed, which nothing else counts. With several data sources scores also as `eval/<source>/...`.
+        that failed, which nothing else counts. With several data sources scores also as `eval/<source>/...`. Prompts
+        none of whose replies has a reward are left out.
 
         Raises:
-            RewardError, EngineError: too many episodes failed, or all of them.
+            RewardError, EngineError: too many episodes failed, or no reply has a reward.
         """
         groups = await self._rollout.collect(self._prompts, self._params, samples=self._samples)
         failures = [failure for group in groups for failure in group.failures]
@@ -50,7 +51,8 @@ class EvaluationService:
             if group.scores:
                 scores[group.prompt.datasource].append(group.scores)
         if not scores:
-            raise RewardError(f"All {len(failures)} episodes of an evaluation failed; the last: {failures[-1].message}")
+            why = failures[-1].message if failures else "there are none"
+            raise RewardError(f"No reply to the {len(groups)} held-out prompts has a reward: {why}")
         metrics = self._summary("eval", [s for source in scores.values() for s in source])
         if len(scores) > 1:
             for source, source_scores in scores.items():

@@ -129,6 +129,7 @@ class LLMJudge(RewardSource):
         self._prompt = prompt
         self._bounds = bounds
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
         """One reward a request, in order.
@@ -138,6 +139,9 @@ class LLMJudge(RewardSource):
             ConfigurationError: the prompt has a placeholder that nothing fills.
         """
         questions = [self._prompt.filled(request) for request in requests]
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # a semaphore belongs to the loop that waited for it
+            self._loop, self._slots = loop, asyncio.Semaphore(MAX_IN_FLIGHT)
         return list(await asyncio.gather(*map(self._judge, questions)))
 
     async def aclose(self) -> None:

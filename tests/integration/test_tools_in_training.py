@@ -70,4 +70,6 @@ def test_calls_attempts_and_rewards(tiny_model_dir: Path, tiny_tokenizer: Any, t
     assert line["reward/turns"] == 2.0
     assert line["reward/branches"] == 1.0
     assert len(engine.exchanges) == 8
-    assert {query.rpartition("assistant\n")[2] for query in judged} == {"It is 42.", "40", "41"}
+    assert {query.rpartition("assistant\n")[2] for query in judged} == {
+        f"{a}<|im_end|>" for a in ("It is 42.", "40", "41")
+    }

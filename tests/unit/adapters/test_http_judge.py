@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollgrad.adapters.http.judge import TOKEN_VARIABLE, JudgePrompt, LLMJudge
+from rollgrad.adapters.http.judge import MAX_IN_FLIGHT, TOKEN_VARIABLE, JudgePrompt, LLMJudge
 from rollgrad.domain.errors import ConfigurationError, RewardError
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import RewardRequest
@@ -110,6 +110,20 @@ def test_what_another_attempt_would_not_change_is_one_sentence(serve: Serve) -> 
     with pytest.raises(RewardError, match=r"The judge .*/v1/chat/completions answered 404 .*no model judge.*judge_url"):
         judged(server)
     assert len(server.bodies) == 1
+
+
+def test_a_judge_serves_one_run_after_another(serve: Serve) -> None:
+    server = serve("4")
+    judge = LLMJudge([f"{server.url}/v1"], model="judge", prompt=JudgePrompt(PROMPT, "f"), timeout=60.0)
+
+    async def crowd() -> list[float]:
+        try:
+            return [reward.value for reward in await judge.score([ask()] * (MAX_IN_FLIGHT + 6))]
+        finally:
+            await judge.aclose()
+
+    for _ in range(2):  # each in an event loop of its own, with more questions than are asked at once
+        assert asyncio.run(crowd()) == [4.0] * (MAX_IN_FLIGHT + 6)
 
 
 def test_the_deadline_is_the_reward_s(serve: Serve) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from rollgrad.adapters.http import posting
 from rollgrad.adapters.http.reward import TOKEN_VARIABLE, HttpReward
@@ -68,6 +69,18 @@ def test_requests_that_wait_together_travel_together(serve: Callable[[Answer], R
     assert sorted(len(body["query"]) for body in server.bodies) == [2, 4, 4]
     assert server.bodies[0]["labels"][0] == {"any": 1}
     assert server.bodies[0]["query"][0].startswith("Say:x")
+
+
+def test_servers_are_sent_the_text_with_its_special_tokens(serve: Callable[[Answer], RewardServer]) -> None:
+    server = serve(lambda body: (200, {"rewards": [1.0]}))
+
+    async def scenario() -> None:
+        source = HttpReward([server.url], timeout=60.0)
+        await source.score([evolve(ask("yes"), query="<user>Say:yes<end_of_turn>")])
+        await source.aclose()
+
+    asyncio.run(scenario())
+    assert server.bodies == [{"query": ["<user>Say:yes<end_of_turn>"], "prompts": ["Say:"], "labels": [{"any": 1}]}]
 
 
 def test_several_servers_share_the_work(serve: Callable[[Answer], RewardServer]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from rollgrad.application.evaluation import EvaluationService
 from rollgrad.application.rollout import RolloutService
+from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import FailureKind, RolloutFailure
@@ -81,3 +82,16 @@ def test_a_prompt_whose_samples_all_failed_is_left_out() -> None:
 
     metrics = evaluate({"a": "x", "b": "x"}, FakeAgentExecutor(failing), max_failures=2)
     assert metrics["eval/pass@1"] == 1.0
+
+
+def test_a_source_that_no_reward_applies_to_is_left_out() -> None:
+    def undecided(request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+        if request.prompt.datasource == "y":
+            return request.failure(FailureKind.NOT_APPLICABLE, "nothing to compare with")
+        return play(request)
+
+    metrics = evaluate({"a": "x", "c": "y"}, FakeAgentExecutor(undecided))
+    assert metrics["eval/pass@1"] == 0.5
+    assert not any(name.startswith("eval/y/") for name in metrics)
+    with pytest.raises(RewardError, match="No reply to the 1 held-out prompts has a reward: nothing to compare with"):
+        evaluate({"c": "y"}, FakeAgentExecutor(undecided))
