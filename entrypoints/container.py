@@ -380,22 +380,23 @@ class Container(containers.DeclarativeContainer):
         "sample_log": sample_log,
         "watch": providers.Callable(make_learning_watch, config, rollouts),
     }
-    """What both pipelines are built from."""
+    """What both pipelines are built from, in this order: the schedule first, for it counts the prompts, and data that
+    cannot be used is refused before models are loaded."""
     pipeline = providers.Selector(
         providers.Callable(pipeline_kind, config),
         alternating=providers.Singleton(
             SyncPipeline,
+            **services,
             sampler=sampler,
             sleeper=providers.Selector(
                 providers.Callable(sleeper_kind, config), engine=engine, none=providers.Object(None)
             ),
-            **services,
         ),
         overlapping=providers.Singleton(
             AsyncPipeline,
+            **services,
             stream=stream,
             engine=engine,
             pause=providers.Callable(PAUSES.__getitem__, config.provided.train.partial_rollout),
-            **services,
         ),
     )

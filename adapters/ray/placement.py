@@ -60,14 +60,14 @@ class Placement:
             f"room for {bundles} {'process' if bundles == 1 else 'processes'} of {name}", deadline=timeout
         ):
             ready, _ = ray.wait([self._group.ready()], timeout=timeout)
-        if not ready:
-            self.remove()
-            there = {key: value for key, value in ray.cluster_resources().items() if key in ("CPU", "GPU")}
-            raise ConfigurationError(
-                f"Ray found no room for the {bundles} processes of {name} within {timeout:g} s: each needs {bundle}, "
-                f"{here} of them on this machine, and the cluster has {there} in all. Add nodes, ask for fewer "
-                "processes, or share them with --train.colocate_all."
-            )
+            if not ready:
+                self.remove()
+                there = {key: value for key, value in ray.cluster_resources().items() if key in ("CPU", "GPU")}
+                raise ConfigurationError(
+                    f"Ray found no room for the {bundles} processes of {name} within {timeout:g} s: each needs "
+                    f"{bundle}, {here} of them on this machine, and the cluster has {there} in all. Add nodes, ask for "
+                    "fewer processes, or share them with --train.colocate_all."
+                )
 
     def slot(self, index: int) -> Slot:
         """That of process `index`."""

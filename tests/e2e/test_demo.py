@@ -43,9 +43,8 @@ def test_the_demo_learns_and_repeats(tmp_path: Path) -> None:
     assert [curve(line) for line in steps] == [curve(line) for line in repeated]
 
 
-@pytest.mark.parametrize("name", ["sums", "chain_sum"])
-def test_a_demo_is_evaluated_several_times_on_its_way(name: str) -> None:
-    settings = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+def test_the_demo_is_evaluated_several_times_on_its_way() -> None:
+    settings = yaml.safe_load((EXAMPLES / "sums.yaml").read_text())
     assert settings["train"]["max_steps"] // settings["eval"]["steps"] >= 3
 
 

@@ -97,6 +97,18 @@ def test_a_missing_label_names_its_flag(kind: Verifier) -> None:
         value(kind, "7", None)
 
 
+@pytest.mark.parametrize(("reply", "worth"), [("So it is 72.", 1.0), ("72 and 24 are 96", 0.0)])
+def test_an_answer_of_gsm8k_is_its_last_number(reply: str, worth: float) -> None:
+    assert value(Verifier.LAST_NUMBER, reply, "48+24 = <<48+24=72>>72 clips.\n#### 72") == worth
+
+
+@pytest.mark.parametrize("kind", [Verifier.LAST_NUMBER, Verifier.EXACT_MATCH])
+@pytest.mark.parametrize("label", [{"ground_truth": "7"}, ["7"]])
+def test_a_label_of_several_values_is_refused(kind: Verifier, label: Any) -> None:
+    with pytest.raises(RewardError, match=rf"verifier {kind} .*--data.label_key"):
+        value(kind, "7", label)
+
+
 def test_a_label_without_a_number_is_refused() -> None:
     with pytest.raises(RewardError, match=r"'seven' has no number.*--data.label_key"):
         value(Verifier.LAST_NUMBER, "7", "seven")
