@@ -31,8 +31,8 @@ def optimizer_steps_per_rollout(config: RLConfig) -> int:
 
 def longest_reply(config: RLConfig, *, plays: bool) -> int | None:
     """Sampled tokens of an episode at most, which penalties of length go by: `rollout.max_new_tokens` of a single
-    reply; where episodes have several turns (`plays`) `rollout.max_episode_tokens` or `data.max_len`, None if neither is
-    set."""
+    reply; where episodes have several turns (`plays`) `rollout.max_episode_tokens` or `data.max_len`, None without
+    either."""
     if plays:
         return config.rollout.max_episode_tokens or config.data.max_len
     return config.rollout.max_new_tokens

@@ -100,13 +100,8 @@ def _describe_truncated(metrics: Metrics, run: LearningSettings, rollouts: int) 
         f"{metrics['rollout/truncated_share']:.0%} of the replies of {_rollouts(rollouts)} were cut off (mean length "
         f"{metrics['rollout/response_length_mean']:.0f} tokens): the model is not seen to end a reply."
     )
-<<<<<<< HEAD
-    limit = f"--rollout.max_new_tokens, which is {run.max_new_tokens} (in several turns also --rollout.max_turns)"
-    return evidence, limit
-=======
     tokens = f"--rollout.max_new_tokens, which is {run.max_new_tokens}"
     return evidence, f"{tokens} (in several turns also --rollout.max_turns)"
->>>>>>> w-show
 
 
 def _no_gradient(metrics: Metrics, run: LearningSettings) -> bool | None:
