@@ -94,7 +94,7 @@ class AlgoConfig:
 
     preset: str | None = None
     """Named recipes, several separated by commas (dapo,tis): vetted settings that a file and flags override, shown by
-    --print-config. See docs/algorithms.md."""
+    --print_config. See docs/algorithms.md."""
     extension_path: str | None = None
     """Python file with estimators and policy losses of your own, registered by @estimator and @policy_loss."""
     advantage: AdvantageConfig = Factory(AdvantageConfig)

@@ -205,7 +205,7 @@ class Container(containers.DeclarativeContainer):
     engine_model = providers.Selector(
         providers.Callable(engine_model_kind, config),
         shared=actor_model,
-        own=providers.Singleton(make_actor_model, config, None, "--actor.model-name-or-path"),
+        own=providers.Singleton(make_actor_model, config, None, "--actor.model_name_or_path"),
     )
     embedded_engine = providers.Singleton(make_engine, config, engine_model, tokenizer, codec)
     vllm_engine = providers.Singleton(make_vllm_engine, config, tokenizer, plays)

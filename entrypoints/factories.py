@@ -100,7 +100,7 @@ def make_actor_model(config: RLConfig, name: str | None, flag: str, *, load_in_4
 def make_trained_actor(config: RLConfig) -> Any:
     """The model that is trained, with adapters if there are to be some."""
     lora = config.actor.lora
-    model = make_actor_model(config, None, "--actor.model-name-or-path", load_in_4bit=lora.load_in_4bit)
+    model = make_actor_model(config, None, "--actor.model_name_or_path", load_in_4bit=lora.load_in_4bit)
     if lora.rank:
         add_lora(model, lora, seed=config.train.seed)
     return model
@@ -110,7 +110,7 @@ def make_reference_model(config: RLConfig) -> Any:
     """The frozen reference: unless another one is named, what the actor starts as, quantised like it."""
     name = config.ref.model_name_or_path
     quantised = name is None and config.actor.lora.load_in_4bit
-    return make_actor_model(config, name, "--ref.model-name-or-path", load_in_4bit=quantised)
+    return make_actor_model(config, name, "--ref.model_name_or_path", load_in_4bit=quantised)
 
 
 def make_critic(
@@ -122,7 +122,7 @@ def make_critic(
         config.critic.model_name_or_path or config.actor.model_name_or_path,
         dtype=resolve_dtype(config.actor.dtype, device),
         device=device,
-        flag="--critic.model-name-or-path",
+        flag="--critic.model_name_or_path",
     )
     return TorchValue(model, tokenizer, settings, head=head, optimize=optimize)
 

@@ -81,7 +81,7 @@ class DatasetPromptSource(PromptSource):
         if cursor.index >= self._size:
             raise DataError(
                 f"The run stopped at row {cursor.index} of an epoch, but the dataset has only {self._size} "
-                "rows: continue with the dataset the run started with (--data.prompt-dataset)."
+                "rows: continue with the dataset the run started with (--data.prompt_dataset)."
             )
         self._cursor = cursor
 

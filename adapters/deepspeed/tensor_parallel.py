@@ -131,5 +131,5 @@ def _require_divisible(model: Any, size: int) -> None:
     if not plan:
         raise ConfigurationError(
             f"ds.tensor_parallel_size is {size}, but {type(model).__name__} cannot be divided so ({reason}): leave "
-            "--ds.tensor_parallel_size out, or choose another --actor.model-name-or-path."
+            "--ds.tensor_parallel_size out, or choose another --actor.model_name_or_path."
         )

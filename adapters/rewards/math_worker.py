@@ -27,6 +27,6 @@ def grade(label: str, response: str) -> float:
     if not gold:
         raise RewardError(
             f"The label {label!r} holds no mathematics that math-verify can read: "
-            "set --data.label-key to a column of final answers, or choose another --reward.verifier."
+            "set --data.label_key to a column of final answers, or choose another --reward.verifier."
         )
     return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))

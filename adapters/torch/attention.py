@@ -63,7 +63,7 @@ def attention_forward(
     if unknown:
         raise ConfigurationError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which packed training does not "
-            "compute; choose another --actor.model-name-or-path."
+            "compute; choose another --actor.model_name_or_path."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attention_plan.attend(int(module.layer_idx), query, key, value, scale, sliding_window), None  # type: ignore[arg-type]
@@ -82,14 +82,14 @@ def install_attention(model: Any) -> None:
     if others:
         raise ConfigurationError(
             f"{type(model).__name__} has layers of type {', '.join(sorted(others))}, which packed training does not "
-            "compute (it knows full_attention and sliding_attention); choose another --actor.model-name-or-path."
+            "compute (it knows full_attention and sliding_attention); choose another --actor.model_name_or_path."
         )
 
     AttentionInterface.register(ATTENTION, attention_forward)
     if not model._can_set_attn_implementation():
         raise ConfigurationError(
             f"{type(model).__name__} does not use transformers' attention interface, which packed training needs; "
-            "choose another --actor.model-name-or-path or a model whose code uses ALL_ATTENTION_FUNCTIONS."
+            "choose another --actor.model_name_or_path or a model whose code uses ALL_ATTENTION_FUNCTIONS."
         )
     model.set_attn_implementation(ATTENTION)
 

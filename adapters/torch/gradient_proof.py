@@ -52,8 +52,8 @@ class GradientProof:
             raise UntrainedParameterError(
                 f"{len(missing)} of {self._total} trainable parameters got no gradient ({_listed(missing)}), so that "
                 "training would leave them as they are; the step was not applied. Name a model that computes with all "
-                "of its weights by --actor.model-name-or-path (--critic.model-name-or-path), or train layers that "
-                "take part by --actor.lora.rank and --actor.lora.target-modules."
+                "of its weights by --actor.model_name_or_path (--critic.model_name_or_path), or train layers that "
+                "take part by --actor.lora.rank and --actor.lora.target_modules."
             )
         if not any(sizes.values()):
             return  # nothing was to be learned: that says nothing of any parameter

@@ -153,7 +153,7 @@ def _install_and_compare(model: Any) -> None:
 def _not_packable(model: Any, reason: str) -> ConfigurationError:
     return ConfigurationError(
         f"{type(model).__name__} gives other results when sequences are packed without padding ({reason}); choose "
-        "another --actor.model-name-or-path."
+        "another --actor.model_name_or_path."
     )
 
 
@@ -187,7 +187,7 @@ def load_generation_settings(name_or_path: str) -> Any:
     try:
         return GenerationConfig.from_pretrained(name_or_path)
     except OSError:
-        config = _from_pretrained(AutoConfig, name_or_path, "--actor.model-name-or-path")
+        config = _from_pretrained(AutoConfig, name_or_path, "--actor.model_name_or_path")
         return GenerationConfig.from_model_config(config)
 
 

@@ -190,7 +190,7 @@ def _targets(model: Any, wanted: tuple[str, ...]) -> list[str]:
             there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ConfigurationError(
                 f"actor.lora.target_modules has {target!r}, but the linear layers of {type(model).__name__} that can "
-                f"have adapters are {there}: change --actor.lora.target-modules."
+                f"have adapters are {there}: change --actor.lora.target_modules."
             )
     return [name for name in linear if any(_ends(name, target) for target in wanted)]
 

@@ -233,7 +233,7 @@ class TorchPolicy(PolicyModel):
         ):
             raise CheckpointError(
                 "The state to continue from is of a run that trained other weights: set --actor.lora.rank, "
-                "--actor.lora.target-modules and --actor.model-name-or-path to what they were."
+                "--actor.lora.target_modules and --actor.model_name_or_path to what they were."
             )
         self._trained.load_state_dict(state)
 

@@ -84,7 +84,7 @@ def check_experts(model: Any) -> None:
     if any("experts" in name.split(".") and parameter.ndim > 2 for name, parameter in model.named_parameters()):
         raise ConfigurationError(
             f"actor.lora.load_in_4bit is on, but the experts of {type(model).__name__} have no linear layers, which "
-            "alone are quantised: name a model without experts by --actor.model-name-or-path, or leave "
+            "alone are quantised: name a model without experts by --actor.model_name_or_path, or leave "
             "--actor.lora.load_in_4bit out."
         )
 

@@ -19,7 +19,7 @@ class TensorBoardSink(MetricSink):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtraError(
-                "--logger.tensorboard-dir is set, but TensorBoard is not installed: pip install rollgrad[tracking]"
+                "--logger.tensorboard_dir is set, but TensorBoard is not installed: pip install rollgrad[tracking]"
             ) from error
         self._writer = SummaryWriter(log_dir=str(directory))
 

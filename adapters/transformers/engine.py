@@ -212,7 +212,7 @@ class EmbeddedEngine(RolloutEngine):
             raise ConfigurationError(
                 f"A prompt of {len(request.prompt_token_ids)} tokens plus {request.params.max_new_tokens} new ones is "
                 f"{total} tokens, but the model has {self.max_tokens} positions: shorten the prompt, or lower "
-                "--rollout.max-new-tokens."
+                "--rollout.max_new_tokens."
             )
         if request.params.stop_strings and self._decode is None:
             raise EngineError("Stop strings need a tokenizer: build the engine with `decode`.")

@@ -108,7 +108,7 @@ class AdapterCore(LocalCore):
             await self._call(self._llm.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(path), load_inplace=True)))
         except EngineError as error:
             raise EngineError(
-                f"vLLM did not take the adapter. {error} Name other layers with --actor.lora.target-modules, or set "
+                f"vLLM did not take the adapter. {error} Name other layers with --actor.lora.target_modules, or set "
                 "--actor.lora.sync merged."
             ) from error
         finally:

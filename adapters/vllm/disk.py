@@ -72,8 +72,8 @@ def write(weights: Iterator[tuple[str, Tensor]], directory: str, shard_bytes: in
             )
     except OSError as error:
         raise CheckpointError(
-            f"{path} does not take the weights for the engines ({error}): point --ckpt.output-dir to a directory with "
-            "room for two models, or leave --vllm.sync-backend disk out."
+            f"{path} does not take the weights for the engines ({error}): point --ckpt.output_dir to a directory with "
+            "room for two models, or leave --vllm.sync_backend disk out."
         ) from error
 
 

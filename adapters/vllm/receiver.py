@@ -102,7 +102,7 @@ def read_shard(path: str, device: str) -> Iterable[tuple[str, Tensor]]:
         return load_file(path, device=device).items()
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{path} is not on the engine's machine: with --vllm.sync-backend disk, --ckpt.output-dir is on a file "
+            f"{path} is not on the engine's machine: with --vllm.sync_backend disk, --ckpt.output_dir is on a file "
             "system that all machines share"
         ) from error
 

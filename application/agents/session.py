@@ -80,6 +80,6 @@ class AgentSession:
         if not prompt.messages:
             raise DataError(
                 "The episode has tools or speaks in messages, but its prompt is a plain text: use "
-                "--data.apply-chat-template True, or let reset() return the opening conversation."
+                "--data.apply_chat_template True, or let reset() return the opening conversation."
             )
         return list(prompt.messages)

@@ -1,9 +1,9 @@
 #!/bin/bash
 # Hands a run to a Ray cluster that is up; its driver then runs on the head, and this shell follows its log.
 #
-#   examples/cluster/ray_job.sh [--dry-run] [CONFIG [FLAG VALUE]...]
+#   examples/cluster/ray_job.sh [--dry_run] [CONFIG [FLAG VALUE]...]
 #
-#   --dry-run   print the command, and check the settings here
+#   --dry_run   print the command, and check the settings here
 #   CONFIG      settings with cluster.enable (default examples/sums_cluster.yaml)
 #
 # RAY_ADDRESS     where the cluster takes jobs (default http://127.0.0.1:8265)

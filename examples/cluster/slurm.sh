@@ -9,9 +9,9 @@
 # Starts Ray on the nodes of a SLURM job, and a run on the first of them.
 #
 #   sbatch examples/cluster/slurm.sh [CONFIG [FLAG VALUE]...]
-#   examples/cluster/slurm.sh --dry-run [CONFIG [FLAG VALUE]...]
+#   examples/cluster/slurm.sh --dry_run [CONFIG [FLAG VALUE]...]
 #
-#   --dry-run   print the commands, and check the settings here
+#   --dry_run   print the commands, and check the settings here
 #   CONFIG      settings with cluster.enable (default examples/sums_cluster.yaml)
 #
 # Submitted again, it continues a run that the time limit ended. More than one node is of use where

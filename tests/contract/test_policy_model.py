@@ -21,7 +21,7 @@ from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.models import FakePolicy
 
-FLAG = "--actor.model-name-or-path"
+FLAG = "--actor.model_name_or_path"
 
 
 @pytest.fixture(params=["fake", "torch", "lora"])

@@ -18,7 +18,7 @@ def reference(request: pytest.FixtureRequest, tiny_model_dir: Path) -> Reference
     if request.param == "fake":
         return FakeReference()
     model = load_causal_lm(
-        str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="--ref.model-name-or-path"
+        str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="--ref.model_name_or_path"
     )
     return TorchReference(model)
 

@@ -29,7 +29,7 @@ VLLM = [pytest.param("vllm", marks=pytest.mark.slow)] if importlib.util.find_spe
 @pytest.fixture(scope="module")
 def model(tiny_model_dir: Path) -> Any:
     return load_causal_lm(
-        str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="--actor.model-name-or-path"
+        str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="--actor.model_name_or_path"
     )
 
 

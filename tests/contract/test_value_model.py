@@ -20,7 +20,7 @@ from rollgrad.domain.ports.models import LossOutput, ValueModel
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.models import FakeValue
 
-FLAG = "--critic.model-name-or-path"
+FLAG = "--critic.model_name_or_path"
 OBJECTIVE = ClippedValueObjective(clip=None)
 
 

@@ -35,7 +35,7 @@ from tests.fakes.rollout_engine import FakeRolloutEngine
 from tests.fakes.weight_channel import FakeWeightChannel
 from tests.fakes.weight_taker import FakeWeightTaker
 
-FLAG = "--actor.model-name-or-path"
+FLAG = "--actor.model_name_or_path"
 VLLM = [pytest.param(way, marks=pytest.mark.slow) for way in ("vllm", "disk") if importlib.util.find_spec("vllm")]
 GPU = [
     pytest.param(way, marks=[pytest.mark.slow, pytest.mark.gpu])

@@ -90,7 +90,7 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(workspace: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    ["train rl --config good.yaml --dry-run", "eval --config good.yaml --eval.dataset prompts.jsonl"],
+    ["train rl --config good.yaml --dry_run", "eval --config good.yaml --eval.dataset prompts.jsonl"],
 )
 def test_a_plan_and_an_evaluation_say_the_same(
     workspace: Path, arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

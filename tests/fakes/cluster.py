@@ -28,7 +28,7 @@ from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores, V
 from tests.fakes.agent_executor import make_trajectory
 from tests.tensor_bytes import tensor_bytes
 
-FLAG = "--actor.model-name-or-path"
+FLAG = "--actor.model_name_or_path"
 STEPS = 3
 SETTINGS = OptimizerSettings(lr=1e-2, total_steps=10, scheduler="linear", weight_decay=0.1, max_norm=0.5, ema_beta=0.7)
 """Everything that an optimizer step knows is in play: the gradients of `batch` exceed the norm."""

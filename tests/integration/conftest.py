@@ -34,18 +34,18 @@ def sums_flags(wide_headed_model_dir: Path, tmp_path: Path, monkeypatch: pytest.
     reward = "def reward_func(queries, prompts, labels):\n    return [len(query) % 7 for query in queries]\n"
     Path("reward.py").write_text(reward)
     return {
-        "actor.model-name-or-path": str(wide_headed_model_dir),
+        "actor.model_name_or_path": str(wide_headed_model_dir),
         "actor.dtype": "float32",
         "actor.adam.lr": "1e-3",
         "algo.advantage.estimator": "group_norm",
-        "algo.old-logprobs": "rollout",
-        "data.prompt-dataset": "prompts.jsonl",
-        "data.label-key": "label",
-        "reward.function-path": "reward.py",
+        "algo.old_logprobs": "rollout",
+        "data.prompt_dataset": "prompts.jsonl",
+        "data.label_key": "label",
+        "reward.function_path": "reward.py",
         "reward.timeout": "120",
         "rollout.temperature": "0.8",
-        "rollout.batch-size": "3",
-        "rollout.n-samples-per-prompt": "3",
-        "rollout.max-new-tokens": "16",
-        "ckpt.output-dir": "out",
+        "rollout.batch_size": "3",
+        "rollout.n_samples_per_prompt": "3",
+        "rollout.max_new_tokens": "16",
+        "ckpt.output_dir": "out",
     }

@@ -43,7 +43,7 @@ from tests.fakes.reward_source import FakeRewardSource
 from tests.integration.test_vllm_engine import kept_scores
 from tests.tiny_models import LONG
 
-FLAG = "--actor.model-name-or-path"
+FLAG = "--actor.model_name_or_path"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 VLLM = [pytest.param(way, marks=pytest.mark.slow) for way in ("vllm", "vllm_4bit", "vllm_adapter") if HAS_VLLM]
 PROMPT = (65, 66, 67)
@@ -220,7 +220,7 @@ class Strange(TorchPolicy):
     ("fault", "message"),
     [
         ("wrong numbers", "differ from the trainer's by"),
-        ("unknown layer", r"did not take the adapter.*embedding.*--actor\.lora\.target-modules.*--actor\.lora\.sync"),
+        ("unknown layer", r"did not take the adapter.*embedding.*--actor\.lora\.target_modules.*--actor\.lora\.sync"),
         ("nothing", "No adapter came from the trainer"),
     ],
 )
@@ -421,6 +421,6 @@ def test_a_layer_that_the_model_does_not_have_is_refused(make: Callable[..., RLC
     config = make("out")
     config.actor.lora.target_modules = ("c_attn",)
     with pytest.raises(
-        ConfigurationError, match=r"'c_attn'.* are down_proj, gate_proj, .*--actor\.lora\.target-modules"
+        ConfigurationError, match=r"'c_attn'.* are down_proj, gate_proj, .*--actor\.lora\.target_modules"
     ):
         train(config)

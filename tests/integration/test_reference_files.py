@@ -338,11 +338,11 @@ def test_agent_files_train(
 def test_a_reward_file_trains_from_the_command_line(tiny_model_dir: Path, tmp_path: Path) -> None:
     made = config(tiny_model_dir, tmp_path, reward=REWARD)
     arguments = [
-        *("train", "rl", "--actor.model-name-or-path", str(tiny_model_dir)),
-        *("--algo.advantage.estimator", "reinforce", "--data.prompt-dataset", made.data.prompt_dataset),
-        *("--data.label-key", "label", "--reward.function-path", str(made.reward.function_path)),
-        *("--train.max-steps", "1", "--rollout.batch-size", "2", "--rollout.n-samples-per-prompt", "2"),
-        *("--rollout.max-new-tokens", "8", "--ckpt.output-dir", made.ckpt.output_dir),
+        *("train", "rl", "--actor.model_name_or_path", str(tiny_model_dir)),
+        *("--algo.advantage.estimator", "reinforce", "--data.prompt_dataset", made.data.prompt_dataset),
+        *("--data.label_key", "label", "--reward.function_path", str(made.reward.function_path)),
+        *("--train.max_steps", "1", "--rollout.batch_size", "2", "--rollout.n_samples_per_prompt", "2"),
+        *("--rollout.max_new_tokens", "8", "--ckpt.output_dir", made.ckpt.output_dir),
     ]
     assert main(arguments) == 0
     (row,) = metrics(tmp_path)

@@ -21,7 +21,7 @@ from rollgrad.domain.losses.objectives import PolicyLossObjective
 from rollgrad.domain.sampling import GenerationRequest, SamplingParams
 from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
 
-FLAG = "--actor.model-name-or-path"
+FLAG = "--actor.model_name_or_path"
 REPOSITORY = Path(__file__).parents[2]
 
 FLOAT32_TOLERANCE = 1e-4

@@ -331,7 +331,7 @@ def command(*arguments: str) -> list[str]:
         ("", "--model is not set"),
         pytest.param("--model ./missing", "./missing", marks=pytest.mark.slow),
         ("--model m --host 0.0.0.0", "--host is '0.0.0.0', where other machines reach the reward server"),
-        ("--model m --token-file missing", "--token_file missing cannot be read"),
+        ("--model m --token_file missing", "--token_file missing cannot be read"),
         ("--model m --prt 1", "did you mean --port?"),
         ("--model m --token secret", "--token is not a flag"),
     ],

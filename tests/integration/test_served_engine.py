@@ -147,7 +147,7 @@ def test_every_promise_is_looked_at() -> None:
     assert len(PROMISES) > 15
 
 
-ASYNC = {"train.async-enable": "True"}
+ASYNC = {"train.async_enable": "True"}
 
 
 @pytest.mark.parametrize(
@@ -155,23 +155,23 @@ ASYNC = {"train.async-enable": "True"}
     [
         {},
         ASYNC,
-        {**ASYNC, "train.partial-rollout": "keep"},
-        {**ASYNC, "train.partial-rollout": "recompute"},
+        {**ASYNC, "train.partial_rollout": "keep"},
+        {**ASYNC, "train.partial_rollout": "recompute"},
     ],
     ids=["sync", "none", "keep", "recompute"],
 )
 def test_a_run_trains_on_what_the_server_samples(
     url: str, sums_flags: dict[str, str], settings: dict[str, str]
 ) -> None:
-    flags = sums_flags | {"rollout.engine": "server", "rollout.server-urls": url, "train.max-steps": "3"}
+    flags = sums_flags | {"rollout.engine": "server", "rollout.server_urls": url, "train.max_steps": "3"}
     assert main(["train", "rl", *words(flags | settings)]) == 0
     steps = [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
     exact = steps if not settings else steps[:1]  # the others' samples may be of an older policy
     for step in exact:  # the ratio is of the trainer's probability to the server's
         assert step["policy/ratio_mean"] == pytest.approx(1.0, abs=TOLERANCE)
-    asked = ("actor.model-name-or-path", "rollout.engine", "rollout.server-urls", "reward.function-path")
-    held_out = {"eval.dataset": "prompts.jsonl", "data.label-key": "label", "eval.max-new-tokens": "8"}
+    asked = ("actor.model_name_or_path", "rollout.engine", "rollout.server_urls", "reward.function_path")
+    held_out = {"eval.dataset": "prompts.jsonl", "data.label_key": "label", "eval.max_new_tokens": "8"}
     assert main(["eval", *words({flag: flags[flag] for flag in asked} | held_out)]) == 0
 
 

@@ -26,7 +26,7 @@ from tests.tiny_models import LONG
 
 pytestmark = pytest.mark.slow
 
-FLAG = "--actor.model-name-or-path"
+FLAG = "--actor.model_name_or_path"
 PROMPT = (65, 66, 67)
 
 TOLERANCE = 1e-4

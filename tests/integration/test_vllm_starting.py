@@ -102,7 +102,7 @@ def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_it_is_k
 
 
 def test_a_run_in_float16_trains_on_what_vllm_samples(sums_flags: dict[str, str]) -> None:
-    flags = sums_flags | {"rollout.engine": "vllm", "vllm.sync-backend": "disk", "train.max-steps": "2"}
+    flags = sums_flags | {"rollout.engine": "vllm", "vllm.sync_backend": "disk", "train.max_steps": "2"}
     flags["actor.dtype"] = "float16"
     before = set(psutil.Process().children(recursive=True))
     assert main(["train", "rl", *(part for flag, value in flags.items() for part in (f"--{flag}", value))]) == 0

@@ -158,7 +158,7 @@ def test_hanging_judgements_are_killed_and_the_others_go_on(math_verifier: Verif
 
 
 def test_labels_that_are_no_mathematics_and_missing_ones_are_refused(math_verifier: VerifierReward) -> None:
-    with pytest.raises(RewardError, match=r"label '' holds no mathematics.*--data.label-key"):
+    with pytest.raises(RewardError, match=r"label '' holds no mathematics.*--data.label_key"):
         judge(math_verifier, ask("7", ""))
     with pytest.raises(RewardError, match=r"math .*--data.label_key"):
         judge(math_verifier, ask("7", None))

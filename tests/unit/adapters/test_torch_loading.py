@@ -23,7 +23,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 CPU = torch.device("cpu")
-FLAG = "--actor.model-name-or-path"
+FLAG = "--actor.model_name_or_path"
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -44,7 +44,7 @@ def test_the_tokenizer_is_the_models(tiny_model_dir: Path, tiny_tokenizer: Any) 
 
 @pytest.mark.parametrize("loader", [load_tokenizer, lambda name, flag: load(Path(name))])
 def test_a_missing_directory_is_named_with_its_flag(loader: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"--actor\.model-name-or-path is .*no such directory"):
+    with pytest.raises(CheckpointError, match=r"--actor\.model_name_or_path is .*no such directory"):
         loader(str(tmp_path / "nothing"), flag=FLAG)
 
 

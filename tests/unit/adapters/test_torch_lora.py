@@ -22,7 +22,7 @@ from rollgrad.domain.ports.models import LossOutput, TokenScores
 from tests.fakes.agent_executor import make_trajectory
 from tests.tiny_models import saved, tiny_model
 
-FLAG = "--actor.model-name-or-path"
+FLAG = "--actor.model_name_or_path"
 LORA = LoraConfig(rank=4, alpha=8)
 SCALE = 2.0
 """Of `LORA`: alpha / rank."""

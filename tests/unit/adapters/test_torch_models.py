@@ -24,7 +24,7 @@ VALUE_OBJECTIVE = ClippedValueObjective(clip=None)
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return load_causal_lm(str(path), dtype=dtype, device=torch.device("cpu"), flag="--actor.model-name-or-path")
+    return load_causal_lm(str(path), dtype=dtype, device=torch.device("cpu"), flag="--actor.model_name_or_path")
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def model(tiny_model_dir: Path) -> Any:
 
 @pytest.fixture
 def tokenizer(tiny_model_dir: Path) -> Any:
-    return load_tokenizer(str(tiny_model_dir), flag="--actor.model-name-or-path")
+    return load_tokenizer(str(tiny_model_dir), flag="--actor.model_name_or_path")
 
 
 @pytest.fixture

@@ -243,7 +243,7 @@ def test_without_bitsandbytes_the_extra_is_named(
 
 
 def test_experts_are_refused(tiny_mixture_dir: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"the experts of Qwen3MoeForCausalLM .*--actor\.model-name-or-path"):
+    with pytest.raises(ConfigurationError, match=r"the experts of Qwen3MoeForCausalLM .*--actor\.model_name_or_path"):
         load(tiny_mixture_dir)
 
 

@@ -30,8 +30,8 @@ def mixture(request: pytest.FixtureRequest, tiny_mixture_dir: Path, tiny_tokeniz
 
 
 def policy(path: str, coef: float = COEF, **options: Any) -> TorchPolicy:
-    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag="--actor.model-name-or-path")
-    tokenizer = load_tokenizer(path, flag="--actor.model-name-or-path")
+    model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag="--actor.model_name_or_path")
+    tokenizer = load_tokenizer(path, flag="--actor.model_name_or_path")
     return TorchPolicy(model, tokenizer, SETTINGS, aux_loss_coef=coef, **options)
 
 

@@ -24,7 +24,7 @@ DEADLINE = 60.0
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return load_causal_lm(str(path), dtype=dtype, device=torch.device("cpu"), flag="--actor.model-name-or-path")
+    return load_causal_lm(str(path), dtype=dtype, device=torch.device("cpu"), flag="--actor.model_name_or_path")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def plain(tiny_model_dir: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def decode(tiny_model_dir: Path) -> Callable[[Sequence[int]], str]:
-    tokenizer = load_tokenizer(str(tiny_model_dir), flag="--actor.model-name-or-path")
+    tokenizer = load_tokenizer(str(tiny_model_dir), flag="--actor.model_name_or_path")
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
@@ -219,7 +219,7 @@ def test_no_stop_token_before_the_least_length(model: Any) -> None:
 
 def test_more_than_the_models_positions_is_refused(model: Any) -> None:
     run(engine(model).generate(request([5] * (POSITIONS - 2), max_new_tokens=2)))
-    with pytest.raises(ConfigurationError, match=r"513 tokens, but the model has 512.*--rollout\.max-new-tokens"):
+    with pytest.raises(ConfigurationError, match=r"513 tokens, but the model has 512.*--rollout\.max_new_tokens"):
         run(engine(model).generate(request([5] * (POSITIONS - 2), max_new_tokens=3)))
 
 

@@ -88,7 +88,7 @@ def test_tools_make_a_conversation_of_the_prompt() -> None:
 
 @pytest.mark.parametrize(("greeting", "kind"), [([], FakeEnvironment), ("", WithTools), ("go", WithTools)])
 def test_a_conversation_needs_messages(greeting: Observation, kind: Any) -> None:
-    with pytest.raises(DataError, match=r"--data\.apply-chat-template True"):
+    with pytest.raises(DataError, match=r"--data\.apply_chat_template True"):
         session(greeting=greeting, prompt=TEXT, kind=kind)
 
 

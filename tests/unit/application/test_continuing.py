@@ -26,7 +26,7 @@ def inner(request: pytest.FixtureRequest) -> Any:
         return FakeRolloutEngine()
     path: Path = request.getfixturevalue("tiny_model_dir")
     model = load_causal_lm(
-        str(path), dtype=torch.float32, device=torch.device("cpu"), flag="--actor.model-name-or-path"
+        str(path), dtype=torch.float32, device=torch.device("cpu"), flag="--actor.model_name_or_path"
     )
     return EmbeddedEngine(model, eos_token_ids=(), decode=lambda ids: "".join(f"<{i}>" for i in ids))
 
@@ -91,7 +91,7 @@ def test_what_is_left_counts_what_was_sampled() -> None:
 
 
 def test_a_stop_string_may_begin_before_the_abort(tiny_model_dir: Path) -> None:
-    flag = "--actor.model-name-or-path"
+    flag = "--actor.model_name_or_path"
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=flag)
     engine = EmbeddedEngine(model, eos_token_ids=(), decode=lambda ids: "".join(f"<{i}>" for i in ids))
 

@@ -14,7 +14,7 @@ from rollgrad.entrypoints.dry_run import check_eval_files, check_files
 
 
 def printed_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> RLConfig:
-    main(["train", "rl", "--print-config", *arguments])
+    main(["train", "rl", "--print_config", *arguments])
     return structure_config(yaml.safe_load(capsys.readouterr().out))
 
 

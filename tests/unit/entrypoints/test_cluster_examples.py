@@ -1,4 +1,4 @@
-"""The scripts of examples/cluster: with --dry-run they check the settings, else they call what they say."""
+"""The scripts of examples/cluster: with --dry_run they check the settings, else they call what they say."""
 
 import os
 import shlex
@@ -65,7 +65,7 @@ def test_a_dry_run_prints_the_command_and_checks_the_settings(
     script: str, workplace: Path, rollgrad_program: Path
 ) -> None:
     where = {"workplace": workplace, "programs": rollgrad_program}
-    status, output, errors = run(script, "--dry-run", "examples/sums_cluster.yaml", "--train.max_steps", "3", **where)
+    status, output, errors = run(script, "--dry_run", "examples/sums_cluster.yaml", "--train.max_steps", "3", **where)
     assert status == 0
     assert all("level=info" in line for line in errors.splitlines())
     said = [line for line in output.splitlines() if line.startswith("+ ")]
@@ -83,7 +83,7 @@ def test_a_dry_run_prints_the_command_and_checks_the_settings(
 def test_a_dry_run_refuses_what_the_run_would(script: str, workplace: Path, rollgrad_program: Path) -> None:
     where = {"workplace": workplace, "programs": rollgrad_program}
     status, _, errors = run(
-        script, "--dry-run", "examples/sums_cluster.yaml", "--ds.param_offload", "--ds.zero_stage=2", **where
+        script, "--dry_run", "examples/sums_cluster.yaml", "--ds.param_offload", "--ds.zero_stage=2", **where
     )
     assert status == 2
     told = [line for line in errors.splitlines() if "level=info" not in line]

@@ -820,7 +820,7 @@ def test_it_prints_what_differs_as_yaml_that_reads_back(tmp_path: Path, capsys: 
     assert structure_config(printed) == translated_config(argv)[0]
     path = tmp_path / "run.yaml"
     path.write_text(output.out)
-    assert main(["train", "rl", "--config", str(path), "--print-config"]) == 0
+    assert main(["train", "rl", "--config", str(path), "--print_config"]) == 0
     assert structure_config(yaml.safe_load(capsys.readouterr().out)) == translated_config(argv)[0]
 
 
