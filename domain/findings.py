@@ -1,7 +1,7 @@
 """Findings: why a run cannot learn, told from the metrics of its steps at the step where it is known.
 
 A sign is a condition on one step's metrics. A finding begins when its sign was seen in each of the last `WINDOW`
-rollouts (fewer in a shorter run), and ends when it was missing in as many; it is told once for each time it begins.
+rollouts (of a shorter run: in all), and ends when it was missing in as many; it is told once for each time it begins.
 Pure: no clock, no state but the value itself. Does not own: how findings are shown.
 """
 
@@ -57,10 +57,12 @@ class Finding:
 @frozen(kw_only=True)
 class _Rule:
     """`sign`: a value if the step shows it, else None; a streak is of equal values. `describe`: evidence and settings
-    to look at, from the latest metrics and the number of rollouts in the streak."""
+    to look at, from the latest metrics and the number of rollouts in the streak. `no_update`: the sign means that the
+    weights do not change, so that a run shorter than the window is told too."""
 
     sign: Callable[[Metrics, LearningSettings], Any]
     describe: Callable[[Metrics, LearningSettings, int], tuple[str, str]]
+    no_update: bool = False
 
 
 def _constant_reward(metrics: Metrics, run: LearningSettings) -> float | None:
@@ -134,10 +136,10 @@ def _rollouts(count: int) -> str:
 
 
 _RULES = {
-    "constant_reward": _Rule(sign=_constant_reward, describe=_describe_constant_reward),
-    "no_spread": _Rule(sign=_no_spread, describe=_describe_no_spread),
+    "constant_reward": _Rule(sign=_constant_reward, describe=_describe_constant_reward, no_update=True),
+    "no_spread": _Rule(sign=_no_spread, describe=_describe_no_spread, no_update=True),
     "truncated": _Rule(sign=_truncated, describe=_describe_truncated),
-    "no_gradient": _Rule(sign=_no_gradient, describe=_describe_no_gradient),
+    "no_gradient": _Rule(sign=_no_gradient, describe=_describe_no_gradient, no_update=True),
     "entropy_collapsed": _Rule(sign=_collapsed, describe=_describe_collapsed),
 }
 
@@ -165,9 +167,9 @@ class LearningWatch:
 
     def observe(self, step: int, metrics: Metrics) -> tuple["LearningWatch", tuple[Finding, ...]]:
         """(the watch after a step, the findings that begin with it)."""
-        window = min(WINDOW, self.run.steps)
         streaks, past, new = dict(self._streaks), list(self._past), list[Finding]()
         for name, rule in _RULES.items():
+            window = min(WINDOW, self.run.steps) if rule.no_update else WINDOW
             streak, ended = _advance(streaks.get(name, _Streak()), step, rule.sign(metrics, self.run), window)
             past += [ended] if ended is not None else []
             if streak.finding is None and streak.seen >= window:

@@ -29,7 +29,7 @@ def test_a_run_says_nothing_but_its_own_lines(name: str, tiny_model_dir: Path, t
     command = ["train", "rl", "--actor.model_name_or_path", str(tiny_model_dir), "--actor.adam.lr", "1e-3"]
     command += ["--data.prompt_dataset", "prompts.jsonl", "--data.label_key", "label"]
     command += ["--reward.function_path", "reward.py", "--rollout.batch_size", "4"]
-    command += ["--rollout.n_samples_per_prompt", "2", "--rollout.max_new_tokens", "8", "--train.max_steps", "2"]
+    command += ["--rollout.n_samples_per_prompt", "2", "--rollout.max_new_tokens", "300", "--train.max_steps", "2"]
     run = subprocess.run(
         [sys.executable, "-m", "rollgrad.entrypoints.cli", *command, *FLAGS[name], "--ckpt.output_dir", "out"],
         cwd=tmp_path,

@@ -123,6 +123,11 @@ def test_a_short_run_is_told_before_it_is_over() -> None:
     assert state.summary()[0] == "Nothing was learned: the gradient was 0 in the only update."
 
 
+@pytest.mark.parametrize("name", ["truncated", "entropy_collapsed"])
+def test_two_rollouts_are_too_few_for_a_sign_with_which_weights_still_change(name: str) -> None:
+    assert watch(*[SIGNS[name]] * 2, steps=2)[1] == {}
+
+
 def test_the_summary_says_whether_anything_was_learned() -> None:
     state, _ = watch(*[SIGNS["constant_reward"]] * 4, steps=4)
     assert state.summary()[0] == "Nothing was learned: the gradient was 0 in all 4 updates."
