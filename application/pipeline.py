@@ -267,7 +267,7 @@ class Pipeline(ABC):
             metrics["policy/entropy_coef"] = self._entropy.weight
         if "policy/ref_kl" in metrics:
             metrics["policy/kl_coef"] = self._kl.coef
-            self._kl = self._kl.update(metrics["policy/ref_kl"], len(trajectories))
+            self._kl = self._kl.update(metrics["policy/ref_kl"], experience.batch.rollouts)
         ended = clock.monotonic()
         return metrics | {"time/experience_s": prepared - started, "time/update_s": ended - prepared}
 

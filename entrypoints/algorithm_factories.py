@@ -12,8 +12,10 @@ from rollgrad.application.train_config import PartialRollout
 from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.catalogue import estimator_traits, policy_loss_traits
 from rollgrad.domain.curriculum import Curriculum
+from rollgrad.domain.entropy_control import EntropyController
 from rollgrad.domain.filtering import GroupFilter
 from rollgrad.domain.findings import LearningSettings, LearningWatch
+from rollgrad.domain.kl_control import KLController
 from rollgrad.domain.losses.corrections import Correction
 from rollgrad.domain.losses.objectives import PolicyLossObjective
 from rollgrad.domain.losses.registry import PolicyLossParams
@@ -153,6 +155,18 @@ PAUSES = {
     PartialRollout.RECOMPUTE: PauseMode.ABORT,
 }
 """What happens to requests in flight when an asynchronous run changes the weights."""
+
+
+def make_kl_controller(config: RLConfig) -> KLController:
+    """What steers the weight of the KL term."""
+    kl = config.algo.kl
+    return KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon)
+
+
+def make_entropy_controller(config: RLConfig) -> EntropyController:
+    """What steers the weight of the entropy term."""
+    actor = config.actor
+    return EntropyController(coef=actor.entropy_coef, target=actor.entropy_target, step=actor.entropy_coef_step)
 
 
 def make_curriculum(config: RLConfig) -> Curriculum | None:

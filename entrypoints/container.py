@@ -41,8 +41,6 @@ from rollgrad.application.rules_common import (
 from rollgrad.application.sampling import GroupSampler
 from rollgrad.application.sync_pipeline import SyncPipeline
 from rollgrad.application.update import UpdateService
-from rollgrad.domain.entropy_control import EntropyController
-from rollgrad.domain.kl_control import KLController
 from rollgrad.domain.losses.objectives import ClippedValueObjective
 from rollgrad.entrypoints.algorithm_factories import (
     PAUSES,
@@ -51,7 +49,9 @@ from rollgrad.entrypoints.algorithm_factories import (
     critic_kind,
     make_aggregation,
     make_curriculum,
+    make_entropy_controller,
     make_eval_sampling,
+    make_kl_controller,
     make_learning_watch,
     make_objective,
     make_sampling,
@@ -356,18 +356,8 @@ class Container(containers.DeclarativeContainer):
         "channel": channel,
         "objective": providers.Callable(make_objective, config).provider,
         "value_objective": providers.Callable(ClippedValueObjective, clip=config.provided.critic.value_clip),
-        "kl": providers.Callable(
-            KLController,
-            coef=config.provided.algo.kl.init_coef,
-            target=config.provided.algo.kl.target,
-            horizon=config.provided.algo.kl.horizon,
-        ),
-        "entropy": providers.Callable(
-            EntropyController,
-            coef=config.provided.actor.entropy_coef,
-            target=config.provided.actor.entropy_target,
-            step=config.provided.actor.entropy_coef_step,
-        ),
+        "kl": providers.Callable(make_kl_controller, config),
+        "entropy": providers.Callable(make_entropy_controller, config),
         "evaluation": providers.Selector(
             providers.Callable(dataset_kind, config.provided.eval.dataset),
             dataset=evaluation,
