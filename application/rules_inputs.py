@@ -259,7 +259,8 @@ def eval_problems(config: RLConfig) -> Iterator[str]:
     if not evaluation.dataset and changed:
         yield (
             f"eval.{changed} is {getattr(evaluation, changed)!r}, but there is nothing to evaluate on: set "
-            f"--eval.dataset, or leave --eval.{changed} out."
+            f"--eval.dataset, or leave --eval.{changed} out (over a file: --eval.{changed} "
+            f"{getattr(EvalConfig(), changed)})."
         )
     if evaluation.n_samples_per_prompt > 1 and evaluation.temperature == 0:
         yield (

@@ -60,7 +60,7 @@ def workspace(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "rollout": {"batch_size": 3, "n_samples_per_prompt": 3, "max_new_tokens": 6},
         "train": {"max_steps": 2, "seed": 5},
         "logger": {"console": False},
-        "ckpt": {"output_dir": "out"},
+        "ckpt": {"output_dir": "out", "overwrite": True},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     monkeypatch.chdir(tmp_path)
@@ -229,7 +229,7 @@ def test_presets_are_shown_and_overridden(workspace: Path, capsys: pytest.Captur
         ("--algo.extension_path nowhere.py", "there is no such file"),
         ("--algo.extension_path broken.py", "cannot be imported: NameError"),
         ("--algo.advantage.estimator mine", "none of gae"),
-        ("--algo.preset gdpo --reward.verifier exact_match --reward.function_path None", "--data.label_key"),
+        ("--algo.preset gdpo --reward.verifier exact_match --reward.function_path None", "the reward has no names"),
         ("--algo.preset dapo --algo.dynamic_filtering_range 0.9 0.95", "dynamic filtering kept only"),
         ("--reward.weights letters 1", "give one weight to each"),
     ],

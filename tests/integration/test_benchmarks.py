@@ -66,7 +66,6 @@ def test_the_suites_do_their_smallest_work(environment: dict[str, str]) -> None:
             "pytest",
             "benchmarks",
             "--smoke",
-            "--benchmark-disable",
             "-q",
             "-p",
             "no:cacheprovider",

