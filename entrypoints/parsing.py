@@ -190,16 +190,15 @@ def _parse(default: Arguments, command: str, words: Sequence[str]) -> Arguments:
         if stop.code:
             raise ConfigurationError(_sentence(box.getvalue())) from stop
         raise
-    if unknown:
-        raise ConfigurationError(_unknown(kind, command, unknown))
+    raise_together(_unknown(kind, command, unknown))
     return parsed
 
 
-def _unknown(kind: type[Any], command: str, words: Sequence[str]) -> str:
+def _unknown(kind: type[Any], command: str, words: Sequence[str]) -> list[ConfigurationError]:
     """One sentence for each flag that is not known; for a word only where there is no such flag."""
     known = list(setting_names(kind))
     flags = [word for word in words if word.startswith("-") or "=" in word] or words[:1]
-    return "\n".join(unknown_flag(word, known, command) for word in dict.fromkeys(flags))
+    return [ConfigurationError(unknown_flag(word, known, command)) for word in dict.fromkeys(flags)]
 
 
 def _positive(name: str, kinds: Mapping[str, Any]) -> str | None:

@@ -243,3 +243,10 @@ def test_what_is_not_understood_is_answered(
     assert main(["train", "rl", f"--{flag}", given]) == 2
     told = capsys.readouterr().err.splitlines()
     assert any(message in line and line.startswith("error: ") for line in told)
+
+
+def test_each_unknown_flag_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "rl", "--num_generations", "4", "--learning_rate", "1e-6"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "error: --num_generations is not a flag; did you mean --rollout.n_samples_per_prompt?"
+    assert second == "error: --learning_rate is not a flag; did you mean --actor.adam.lr?"
