@@ -173,6 +173,7 @@ def test_rollouts_that_branch_take_the_optimizer_steps_that_were_planned(tiny_mo
     config.algo.advantage.estimator = "reinforce"
     config.data.prompt_dataset = str(tmp_path / "data.jsonl")
     config.rollout.batch_size = config.train.batch_size = 4
+    config.rollout.max_new_tokens = 64
     config.train.max_steps = 4
     config.ckpt.output_dir, config.logger.console = str(tmp_path / "out"), False
     rollgrad.train(config, executor=FakeAgentExecutor(branches), reward=FakeRewardSource(lambda request: 0.0))

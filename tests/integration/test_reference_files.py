@@ -417,7 +417,7 @@ def play(result: str, *, max_length: int = 50) -> list[Trajectory] | RolloutFail
     ("result", "message"),
     [
         ("None", "returned NoneType, but it must return a dict, or a list of them"),
-        ("[]", "returned no reward"),
+        ("[]", "returned an empty list"),
         ("{}", "without 'observation_tokens' and 'action_ranges'"),
         ("{**answer, 'action_ranges': [(4, 6), (2, 4)]}", r"range \(2, 4\) after one that ends at 6"),
         ("{**answer, 'action_ranges': [(2, 4), (3, 6)]}", "may not overlap"),
@@ -429,7 +429,6 @@ def play(result: str, *, max_length: int = 50) -> list[Trajectory] | RolloutFail
         ("{**answer, 'rollout_log_probs': [0.0]}", "1 rollout_log_probs for 6 observation_tokens"),
         ("{**answer, 'rollout_log_probs': [float('nan')] * 6}", "log-prob nan"),
         ("{**answer, 'rollout_log_probs': None, 'observation_tokens': [1] * 6}", "engine never sampled the tokens"),
-        ("{**answer, 'reward': None}", "returned no reward"),
         ("{**answer, 'reward': 'high'}", "reward is 'high', which is no number"),
         ("{**answer, 'reward': float('inf')}", "reward is inf: it must be finite"),
         ("{**answer, 'images': ['a.png']}", "returned images"),
@@ -492,7 +491,7 @@ def test_a_setting_that_no_engine_knows_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (('"rewards": reward, ', ""), "without 'rewards'"),
+        (('"rewards": reward, ', ""), "gave no reward for its episode, and no reward is set that could judge it"),
         (('"rewards": reward, ', '"rewards": [1.0, 2.0], '), "rewards has 2 numbers"),
         (('"done": terminated or truncated,', ""), "without 'done'"),
         (

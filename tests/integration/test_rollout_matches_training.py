@@ -135,7 +135,7 @@ def test_without_learning_the_mismatch_stays_what_it_is(smollm2: Path, tmp_path:
     config = rollgrad.load_config(REPOSITORY / "examples" / "sums.yaml", preset="dr_grpo")
     config.actor.model_name_or_path, config.actor.adam.lr = str(smollm2), 0.0
     config.data.prompt_dataset = str(REPOSITORY / config.data.prompt_dataset)
-    config.eval.dataset = None
+    config.eval.dataset, config.eval.steps = None, -1
     config.rollout.batch_size, config.rollout.n_samples_per_prompt = 1, 4
     config.train.max_steps = 8
     config.logger.console = False

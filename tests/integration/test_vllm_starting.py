@@ -75,9 +75,9 @@ def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_it_is_k
     size: Any = {divided: 2}
     before = set(psutil.Process().children(recursive=True))
     engine = VLLMEngine(
-        str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=8, max_tokens=300, **size
+        str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=8, max_tokens=500, **size
     )
-    assert engine.max_tokens == 300
+    assert engine.max_tokens == 500
     started = set(psutil.Process().children(recursive=True)) - before
     learn(policy)
     run(EngineWeights(engine).push(policy, 1))

@@ -49,7 +49,9 @@ def test_a_sixth_of_the_settings_wrong_in_one_file_is_one_answer(
             branch = branch.setdefault(section, {})
         bounded = name in RANGES
         wrong_key = index % 3 == 0
-        branch[f"{key}_" if wrong_key else key] = -7.5 if bounded and index % 3 == 1 else {"no": ["such"]}
+        branch[f"{key}_" if wrong_key else key] = (
+            -7.5 if wrong_key or (bounded and index % 3 == 1) else {"no": ["such"]}
+        )
         told[name] = f"{name}_ is not a setting" if wrong_key else f"{name} is "
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     assert main(["train", "rl", "--config", str(tmp_path / "run.yaml")]) == 2
