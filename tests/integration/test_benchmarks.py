@@ -66,7 +66,7 @@ def test_the_suites_do_their_smallest_work(environment: dict[str, str]) -> None:
             "pytest",
             "benchmarks",
             "--smoke",
-            "--benchmark-disable",
+            "--benchmark-only",
             "-q",
             "-p",
             "no:cacheprovider",
