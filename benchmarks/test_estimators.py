@@ -37,6 +37,9 @@ def test_estimator(benchmark: Any, lengths_S: Tensor, name: str) -> None:
         lengths_S=lengths_S,
         group_ids_S=torch.arange(len(lengths_S)) // SAMPLES,
         sample_ids_S=torch.arange(len(lengths_S)),
+        baselines_S=torch.randn(len(lengths_S)),
+        reward_parts_SK=torch.randn(len(lengths_S), 2),
+        part_weights_K=torch.ones(2),
     )
     params = EstimatorParams(gamma=0.99, lambd=DISCOUNT)
     measure(benchmark, lambda: ESTIMATORS[name](inputs, params), total)

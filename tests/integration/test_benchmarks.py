@@ -67,6 +67,7 @@ def test_the_suites_do_their_smallest_work(environment: dict[str, str]) -> None:
             "pytest",
             "benchmarks",
             "--smoke",
+            "--benchmark-only",
             "-q",
             "-p",
             "no:cacheprovider",
