@@ -205,7 +205,7 @@ class Pipeline(ABC):
             elif self._schedule.saves_state:
                 self._save_training()
                 log.warning("saved; --ckpt.resume continues the run", step=self._done)
-        except Exception as second:
+        except Exception as second:  # a full disk, a lost process: what it is only decides what is there afterwards
             log.error("saving failed: what was saved before is still there", reason=str(second))
 
     def _save_training(self) -> None:

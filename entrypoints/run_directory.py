@@ -67,13 +67,8 @@ def keep_steps(log: Path, *, until: int) -> None:
     left, removes the file."""
     if not log.exists():
         return
-    kept = []
-    for line in log.read_bytes().split(b"\n"):
-        try:
-            if json.loads(line)["step"] <= until:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):  # empty, or its process was killed while it wrote
-            continue
+    steps = ((line, _step(line)) for line in log.read_bytes().split(b"\n"))
+    kept = [line for line, step in steps if step is not None and step <= until]
     if kept:
         fresh = log.with_name(f".{log.name}.new")
         fresh.write_bytes(b"".join(line + b"\n" for line in kept))
@@ -90,13 +85,13 @@ def _found(directory: Path, patterns: tuple[str, ...] | None) -> list[Path]:
 
 def _steps(log: Path) -> int:
     """The last step that a run logged."""
+    lines = log.read_bytes().split(b"\n") if log.exists() else []
+    return next((step for step in map(_step, reversed(lines)) if step is not None), 0)
+
+
+def _step(line: bytes) -> int | None:
+    """The step of a log's line; None of one that is empty, or whose process was killed while it wrote."""
     try:
-        lines = log.read_bytes().splitlines()
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return 0
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
