@@ -129,17 +129,17 @@ def write_report(
 
 
 def read_metrics(path: Path) -> dict[str, Series]:
-    """Every metric's values by step; values that are null, and a last line cut off by a crash, are left out."""
+    """Every metric's values by step; values that are null, and lines broken by a crash or a full disk, are left out."""
     series: dict[str, Series] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+            step = int(row.pop("step"))
+            values = {key: float(value) for key, value in row.items() if value is not None}
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             continue
-        step = int(row.pop("step"))
-        for key, value in row.items():
-            if value is not None:
-                series.setdefault(key, {})[step] = float(value)
+        for key, value in values.items():
+            series.setdefault(key, {})[step] = value
     return {key: dict(sorted(values.items())) for key, values in series.items()}
 
 
