@@ -319,12 +319,16 @@ class CheckpointConfig:
     """Rollouts between model checkpoints; -1 saves only at the end, however the run ends."""
     state_minutes: float | None = 30.0
     """Minutes between training states (weights, optimizer, position; about 12 bytes a parameter), from which resume
-    continues. The newest is kept; the last one is of the run's end, however it ends. None, without state_steps, saves
-    none."""
+    continues. The last one is of the run's end, however it ends. None, without state_steps, saves none."""
     state_steps: int = -1
     """Rollouts between training states, besides state_minutes; -1 goes by time alone."""
     state_dir: str | None = None
-    """Directory of the training state; default: output_dir."""
+    """Directory of the training states; default: output_dir."""
+    keep_states: int = 2
+    """Newest training states that are kept; there is one more while one is written. Of two, the one before is there if
+    the newest is broken."""
+    keep_models: int | None = None
+    """Newest models of save_steps that are kept; None keeps all."""
     resume: Resume = field(default=Resume.NEVER, converter=Resume)
     """Continue the run in output_dir from its training state: never, always (an error without one), or auto: if there
     is one. The bare flag means always."""

@@ -22,10 +22,10 @@ from rollgrad.application.rollout import RolloutGroup
 from rollgrad.application.rollout_metrics import rollout_metrics
 from rollgrad.application.update import UpdateService
 from rollgrad.domain.entropy_control import EntropyController
-from rollgrad.domain.errors import CheckpointError, OutOfMemory, RewardError
+from rollgrad.domain.errors import CheckpointError, OutOfMemory, RewardError, WorkerError
 from rollgrad.domain.findings import LearningWatch
 from rollgrad.domain.kl_control import KLController
-from rollgrad.domain.ports.checkpoint_store import CheckpointStore
+from rollgrad.domain.ports.checkpoint_store import CheckpointStore, TrainingState
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.metric_sink import MetricSink
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
@@ -116,6 +116,7 @@ class Pipeline(ABC):
         clock: Clock,
         sample_log: SampleLog,
         watch: LearningWatch,
+        description: Mapping[str, Any],
     ) -> None:
         self._schedule = schedule
         self._source = source
@@ -134,10 +135,12 @@ class Pipeline(ABC):
         self._clock = clock
         self._sample_log = sample_log
         self._watch = watch
+        self._description = description
         self._done = 0
         self._began = 0
         self._state_saved_at = 0.0
         self._before: Mapping[str, float] = {}
+        self._evaluated: tuple[int, Mapping[str, float]] | None = None  # the last one's step and metrics
 
     async def run(self) -> RunOutcome:
         """Trains to the end of the schedule, or until the task is cancelled (Ctrl-C), and saves the model.
@@ -177,6 +180,8 @@ class Pipeline(ABC):
         await self._channel.push(self._policy, self._done)  # whatever weights the engine began with
         if not self._done:
             self._before = await self._evaluate()
+        elif self._due(schedule.eval_steps):
+            await self._evaluate()  # a run that was interrupted after this step may not have
         while self._done < schedule.steps:
             await self._step()
             if self._due(schedule.eval_steps):
@@ -214,8 +219,9 @@ class Pipeline(ABC):
         Raises:
             CheckpointError: it was asked for, and cannot be saved.
         """
+        state = self.training_state()
         try:
-            self._checkpoints.save_training(self.training_state())
+            self._checkpoints.save_training(TrainingState(step=self._done, state=state, description=self._description))
         except CheckpointError as error:
             if self._schedule.state_steps > 0:
                 raise
@@ -294,11 +300,14 @@ class Pipeline(ABC):
         return every > 0 and self._done % every == 0 and self._done < self._schedule.steps
 
     async def _evaluate(self) -> Mapping[str, float]:
+        """Held-out metrics after the last finished step, of which there is one row in the logs."""
         if self._evaluation is None:
             return {}
-        metrics = await self._evaluation.run()
-        self._sink.log(self._done, metrics)
-        return metrics
+        if self._evaluated is None or self._evaluated[0] != self._done:
+            metrics = await self._evaluation.run()
+            self._sink.log(self._done, metrics)
+            self._evaluated = self._done, metrics
+        return self._evaluated[1]
 
     def _save(self, name: str) -> None:
         self._checkpoints.save_model(self._policy, name, self._critic)
@@ -316,7 +325,11 @@ class Pipeline(ABC):
 
     def training_state(self) -> dict[str, Any]:
         """All that a run needs to continue as if it had never been interrupted."""
-        return {"run": self.state_dict(), "update": self._update.state_dict(), "before": dict(self._before)}
+        state = {"run": self.state_dict(), "update": self._update.state_dict(), "before": dict(self._before)}
+        if self._evaluated is not None:
+            step, metrics = self._evaluated
+            state["evaluated"] = {"step": step, "metrics": dict(metrics)}
+        return state
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continues from `training_state` when `run` is called.
@@ -324,19 +337,25 @@ class Pipeline(ABC):
         Raises:
             CheckpointError: it is of a run with other settings.
         """
-        run = state["run"]
         try:
-            self._update.load_state_dict(state["update"])
+            run = state["run"]
+            self._done, self._before = int(run["step"]), dict(state["before"])
+            self._kl = self._kl.load_state_dict(run["kl"])
+            self._entropy = self._entropy.load_state_dict(run["entropy"])
             self._source.load_state_dict(run)
             self._experience.load_state_dict(run["experience"])
-        except (KeyError, ValueError, RuntimeError) as error:
+            self._update.load_state_dict(state["update"])
+            if "evaluated" in state:
+                self._evaluated = int(state["evaluated"]["step"]), dict(state["evaluated"]["metrics"])
+        except (CheckpointError, WorkerError):
+            raise
+        except Exception as error:  # a state of other settings or hands fails wherever it differs
+            if _lacks_memory(error):
+                raise
             raise CheckpointError(
                 f"The training state is of a run with another model, optimizer or data ({type(error).__name__}: "
                 f"{str(error)[:200]}): continue with the settings that the run started with."
             ) from error
-        self._kl = self._kl.load_state_dict(run["kl"])
-        self._entropy = self._entropy.load_state_dict(run["entropy"])
-        self._done, self._before = int(run["step"]), dict(state["before"])
         self._began = self._done
 
 

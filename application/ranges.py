@@ -126,5 +126,7 @@ RANGES: dict[str, Range] = {
     "ckpt.save_steps": PERIOD,
     "ckpt.state_minutes": POSITIVE,
     "ckpt.state_steps": PERIOD,
+    "ckpt.keep_states": COUNT,
+    "ckpt.keep_models": COUNT,
     "logger.log_samples": NOT_NEGATIVE,
 }

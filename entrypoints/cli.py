@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rollgrad
@@ -264,10 +265,17 @@ def _show_result(config: RLConfig, result: "TrainResult") -> None:
     if columns and config.logger.console:
         _show_metrics("Evaluation", columns)
     if result.interrupted:
-        sys.stderr.write(f"interrupted after {result.steps} rollouts; what was trained is in {result.output_dir}\n")
-    sys.stdout.write(f"{result.report or result.output_dir}\n")
+        sys.stderr.write(
+            f"interrupted after {result.steps} rollouts; what was trained is in {_near(result.output_dir)}\n"
+        )
+    sys.stdout.write(f"{_near(result.report or result.output_dir)}\n")
     sys.stdout.flush()
     sys.stderr.writelines(f"warning: {finding}\n" for finding in result.findings)
+
+
+def _near(path: Path) -> Path:
+    """The path as it is from the current directory, if it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _show_metrics(title: str, columns: Mapping[str, Mapping[str, float]]) -> None:

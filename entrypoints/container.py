@@ -70,6 +70,7 @@ from rollgrad.entrypoints.data_factories import (
     make_gym_source,
     make_tokenizer,
 )
+from rollgrad.entrypoints.description import describe
 from rollgrad.entrypoints.factories import (
     channel_kind,
     dataset_kind,
@@ -127,6 +128,7 @@ class Container(containers.DeclarativeContainer):
         none=providers.List(),
     )
     cluster = providers.Singleton(Cluster, config)
+    description = providers.Singleton(describe, config, prompts)
     reward_spec = config.provided.data.prompt_dataset
     reward = providers.Selector(
         providers.Callable(reward_kind, config, reward_spec),
@@ -369,6 +371,7 @@ class Container(containers.DeclarativeContainer):
         "clock": clock,
         "sample_log": sample_log,
         "watch": providers.Callable(make_learning_watch, config, rollouts),
+        "description": description,
     }
     """What both pipelines are built from, in this order: the schedule first, for it counts the prompts, and data that
     cannot be used is refused before models are loaded."""

@@ -346,8 +346,13 @@ def _longest(config: RLConfig, engine: RolloutEngine) -> int | None:
 
 def make_checkpoints(config: RLConfig) -> LocalCheckpointStore:
     """Where models and training state are kept."""
-    states = config.ckpt.state_dir
-    return LocalCheckpointStore(Path(config.ckpt.output_dir), None if states is None else Path(states))
+    ckpt = config.ckpt
+    return LocalCheckpointStore(
+        Path(ckpt.output_dir),
+        None if ckpt.state_dir is None else Path(ckpt.state_dir),
+        keep_states=ckpt.keep_states,
+        keep_models=ckpt.keep_models,
+    )
 
 
 def make_sinks(config: RLConfig, rollouts: int) -> MultiSink:

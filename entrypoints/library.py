@@ -27,8 +27,17 @@ from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.config_io import load_config as load_config
 from rollgrad.entrypoints.container import Container
+from rollgrad.entrypoints.description import check_continues, settings_file
 from rollgrad.entrypoints.extensions import load_extension
-from rollgrad.entrypoints.run_directory import LOGS, continues, keep_steps, output_problem, remove_run
+from rollgrad.entrypoints.run_directory import (
+    LOGS,
+    alone,
+    continues,
+    keep_steps,
+    output_problem,
+    remove_run,
+    write_config,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -93,23 +102,49 @@ def train(
     problem = output_problem(config.ckpt)
     if problem is not None:
         raise CheckpointError(problem)
+    config = _from_anywhere(config)
     container = _container(config, reward, environment, adapters)
+    with alone(config.ckpt):
+        return _train(config, container)
+
+
+def _from_anywhere(config: RLConfig) -> RLConfig:
+    """The same with absolute paths of what is written: code of the user's may change the current directory."""
+    states, tensorboard = config.ckpt.state_dir, config.logger.tensorboard_dir
+    return evolve(
+        config,
+        ckpt=evolve(
+            config.ckpt,
+            output_dir=str(Path(config.ckpt.output_dir).absolute()),
+            state_dir=states and str(Path(states).absolute()),
+        ),
+        logger=evolve(config.logger, tensorboard_dir=tensorboard and str(Path(tensorboard).absolute())),
+    )
+
+
+def _train(config: RLConfig, container: Container) -> TrainResult:
     output_dir = Path(config.ckpt.output_dir)
+    problem = output_problem(config.ckpt)  # again: another run may have been there until now
+    if problem is not None:
+        raise CheckpointError(problem)
     store: CheckpointStore = container.checkpoints()  # refuses an unwritable output before anything is loaded
-    state = store.load_training() if continues(config.ckpt) else None
+    saved = store.load_training() if continues(config.ckpt) else None
+    if saved is not None:
+        check_continues(saved.description, container.description())
     with _cluster(container, config):
         pipeline: Pipeline = container.pipeline()
-        if state is not None:
-            pipeline.resume(state)
+        if saved is not None:
+            pipeline.resume(saved.state)
         elif config.ckpt.overwrite:  # not before: what cannot even begin replaces nothing
             remove_run(config.ckpt)
-        for log in LOGS:
-            keep_steps(output_dir / log, until=-1 if state is None else state["run"]["step"])
+        for name in LOGS:
+            keep_steps(output_dir / name, until=-1 if saved is None else saved.step)
+        write_config(output_dir, settings_file(config))
         log_correction(config)
         try:
             outcome, stopped_by = _run(_heeding_signals(_closing(pipeline.run(), container)))
         except (Exception, SystemExit):  # whatever ended it, its curves are there to look at
-            _report_so_far(config)
+            _report(config, {}, {})
             raise
         finally:
             _close(container.reward, container.sink, container.engine)
@@ -125,20 +160,18 @@ def train(
     )
 
 
-def _report_so_far(config: RLConfig) -> None:
-    try:
-        _report(config, {}, {})
-    except Exception as error:  # the error of the run is the one to tell
-        log.warning("no report could be written", reason=str(error))
-
-
 def _report(config: RLConfig, before: Mapping[str, float], after: Mapping[str, float]) -> Path | None:
+    """The report's path; None if nothing was logged, or no report can be written, which is no reason to fail."""
     output_dir = Path(config.ckpt.output_dir)
     metrics_path = output_dir / METRICS_FILE
     if not metrics_path.exists():
         return None
     title = f"{Path(config.actor.model_name_or_path).name} on {config.data.prompt_dataset}"
-    return write_report(metrics_path, output_dir, title=title, before=before, after=after)
+    try:
+        return write_report(metrics_path, output_dir, title=title, before=before, after=after)
+    except Exception as error:  # of the disk, or of the library that draws
+        log.warning("no report could be written", reason=str(error))
+        return None
 
 
 def evaluate(

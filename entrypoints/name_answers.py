@@ -22,7 +22,7 @@ CORRECTION = (
     "--algo.preset tis, icepop or seq_mask_tis corrects for samples of other weights: see --algo.correction.level."
 )
 NO_REMOTE_CODE = "code of a model's repository is never run."
-CHECKPOINTS = "the newest model and state are kept in --ckpt.output_dir: see --ckpt.save_steps and --ckpt.state_steps."
+CHECKPOINTS = "models and states are kept in --ckpt.output_dir: see --ckpt.save_steps and --ckpt.state_steps."
 RESUMING = "write --ckpt.resume, which continues the run in --ckpt.output_dir."
 WARMUP = "write --actor.lr_warmup_ratio, a share of the optimizer steps."
 OPTIMIZER = "write --actor.optim adam or muon."

@@ -203,7 +203,7 @@ VERL: Mapping[str, str] = {
     "trainer.default_local_dir": "ckpt.output_dir",
     "trainer.default_hdfs_dir": NO_HUB,
     "trainer.critic_warmup": "critic.freezing_steps",
-    **alike("trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep", CHECKPOINTS),
+    **alike("trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep", "ckpt.keep_models"),
     "trainer.balance_batch": MICRO_BATCHES,
     "trainer.device": "a GPU is used where there is one.",
     "ray_kwargs.ray_init.num_cpus": "cluster.address",

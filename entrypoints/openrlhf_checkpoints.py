@@ -14,16 +14,18 @@ def translate_checkpoints(draft: Draft) -> None:
     steps = draft.value("ckpt.save_steps", -1)
     if draft.value("ckpt.disable_ds", False):
         draft.set("ckpt.state_minutes", None)
-        draft.lose("ckpt.path", "no training state is saved with --disable_ds_ckpt, in OpenRLHF neither")
+        for flag in ("ckpt.path", "ckpt.max_num"):
+            draft.lose(flag, "no training state is saved with --disable_ds_ckpt, in OpenRLHF neither")
     else:
         draft.set("ckpt.state_steps", steps)
         draft.set("ckpt.state_dir", draft.value("ckpt.path"))
+        if "ckpt.max_num" in draft.options:
+            draft.set("ckpt.keep_states", draft.value("ckpt.max_num"))
     if draft.value("ckpt.save_hf", False):
         draft.set("ckpt.save_steps", steps)
         draft.change("ckpt.save_hf", "models are saved in the run's directory (ckpt.output_dir), as step_N")
     if draft.value("ckpt.load_enable", False):
         draft.set("ckpt.resume", "auto")
-    draft.lose("ckpt.max_num", "the newest training state is kept, and every model")
-    draft.lose("ckpt.max_mem", "the newest training state is kept, and every model")
+    draft.lose("ckpt.max_mem", "training states are kept by their number, ckpt.keep_states")
     if draft.value("critic.save_value_network", False):
         draft.change("critic.save_value_network", "the critic is saved below the model, in the directory critic")

@@ -103,6 +103,12 @@ def secrets_of_environment(variables: Mapping[str, str]) -> set[str]:
     }
 
 
+def known_secrets() -> set[str]:
+    """The secrets in environment variables, and those that the streams of a command hide."""
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, RedactedStream)]
+    return secrets_of_environment(os.environ).union(*(stream.secrets for stream in streams))
+
+
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
     """The text with `***` for each of the secrets, for users and passwords in URLs, and for what follows the name of a
     secret.

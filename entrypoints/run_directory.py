@@ -6,12 +6,26 @@ Importable without torch.
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from rollgrad.adapters.checkpoints.names import METRICS_FILE, SAMPLES_FILE, TRAINING_STATE
+from rollgrad.adapters.checkpoints.files import replace_file
+from rollgrad.adapters.checkpoints.lock import locked
+from rollgrad.adapters.checkpoints.names import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    OLD_TRAINING_STATE,
+    SAMPLES_FILE,
+    TRAINING_STATE,
+    state_paths,
+)
 from rollgrad.application.choices import Resume
 from rollgrad.application.config import CheckpointConfig
+from rollgrad.domain.errors import CheckpointError
 
+CONFIG_HEADER = "# The settings of a run by rollgrad"
+OTHER_CONFIG_FILE = "config.run.yaml"
 LOGS = (METRICS_FILE, SAMPLES_FILE)
 REPORTS = ("report.html", "curves.png")
 MODELS = ("model", "step_*")
@@ -26,60 +40,119 @@ def output_problem(ckpt: CheckpointConfig) -> str | None:
                 "ckpt.overwrite and ckpt.resume are both set, but a run either continues the one in ckpt.output_dir or "
                 "replaces it: leave --ckpt.overwrite or --ckpt.resume out."
             )
-        if not state_file(ckpt).exists():
+        if not has_state(ckpt):
             return (
-                f"ckpt.resume is always, but {state_file(ckpt).parent} holds no training state: start anew without "
+                f"ckpt.resume is always, but {_state_directory(ckpt)} holds no training state: start anew without "
                 "--ckpt.resume, set --ckpt.output_dir (and --ckpt.state_dir) to those of the run to continue, or take "
                 "--ckpt.resume auto, which starts anew where there is none."
             )
         return None
     if ckpt.overwrite or continues(ckpt) or not _found(directory, MODELS if ckpt.resume is Resume.AUTO else None):
         return None
-    go_on = "continue it with --ckpt.resume, " if state_file(ckpt).exists() else ""
+    go_on = "continue it with --ckpt.resume, " if has_state(ckpt) else ""
     return (
         f"ckpt.output_dir is {ckpt.output_dir!r}, which holds a run of {_steps(directory / METRICS_FILE)} steps: "
         f"{go_on}choose another --ckpt.output_dir, or replace it with --ckpt.overwrite."
     )
 
 
-def state_file(ckpt: CheckpointConfig) -> Path:
-    """Where the run's training state is, if it has one."""
-    return Path(ckpt.state_dir or ckpt.output_dir) / TRAINING_STATE
+@contextmanager
+def alone(ckpt: CheckpointConfig) -> Iterator[None]:
+    """Keeps other runs out of the directories that this one writes.
+
+    Raises:
+        CheckpointError: another run is writing there, or they cannot be written.
+    """
+    directory, states = Path(ckpt.output_dir), _state_directory(ckpt)
+    with locked(directory, "--ckpt.output_dir"):
+        if states.resolve() == directory.resolve():
+            yield
+            return
+        with locked(states, "--ckpt.state_dir"):
+            yield
+
+
+def has_state(ckpt: CheckpointConfig) -> bool:
+    """Whether there is a training state."""
+    return bool(state_paths(_state_directory(ckpt)))
+
+
+def newest_state(ckpt: CheckpointConfig) -> Path:
+    """The newest training state, which is there."""
+    return state_paths(_state_directory(ckpt))[0]
 
 
 def continues(ckpt: CheckpointConfig) -> bool:
     """Whether the run continues from a training state."""
-    return ckpt.resume is not Resume.NEVER and state_file(ckpt).exists()
+    return ckpt.resume is not Resume.NEVER and has_state(ckpt)
 
 
 def remove_run(ckpt: CheckpointConfig) -> None:
     """Removes the models, states and reports of the run that `ckpt.output_dir` holds, and no other file. Its logs are
-    emptied by `keep_steps`."""
-    for path in (*_found(Path(ckpt.output_dir), (*MODELS, *REPORTS, "*.state.json")), state_file(ckpt)):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    emptied by `keep_steps`.
+
+    Raises:
+        CheckpointError: something cannot be removed.
+    """
+    found = _found(Path(ckpt.output_dir), (*MODELS, *REPORTS, "*.state.json"))
+    with _changing(Path(ckpt.output_dir)):
+        for path in (*found, *state_paths(_state_directory(ckpt))):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def keep_steps(log: Path, *, until: int) -> None:
     """Takes the lines of later steps out of a JSONL file, and a last one that was not written to its end; without any
-    left, removes the file."""
+    left, removes the file.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
     if not log.exists():
         return
-    steps = ((line, _step(line)) for line in log.read_bytes().split(b"\n"))
-    kept = [line for line, step in steps if step is not None and step <= until]
-    if kept:
-        fresh = log.with_name(f".{log.name}.new")
-        fresh.write_bytes(b"".join(line + b"\n" for line in kept))
-        fresh.replace(log)
-    else:
-        log.unlink()
+    with _changing(log.parent):
+        steps = ((line, _step(line)) for line in log.read_bytes().split(b"\n"))
+        kept = [line for line, step in steps if step is not None and step <= until]
+        if kept:
+            replace_file(log, b"".join(line + b"\n" for line in kept))
+        else:
+            log.unlink()
+
+
+def write_config(directory: Path, text: str) -> None:
+    """Writes the settings of a run, YAML after the line `CONFIG_HEADER`, to `config.yaml`; to `config.run.yaml` where
+    the first is somebody else's.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with _changing(directory):
+        target = directory / CONFIG_FILE
+        if target.exists() and not target.read_bytes().startswith(CONFIG_HEADER.encode()):
+            target = directory / OTHER_CONFIG_FILE
+        replace_file(target, f"{CONFIG_HEADER}\n{text}".encode())
+
+
+@contextmanager
+def _changing(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or directory} cannot be changed ({error.strerror or error}): make room there and let it "
+            "be written, or choose another --ckpt.output_dir."
+        ) from error
+
+
+def _state_directory(ckpt: CheckpointConfig) -> Path:
+    return Path(ckpt.state_dir or ckpt.output_dir)
 
 
 def _found(directory: Path, patterns: tuple[str, ...] | None) -> list[Path]:
     """What there is by these patterns; by default, all that tells of a run."""
-    patterns = (*MODELS, *LOGS, TRAINING_STATE) if patterns is None else patterns
+    patterns = (*MODELS, *LOGS, f"{TRAINING_STATE}*", OLD_TRAINING_STATE) if patterns is None else patterns
     return [path for pattern in patterns for path in directory.glob(pattern)]
 
 
@@ -93,5 +166,5 @@ def _step(line: bytes) -> int | None:
     """The step of a log's line; None of one that is empty, or whose process was killed while it wrote."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -8,8 +8,8 @@ from rollgrad.application.config import RLConfig
 
 def nothing_is_lost(config: RLConfig) -> None:
     """Prompts submitted = trained + dropped by reason + in flight, after all steps of an asynchronous run."""
-    state = LocalCheckpointStore(Path(config.ckpt.output_dir)).load_training()
-    assert state is not None
-    run = state["run"]
+    saved = LocalCheckpointStore(Path(config.ckpt.output_dir)).load_training()
+    assert saved is not None
+    run = saved.state["run"]
     assert run["next_group"] == run["trained"] + sum(run["dropped"].values()) + len(run["pending"])
     assert run["trained"] == config.train.max_steps * config.rollout.batch_size

@@ -4,6 +4,7 @@ Invariant: after a survey without an error, each row that was kept becomes a pro
 a prompt is (`PromptBuilder`).
 """
 
+import hashlib
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -38,11 +39,13 @@ class Rows(Protocol):
 
 @frozen
 class Survey:
-    """`setting` names the dataset; `lengths`: tokens of each row's prompt; `limit`: of the longest that is kept."""
+    """`setting` names the dataset; `lengths`: tokens of each row's prompt; `limit`: of the longest that is kept;
+    `fingerprint`: sha256 of all rows in their order, whatever the dataset is called."""
 
     setting: str
     lengths: tuple[int, ...]
     limit: int
+    fingerprint: str
 
     def keeps(self, index: int) -> bool:
         """Whether row `index` is played."""
@@ -68,10 +71,13 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     builder.columns(rows[0], datasource_of(rows[0]))
     lengths: list[int] = []
     broken: list[str] = []
+    content = hashlib.sha256()
     for start in _batches(size, setting):
         drafts: list[Draft] = []
         for index in range(start, min(start + BATCH, size)):
             row = rows[index]
+            # repr, as a column may hold what is no JSON; its order is that of the file's columns.
+            content.update(repr([(key, value) for key, value in row.items() if key != "datasource"]).encode())
             try:
                 drafts.append(builder.draft(row, datasource_of(row)))
             except DataError as error:
@@ -80,7 +86,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     if broken:
         others = f" ({len(broken)} of {size} rows cannot be used.)" if len(broken) > 1 else ""
         raise DataError(broken[0] + others)
-    found = Survey(setting, tuple(lengths), builder.data.prompt_limit)
+    found = Survey(setting, tuple(lengths), builder.data.prompt_limit, content.hexdigest())
     _report(found, builder.data)
     return found
 

@@ -19,6 +19,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from rollgrad.adapters.torch.quantized import dequantised, is_quantised, is_turned
+from rollgrad.adapters.torch.saving import writing
 from rollgrad.application.model_config import ALL_LINEAR, LoraConfig
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
 
@@ -133,12 +134,17 @@ def adapter_weights(module: nn.Module) -> list[NamedWeight]:
 
 
 def save_adapter(model: Any, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Writes `adapter_weights` and their settings as peft does, to the directory `path`, which it makes."""
+    """Writes `adapter_weights` and their settings as peft does, to the directory `path`, which it makes.
+
+    Raises:
+        CheckpointError: `path` cannot be written.
+    """
     from safetensors.torch import save_file
 
-    path.mkdir(parents=True, exist_ok=True)
-    model.peft_config[ADAPTER].save_pretrained(str(path))
-    save_file(dict(weights), path / "adapter_model.safetensors", metadata={"format": "pt"})
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        model.peft_config[ADAPTER].save_pretrained(str(path))
+        save_file(dict(weights), path / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 @contextmanager

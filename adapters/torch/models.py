@@ -24,7 +24,7 @@ from rollgrad.adapters.torch.lora import (
 )
 from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings, TrainedModule
 from rollgrad.adapters.torch.routing import balance_weights, check_routers
-from rollgrad.adapters.torch.saving import save_pretrained
+from rollgrad.adapters.torch.saving import save_pretrained, writing
 from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import (
@@ -307,7 +307,8 @@ class TorchValue(ValueModel):
             of_body = {name.removeprefix("model."): t for name, t in weights.items() if name.startswith("model.")}
             save_pretrained(self._module.model, self._tokenizer, path, of_body)
             head = {name: tensor for name, tensor in weights.items() if name.startswith("value_head.")}
-            save_file(head, path / "value_head.safetensors")
+            with writing(path):
+                save_file(head, path / "value_head.safetensors")
 
     def state_dict(self) -> dict[str, Any]:
         """See `ValueModel.state_dict`."""

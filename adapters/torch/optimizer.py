@@ -15,7 +15,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from rollgrad.adapters.torch.averages import MovingAverage
-from rollgrad.adapters.torch.gradient_proof import GradientProof
+from rollgrad.adapters.torch.gradient_proof import GradientProof, may_lack_gradient
 from rollgrad.adapters.torch.muon import (
     MOMENTUM,
     Directions,
@@ -179,17 +179,29 @@ def moment_keys(module: nn.Module, settings: OptimizerSettings) -> dict[str, tup
 
 
 def check_state(state: Mapping[str, Any], keys: Mapping[str, Sequence[str]], settings: OptimizerSettings) -> None:
-    """Whether a `TrainedModule.state_dict` is of the same optimizer, whose `moment_keys` are `keys`.
+    """Checks that a `TrainedModule.state_dict` is of the same optimizer, whose `moment_keys` are `keys`, and whole.
 
     Raises:
-        CheckpointError: it is of another one.
+        CheckpointError: it is of another one, or moments are missing.
     """
+    lost = [name for name in keys if name not in state["moments"] and not may_lack_gradient(name)]
+    if lost and state["steps"]:
+        raise CheckpointError(
+            f"The state to continue from has taken {state['steps']} optimizer steps, but has no moments of {lost[0]} "
+            f"({len(lost)} of {len(keys)} parameters): continue from another training state."
+        )
     for name, moments in state["moments"].items():
         if not set(keys.get(name, ())) <= set(moments):
             raise CheckpointError(
                 f"The state to continue from has {', '.join(sorted(moments))} of {name}, which another optimizer "
                 "keeps: set --actor.optim (--critic.optim) to what it was."
             )
+        for key in keys.get(name, ()):
+            if moments[key].shape != state["masters"][name].shape:
+                raise CheckpointError(
+                    f"The state to continue from has {key} of {name} in the shape {tuple(moments[key].shape)}, but its "
+                    f"weight has {tuple(state['masters'][name].shape)}: continue from another training state."
+                )
     if ("averages" in state) != (settings.ema_beta is not None):
         raise CheckpointError(
             f"The state to continue from has {'a' if 'averages' in state else 'no'} moving average of the weights: set "

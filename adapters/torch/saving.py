@@ -16,13 +16,31 @@ def save_pretrained(model: Any, tokenizer: Any, path: Path, weights: Mapping[str
     Raises:
         CheckpointError: `path` cannot be written.
     """
-    try:
+    with writing(path):
         path.mkdir(parents=True, exist_ok=True)
         with _nothing_to_unwrap():
             model.save_pretrained(path, state_dict=weights)
         tokenizer.save_pretrained(path)
-    except OSError as error:
-        raise CheckpointError(f"The model cannot be written to {path}: {error}") from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what fails inside, because `path` cannot be written, into an error of one sentence.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, SafetensorError) as error:  # of safetensors, a full disk is no OSError
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"The model cannot be written to {path} ({reason}): make room there, or choose another --ckpt.output_dir."
+        ) from error
 
 
 @contextmanager

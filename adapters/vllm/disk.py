@@ -56,6 +56,7 @@ def write(weights: Iterator[tuple[str, Tensor]], directory: str, shard_bytes: in
     Raises:
         CheckpointError: the directory cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = Path(directory)
@@ -70,7 +71,7 @@ def write(weights: Iterator[tuple[str, Tensor]], directory: str, shard_bytes: in
                 bytes=sum(tensor.nbytes for tensor in shard.values()),
                 dtypes=tuple({dtype_name(tensor.dtype) for tensor in shard.values()}),
             )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # of safetensors, a full disk is no OSError
         raise CheckpointError(
             f"{path} does not take the weights for the engines ({error}): point --ckpt.output_dir to a directory with "
             "room for two models, or leave --vllm.sync_backend disk out."

@@ -4,10 +4,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from attrs import frozen
+
 from rollgrad.domain.ports.models import PolicyModel, ValueModel
 
 CRITIC_DIRECTORY = "critic"
 """Where a saved model has its critic."""
+
+
+@frozen(kw_only=True)
+class TrainingState:
+    """All that a run needs to continue after `step`: nested mappings and lists of numbers, texts and tensors in
+    `state`. `description` is JSON-serialisable and says which run it is of; None where an earlier version saved it."""
+
+    step: int
+    state: Mapping[str, Any]
+    description: Mapping[str, Any] | None
 
 
 @runtime_checkable
@@ -27,19 +39,18 @@ class CheckpointStore(Protocol):
         """Writes JSON-serialisable run state beside the model called `name`."""
         ...
 
-    def save_training(self, state: Mapping[str, Any]) -> Path:
-        """Writes all that a run needs to continue (nested mappings and lists of numbers, texts and tensors), in place
-        of an older one; returns the file.
+    def save_training(self, saved: TrainingState) -> Path:
+        """Writes a training state; returns its path. The newest ones are kept.
 
         Raises:
-            CheckpointError: it cannot be written; an older one is then still there.
+            CheckpointError: it cannot be written; the older ones are then still there.
         """
         ...
 
-    def load_training(self) -> Mapping[str, Any] | None:
-        """What `save_training` wrote last, None if nothing has been.
+    def load_training(self) -> TrainingState | None:
+        """Returns the newest training state that is whole, None if nothing has been saved.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: none can be read.
         """
         ...

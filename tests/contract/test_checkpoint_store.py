@@ -9,7 +9,7 @@ import torch
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.domain.errors import CheckpointError
-from rollgrad.domain.ports.checkpoint_store import CheckpointStore
+from rollgrad.domain.ports.checkpoint_store import CheckpointStore, TrainingState
 from rollgrad.domain.ports.models import PolicyModel
 from tests.fakes.checkpoint_store import FakeCheckpointStore
 
@@ -65,12 +65,14 @@ def test_a_model_that_cannot_be_written_is_an_error(store: CheckpointStore) -> N
 
 def test_training_state_comes_back_as_it_was(store: CheckpointStore) -> None:
     assert store.load_training() is None
-    state = {"step": 3, "update": {"masters": {"a": torch.arange(3.0)}, "adam": [1, {"lr": 0.5}]}, "before": {"x": 0.5}}
-    store.save_training({"step": 1})
-    store.save_training(state)
+    update = {"masters": {"a": torch.arange(3.0)}, "adam": [1, {"lr": 0.5}]}
+    about = {"settings": {"train.seed": 5}, "data": None}
+    for step in (1, 3):
+        state = {"run": {"step": step}, "update": update, "before": {"x": 0.5}}
+        store.save_training(TrainingState(step=step, state=state, description=about))
     found = store.load_training()
     assert found is not None
-    assert found["step"] == 3
-    assert found["before"] == {"x": 0.5}
-    assert torch.equal(found["update"]["masters"]["a"], torch.arange(3.0))
-    assert found["update"]["adam"] == [1, {"lr": 0.5}]
+    assert (found.step, found.description) == (3, about)
+    assert (found.state["run"], found.state["before"]) == ({"step": 3}, {"x": 0.5})
+    assert torch.equal(found.state["update"]["masters"]["a"], torch.arange(3.0))
+    assert found.state["update"]["adam"] == [1, {"lr": 0.5}]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,7 +115,7 @@ def test_a_full_disk_leaves_the_last_finished_step(workspace: Path) -> None:
     """The training state, three times as large as the model, cannot be written any more; the model can."""
     assert train("--train.max_steps", "1", "--ckpt.output_dir", "size") == 0
     size = max(path.stat().st_size for path in Path("size/model").iterdir())
-    assert Path("size/training_state.pt").stat().st_size > 2 * size
+    assert Path("size/training_state_1/state.pt").stat().st_size > 2 * size
     process = start(
         workspace, "--reward.function_path", "broken.py", "--ckpt.state_steps", "1", FILE_LIMIT=str(size + size // 2)
     )
@@ -182,7 +183,7 @@ def test_what_cannot_begin_replaces_nothing(workspace: Path) -> None:
     assert train("--ckpt.overwrite", "--actor.model_name_or_path", "./broken") == 2
     assert logged() == [1]
     assert step() == 1
-    assert Path("out/training_state.pt").exists()
+    assert Path("out/training_state_1").exists()
 
 
 def test_auto_resumes_where_there_is_something_and_begins_where_there_is_nothing(
@@ -192,7 +193,8 @@ def test_auto_resumes_where_there_is_something_and_begins_where_there_is_nothing
     assert train(*auto, "--train.max_steps", "2") == 0
     assert train(*auto) == 0
     assert logged() == list(range(1, STEPS + 1))
-    Path("out/training_state.pt").unlink()
+    for state in Path("out").glob("training_state_*"):
+        shutil.rmtree(state)
     assert train(*auto) == 2, "a model without a state would be replaced"
     assert "holds a run of 4 steps" in capsys.readouterr().err
     for name in ("model", "model.state.json"):
@@ -204,8 +206,8 @@ def test_auto_resumes_where_there_is_something_and_begins_where_there_is_nothing
 def test_the_training_state_may_lie_elsewhere(workspace: Path) -> None:
     elsewhere = ("--ckpt.state_dir", "scratch")
     assert train(*elsewhere, "--train.max_steps", "2") == 0
-    assert not Path("out/training_state.pt").exists()
-    assert Path("scratch/training_state.pt").exists()
+    assert not list(Path("out").glob("training_state_*"))
+    assert Path("scratch/training_state_2").exists()
     assert train(*elsewhere, "--ckpt.resume") == 0
     assert step() == STEPS
 

@@ -210,10 +210,10 @@ def test_resuming_from_nothing_or_something_else_is_refused(
     assert "holds no training state" in capsys.readouterr().err
     assert train("--ckpt.state_steps", "1", "--train.max_steps", "1") == 0
     assert train("--ckpt.resume", "--algo.advantage.estimator", "gae") == 2
-    assert "settings that the run started with" in capsys.readouterr().err
-    Path("out/training_state.pt").write_bytes(b"not a state")
+    assert "algo.advantage.estimator is 'gae', but was 'group_norm' when the run began" in capsys.readouterr().err
+    Path("out/training_state_1/state.pt").write_bytes(b"not a state")
     assert train("--ckpt.resume") == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "state.pt of training_state_1 is not what was written" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -280,7 +280,12 @@ def test_evaluation_and_checkpoints_on_schedule(workspace: Path, capsys: pytest.
     rows = metrics()
     assert [row["step"] for row in rows if "eval/pass@1" in row] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2, 3]
-    assert {path.name for path in Path("out").iterdir() if path.is_dir()} == {"step_1", "step_2", "model"}
+    assert {path.name for path in Path("out").iterdir() if path.is_dir()} == {
+        "step_1",
+        "step_2",
+        "model",
+        "training_state_3",
+    }
     assert len(Path("out/samples.jsonl").read_text().splitlines()) == 6
     assert "eval/pass@1" in capsys.readouterr().out
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rollgrad.domain.errors import CheckpointError
-from rollgrad.domain.ports.checkpoint_store import CRITIC_DIRECTORY, CheckpointStore
+from rollgrad.domain.ports.checkpoint_store import CRITIC_DIRECTORY, CheckpointStore, TrainingState
 from rollgrad.domain.ports.models import PolicyModel, ValueModel
 
 
@@ -17,7 +17,7 @@ class FakeCheckpointStore(CheckpointStore):
         self._root = root
         self.models: list[str] = []
         self.states: dict[str, dict[str, Any]] = {}
-        self.training: dict[str, Any] | None = None
+        self.saved: TrainingState | None = None
 
     def save_model(self, policy: PolicyModel, name: str, critic: ValueModel | None = None) -> Path:
         path = self._root / name
@@ -36,9 +36,14 @@ class FakeCheckpointStore(CheckpointStore):
         self.states[name] = dict(state)
         return path
 
-    def save_training(self, state: Mapping[str, Any]) -> Path:
-        self.training = dict(state)
+    def save_training(self, saved: TrainingState) -> Path:
+        self.saved = saved
         return self._root / "training"
 
-    def load_training(self) -> Mapping[str, Any] | None:
-        return self.training
+    def load_training(self) -> TrainingState | None:
+        return self.saved
+
+    @property
+    def training(self) -> dict[str, Any] | None:
+        """What the last training state consists of."""
+        return None if self.saved is None else dict(self.saved.state)

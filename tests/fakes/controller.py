@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 import rollgrad
+from rollgrad.adapters.checkpoints.names import state_paths
+from rollgrad.adapters.checkpoints.states import HashedFile
 from rollgrad.adapters.ray.models import ShardedPolicy
 from rollgrad.application.config import RLConfig
 from rollgrad.domain.rewards import RewardRequest
@@ -32,7 +34,7 @@ class Halt:
         self.phase, self.output_dir = phase, Path(config.ckpt.output_dir)
 
     def due(self, phase: str) -> bool:
-        return phase == self.phase and (self.output_dir / "training_state.pt").exists()
+        return phase == self.phase and bool(state_paths(self.output_dir))
 
     def tell(self) -> None:
         (self.output_dir / HALTED).touch()
@@ -59,8 +61,8 @@ def arm(halt: Halt) -> None:
         return update(*arguments)
 
     def halting_save(state: object, file: Any, **options: Any) -> None:
-        if isinstance(file, Path) and halt.due("saving"):  # tensors on their way to other processes are saved, too
-            file.write_bytes(b"half of a state")
+        if isinstance(file, HashedFile) and halt.due("saving"):  # tensors for other processes are saved, too
+            file.write(b"half of a state")
             halt.here()
         save(state, file, **options)
 

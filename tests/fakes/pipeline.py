@@ -159,6 +159,7 @@ def make_run(
         "sink": run.sink,
         "checkpoints": run.checkpoints,
         "clock": clock,
+        "description": {},
         "watch": LearningWatch(LearningSettings(steps=steps)),
         "sample_log": lambda step, groups: run.sampled.append((step, list(groups))),
     }

@@ -26,6 +26,7 @@ from rollgrad.domain.errors import (
     UntrainedParameterError,
     WorkerError,
 )
+from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import RewardInput, RewardRequest
 from rollgrad.domain.sampling import StopReason
@@ -280,12 +281,16 @@ def send(policy: ShardedPolicy) -> None:
         memory.unlink()
 
 
+def training_state(policy: ShardedPolicy) -> TrainingState:
+    return TrainingState(step=1, state={"run": {}, "update": policy.state_dict(), "before": {}}, description={})
+
+
 PHASES: dict[str, Callable[[ShardedPolicy, LocalCheckpointStore], object]] = {
     "score": lambda policy, store: policy.score(cluster.batch()),
     "update": lambda policy, store: cluster.trained(policy, 1),
     "push": lambda policy, store: send(policy),
     "save": lambda policy, store: store.save_model(policy, "model"),
-    "state": lambda policy, store: store.save_training(policy.state_dict()),
+    "state": lambda policy, store: store.save_training(training_state(policy)),
 }
 
 
@@ -311,7 +316,7 @@ def test_a_process_that_dies_is_named_and_what_was_saved_stays(
         before = cluster.trained(policy, 1)
         saved = cluster.weights(policy)
         store.save_model(policy, "model")
-        store.save_training(policy.state_dict())
+        store.save_training(training_state(policy))
         group.all("doom", rank, phase)
         for _ in range(2):  # whoever asks later is told the same
             with pytest.raises(WorkerError, match=rf"processes of actor, rank {rank} died while '{doing}' was"):
@@ -322,7 +327,7 @@ def test_a_process_that_dies_is_named_and_what_was_saved_stays(
         torch.testing.assert_close(tensor, saved[name], rtol=0, atol=0)
     loaded = left.load_training()
     assert loaded is not None
-    lone.load_state_dict(loaded)
+    lone.load_state_dict(loaded.state["update"])
     assert cluster.trained(lone, 1)["lr"] < before["lr"]
 
 

@@ -29,7 +29,7 @@ class Policy:
 
 
 def save(store: LocalCheckpointStore, policy: Policy) -> Path:
-    return store.save_model(cast("PolicyModel", policy), "final")
+    return store.save_model(cast("PolicyModel", policy), "model")
 
 
 def visible(directory: Path) -> list[str]:
@@ -38,61 +38,61 @@ def visible(directory: Path) -> list[str]:
 
 def test_while_a_model_is_written_its_name_stands_for_the_older_one(tmp_path: Path) -> None:
     store = LocalCheckpointStore(tmp_path)
-    first, second = Policy("a", tmp_path / "final"), Policy("b", tmp_path / "final")
+    first, second = Policy("a", tmp_path / "model"), Policy("b", tmp_path / "model")
     save(store, first)
     save(store, second)
     assert first.seen == []
     assert second.seen == ["a", "a"]
-    assert [path.read_text() for path in (tmp_path / "final").iterdir()] == ["b", "b"]
+    assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["b", "b"]
     assert list(tmp_path.glob(".*")) == []
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_a_write_that_breaks_off_leaves_the_older_model(error: BaseException, tmp_path: Path) -> None:
     store = LocalCheckpointStore(tmp_path)
-    save(store, Policy("a", tmp_path / "final"))
+    save(store, Policy("a", tmp_path / "model"))
     with pytest.raises((CheckpointError, KeyboardInterrupt)):
-        save(store, Policy("b", tmp_path / "final", error))
-    assert [path.read_text() for path in (tmp_path / "final").iterdir()] == ["a", "a"]
-    assert visible(tmp_path) == ["final"]
-    save(LocalCheckpointStore(tmp_path), Policy("c", tmp_path / "final"))
-    assert [path.read_text() for path in (tmp_path / "final").iterdir()] == ["c", "c"]
+        save(store, Policy("b", tmp_path / "model", error))
+    assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["a", "a"]
+    assert visible(tmp_path) == ["model"]
+    save(LocalCheckpointStore(tmp_path), Policy("c", tmp_path / "model"))
+    assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["c", "c"]
 
 
 def test_a_model_that_was_being_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the process died between the renames that do it."""
     store = LocalCheckpointStore(tmp_path)
-    save(store, Policy("a", tmp_path / "final"))
+    save(store, Policy("a", tmp_path / "model"))
     rename = Path.rename
 
     def killed_at_the_second(self: Path, target: Path) -> Path:
-        if self.name == ".final.new":
+        if self.name == ".model.new":
             raise KeyboardInterrupt
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", killed_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        save(store, Policy("b", tmp_path / "final"))
+        save(store, Policy("b", tmp_path / "model"))
     monkeypatch.undo()
     assert visible(tmp_path) == []
     store = LocalCheckpointStore(tmp_path)
-    assert [path.read_text() for path in (tmp_path / "final").iterdir()] == ["a", "a"]
-    save(store, Policy("c", tmp_path / "final"))
-    assert [path.read_text() for path in (tmp_path / "final").iterdir()] == ["c", "c"]
+    assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["a", "a"]
+    save(store, Policy("c", tmp_path / "model"))
+    assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["c", "c"]
 
 
 def test_errors_of_the_policys_own_pass_through(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^mine$"):
-        save(LocalCheckpointStore(tmp_path), Policy("a", tmp_path / "final", CheckpointError("mine")))
+        save(LocalCheckpointStore(tmp_path), Policy("a", tmp_path / "model", CheckpointError("mine")))
 
 
 def test_state_that_is_not_json_leaves_the_older_state(tmp_path: Path) -> None:
     store = LocalCheckpointStore(tmp_path)
-    path = store.save_state({"step": 1}, "final")
-    with pytest.raises(CheckpointError, match=r"'final' cannot be written.*set"):
-        store.save_state({"step": {2}}, "final")
+    path = store.save_state({"step": 1}, "model")
+    with pytest.raises(CheckpointError, match=r"'model' cannot be written.*set"):
+        store.save_state({"step": {2}}, "model")
     assert '"step": 1' in path.read_text()
-    assert visible(tmp_path) == ["final.state.json"]
+    assert visible(tmp_path) == ["model.state.json"]
 
 
 def test_a_directory_that_cannot_be_made_names_its_flag(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from rollgrad.application.update import UpdateService
 from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.errors import CheckpointError, EngineError, NonFiniteUpdateError, OutOfMemory, RewardError
+from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel
 from rollgrad.domain.rewards import RewardRequest
 from rollgrad.domain.staleness import StalenessBound
@@ -187,8 +188,8 @@ def test_the_training_state_is_saved_every_so_many_minutes_and_at_the_end(
         run.clock.advance(60.0)
         log(step, metrics)
 
-    def count(state: Any) -> Path:
-        saved.append(state["run"]["step"])
+    def count(state: TrainingState) -> Path:
+        saved.append(state.step)
         return save(state)
 
     run.sink.log = a_minute_each  # type: ignore[method-assign]
@@ -197,7 +198,7 @@ def test_the_training_state_is_saved_every_so_many_minutes_and_at_the_end(
     assert saved == expected
 
 
-def no_room(state: Any) -> Path:
+def no_room(state: TrainingState) -> Path:
     raise CheckpointError("The training state cannot be written: No space left on device")
 
 

@@ -1,0 +1,124 @@
+"""Files and directories that are replaced whole, and are on the disk afterwards.
+
+Invariant: whenever this process or this machine stops, a name stands for the older content or for the newer one, but
+between the two renames of a directory, which `tidy` completes. Importable without torch.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from rollgrad.domain.errors import CheckpointError
+
+
+def replace_directory(target: Path, fill: Callable[[Path], None]) -> None:
+    """Puts a fresh directory, into which `fill` writes, in the place of `target`. After an error the older one is
+    there, and what was written of the newer one is removed.
+
+    Raises:
+        Whatever `fill` raises, or OSError.
+    """
+    fresh, old = _beside(target, "new"), _beside(target, "old")
+    try:
+        for left_over in (fresh, old):
+            shutil.rmtree(left_over, ignore_errors=True)
+        fill(fresh)
+        _flush(fresh)
+        if target.exists():
+            target.rename(old)
+        fresh.rename(target)
+        _flush_directory(target.parent)
+    except Exception:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(fresh, ignore_errors=True)  # on a full disk it takes the room of the next attempt
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def replace_file(target: Path, content: bytes) -> None:
+    """Puts `content` in the place of the file `target`; after an error the older file is there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    fresh = _beside(target, "new")
+    try:
+        with fresh.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, target)
+        _flush_directory(target.parent)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def tidy(directory: Path, names: Iterable[str]) -> None:
+    """Completes what a killed process was replacing in a directory: puts an older one back whose place is empty, and
+    removes what else is left. `names` are patterns of the replaced files and directories.
+
+    Raises:
+        CheckpointError: something cannot be put back.
+    """
+    for name in names:
+        for old in directory.glob(f".{name}.old"):
+            target = directory / old.name.removeprefix(".").removesuffix(".old")
+            try:
+                if not target.exists():
+                    old.rename(target)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{target} was being replaced by a run that was killed, and cannot be put back ({error.strerror}): "
+                    f"rename {old} to {target.name} by hand."
+                ) from error
+        for left_over in (*directory.glob(f".{name}.old"), *directory.glob(f".{name}.new")):
+            if left_over.is_dir():
+                shutil.rmtree(left_over, ignore_errors=True)
+            else:
+                left_over.unlink(missing_ok=True)
+
+
+def make_writable(directory: Path, flag: str) -> None:
+    """Makes a directory; `flag` is the one that names it.
+
+    Raises:
+        CheckpointError: it cannot be made or written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"{flag} is {str(directory)!r}, where nothing can be written ({error.strerror}): choose a directory you "
+            "may write."
+        ) from error
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}.{suffix}")
+
+
+def _flush(directory: Path) -> None:
+    """Waits until all that is in a directory is on the disk."""
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with Path(parent, name).open("rb") as file:
+                os.fsync(file.fileno())
+        _flush_directory(Path(parent))
+
+
+def _flush_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems flush files only
+            raise
+    finally:
+        os.close(descriptor)

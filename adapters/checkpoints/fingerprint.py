@@ -1,0 +1,49 @@
+"""What tells whether a model is the same one under another name; importable without torch.
+
+Does not own: where models come from.
+"""
+
+import hashlib
+from pathlib import Path
+
+PROBES, PROBE_BYTES = 16, 2**16
+"""Places in a file of weights that are looked at, evenly spread, and bytes at each: training changes every weight."""
+
+Fingerprint = dict[str, str | None]
+"""`config` and `weights`, each None where there is no such file on this machine."""
+
+
+def model_fingerprint(name_or_path: str) -> Fingerprint:
+    """The sha256 of a model's configuration, and that of names, sizes and probes of its files of weights. Of a hub's
+    model what the cache of this machine holds is looked at."""
+    directory = _directory(name_or_path)
+    if directory is None:
+        return {"config": None, "weights": None}
+    settings = directory / "config.json"
+    files = sorted(path for pattern in ("*.safetensors", "*.bin") for path in directory.glob(pattern))
+    weights = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        weights.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as opened:
+            for probe in range(PROBES):
+                opened.seek(probe * max(0, size - PROBE_BYTES) // (PROBES - 1))
+                weights.update(opened.read(PROBE_BYTES))
+    return {
+        "config": hashlib.sha256(settings.read_bytes()).hexdigest() if settings.is_file() else None,
+        "weights": weights.hexdigest() if files else None,
+    }
+
+
+def _directory(name_or_path: str) -> Path | None:
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        settings = try_to_load_from_cache(name_or_path, "config.json")
+    except HFValidationError:  # no name of the hub: what reads the model says so
+        return None
+    return Path(settings).parent if isinstance(settings, str) else None

@@ -1,0 +1,74 @@
+"""A directory that one run at a time writes.
+
+Invariant: a lock ends with the process that took it, however that ends, so none is ever left over. It is the file
+system's own (flock): NFS passes it on to other machines from version 3 on, unless it is mounted with nolock or
+local_lock, and a file system without locks is written after a warning. Importable without torch.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import structlog
+
+from rollgrad.adapters.checkpoints.files import make_writable
+from rollgrad.domain.errors import CheckpointError
+
+log = structlog.get_logger(__name__)
+
+LOCK_FILE = ".lock"
+"""It stays when the run ends: whoever removed it could remove that of another run."""
+
+_held: set[int] = set()
+
+
+@contextmanager
+def locked(directory: Path, flag: str) -> Iterator[None]:
+    """Keeps other runs out of a directory, which is made if it is not there; `flag` is the one that names it.
+
+    Raises:
+        CheckpointError: another run is writing there, or it cannot be written.
+    """
+    make_writable(directory, flag)
+    try:
+        descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise CheckpointError(
+            f"{flag} is {str(directory)!r}, whose file {LOCK_FILE} cannot be opened ({error.strerror}): remove it, or "
+            f"choose another {flag}."
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                owner = os.read(descriptor, 200).decode(errors="replace").strip()
+                raise CheckpointError(
+                    f"{flag} is {str(directory)!r}, where another run is writing ({owner or 'it has just begun'}): "
+                    f"wait for its end, or choose another {flag}."
+                ) from error
+            log.warning(
+                "no lock: make sure that no other run writes there", directory=str(directory), reason=str(error)
+            )
+        else:
+            with suppress(OSError):  # on a full disk, who is refused is not told by whom
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        _held.add(descriptor)
+        yield
+    finally:
+        _held.discard(descriptor)
+        os.close(descriptor)
+
+
+def _let_go() -> None:
+    """Closes the locks of the parent in a process that was forked, which may outlive it."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)

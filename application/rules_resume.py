@@ -1,0 +1,119 @@
+"""What of a run's description may be another one when the run continues.
+
+Invariant: every setting is either in `MAY_DIFFER` or refused by name with both values; what a name leads to (models,
+data) counts by its content. Importable without torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MAY_DIFFER = (
+    # how long it goes on, what is written, and what is only looked at
+    "train.max_steps",
+    "train.num_episodes",
+    "ckpt.*",
+    "logger.*",
+    "eval.*",
+    # where it is computed, and in what portions
+    "cluster.*",
+    "ds.*",
+    "vllm.*",
+    "actor.num_nodes",
+    "actor.num_gpus_per_node",
+    "critic.num_nodes",
+    "critic.num_gpus_per_node",
+    "ref.num_nodes",
+    "ref.num_gpus_per_node",
+    "reward.num_nodes",
+    "reward.num_gpus_per_node",
+    "train.colocate_all",
+    "train.colocate_actor_ref",
+    "train.colocate_critic_reward",
+    "train.max_tokens_per_micro_batch",
+    "actor.gradient_checkpointing",
+    "actor.lora.sync",
+    "rollout.engine",
+    "rollout.server_urls",
+    "rollout.max_batch_size",
+    "rollout.max_concurrent",
+    # what ends a run that somebody then mends
+    "rollout.max_failures",
+    "algo.dynamic_filtering_budget",
+    "reward.timeout",
+    # addresses, and files of code: what they hold is yours to keep alike
+    "reward.remote_url",
+    "reward.remote_batch_size",
+    "reward.judge_url",
+    "reward.function_path",
+    "train.agent_func_path",
+    "algo.extension_path",
+)
+"""Settings that may change between a run's beginning and its continuation; .* stands for a whole section."""
+
+MODELS = (
+    "actor.model_name_or_path",
+    "critic.model_name_or_path",
+    "ref.model_name_or_path",
+    "reward.model_name_or_path",
+)
+DATA = "data.prompt_dataset"
+
+
+def may_differ(name: str) -> bool:
+    """Whether a setting may change.
+
+    >>> [may_differ(name) for name in ("train.max_steps", "eval.steps", "train.seed")]
+    [True, True, False]
+    """
+    return name in MAY_DIFFER or f"{name.partition('.')[0]}.*" in MAY_DIFFER
+
+
+def refusals(begun: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each thing in which a run's description keeps it from continuing.
+
+    Args:
+        begun: `settings` by dotted name, `models` (fingerprints) by the setting that names them, `data` (a fingerprint,
+            or None), as they were when the run began.
+        now: the same of the run that is to continue it.
+        defaults: values of settings that were not there yet when the run began.
+    """
+    for name, value in now["settings"].items():
+        before = begun["settings"].get(name, defaults[name])
+        if name in MODELS:
+            same = _same_model(begun["models"].get(name), now["models"].get(name), names_alike=before == value)
+        elif name == DATA:
+            same = before == value if None in (begun["data"], now["data"]) else begun["data"] == now["data"]
+        else:
+            same = before == value or may_differ(name)
+        if same:
+            continue
+        if before == value:
+            yield (
+                f"{name} is {value!r} as when the run began, but holds something else than then: bring back what it "
+                f"held, or begin another run in another --ckpt.output_dir."
+            )
+        else:
+            yield (
+                f"{name} is {value!r}, but was {before!r} when the run began: continue with --{name} as it was, or "
+                "begin another run in another --ckpt.output_dir (--actor.model_name_or_path may be the model that "
+                "this one saved)."
+            )
+
+
+def changes(begun: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:
+    """What is another one and may be: names, and both values."""
+    pairs = {
+        name: (begun["settings"].get(name, defaults[name]), value)
+        for name, value in now["settings"].items()
+        if may_differ(name) and not name.startswith("ckpt.")
+    }
+    pairs |= {name: (begun["versions"].get(name), version) for name, version in now["versions"].items()}
+    return {name: f"{before} -> {value}" for name, (before, value) in pairs.items() if before != value}
+
+
+def _same_model(begun: Mapping[str, Any] | None, now: Mapping[str, Any] | None, *, names_alike: bool) -> bool:
+    """Whether two models are one: by their files where both were there to be looked at, else by their names."""
+    known = [part for part in begun or () if now is not None and begun and None not in (begun[part], now[part])]
+    if begun is None or now is None or not known:
+        return names_alike
+    return all(begun[part] == now[part] for part in known)

@@ -1,0 +1,102 @@
+"""What a run is: its settings, the versions that compute it, and fingerprints of its models and data.
+
+It is in `config.yaml` and in every training state, without secrets, and says on `ckpt.resume` whether the run may
+continue (`application.rules_resume`).
+"""
+
+import platform
+from collections.abc import Mapping
+from functools import reduce
+from importlib import metadata
+from operator import getitem
+from typing import Any
+
+import structlog
+import yaml
+
+import rollgrad
+from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
+from rollgrad.application.config import RLConfig
+from rollgrad.application.rules_resume import MODELS, changes, refusals
+from rollgrad.domain.errors import CheckpointError, raise_together
+from rollgrad.entrypoints.config_io import dump_config, setting_names
+from rollgrad.entrypoints.redaction import HIDDEN, is_secret_name, known_secrets, redact
+
+log = structlog.get_logger(__name__)
+
+COMPUTING = ("torch", "transformers", "vllm", "deepspeed")
+"""Packages whose versions may show in what a run computes."""
+
+Description = dict[str, Any]
+
+
+def describe(config: RLConfig, prompts: Any) -> Description:
+    """The description of a run on `prompts`; JSON-serialisable."""
+    survey = getattr(prompts, "survey", None)
+    settings = flat_settings(config)
+    return {
+        "settings": settings,
+        "versions": versions(),
+        "models": {name: model_fingerprint(settings[name]) for name in MODELS if settings[name]},
+        "data": None if survey is None else survey.fingerprint,
+    }
+
+
+def flat_settings(config: RLConfig) -> dict[str, Any]:
+    """Every setting by its dotted name, without secrets, as JSON has it."""
+    settings = _public_settings(config)
+    return {name: reduce(getitem, name.split("."), settings) for name in setting_names()}
+
+
+def versions() -> dict[str, str]:
+    """The versions of rollgrad, Python, and of packages that compute, where they are installed."""
+    found = {"rollgrad": rollgrad.__version__, "python": platform.python_version()}
+    for package in COMPUTING:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def settings_file(config: RLConfig) -> str:
+    """The settings as YAML, without secrets, below the versions as a comment."""
+    computed_by = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return f"# {computed_by}\n{yaml.safe_dump(_public_settings(config), sort_keys=False)}"
+
+
+def check_continues(begun: Mapping[str, Any] | None, now: Description) -> None:
+    """Checks that a run goes on as it began, and reports what changes.
+
+    Raises:
+        CheckpointError: something differs that may not; one sentence for each.
+    """
+    if begun is None:
+        log.warning("the training state does not say which run it is of: nothing is compared")
+        return
+    defaults = flat_settings(RLConfig())
+    try:
+        raise_together([CheckpointError(sentence) for sentence in refusals(begun, now, defaults)])
+        changed = changes(begun, now, defaults)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"The training state's description has other parts than a run's ({type(error).__name__}: {error}): "
+            "continue with the version of rollgrad that wrote it."
+        ) from error
+    if changed:
+        log.info("the run continues with changes", **{name.replace(".", "_"): text for name, text in changed.items()})
+
+
+def _public_settings(config: RLConfig) -> Any:
+    secrets = known_secrets()
+
+    def public(value: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            return {key: public(item, str(key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [public(item, name) for item in value]
+        if not isinstance(value, str):
+            return value
+        return HIDDEN if is_secret_name(name) else redact(value, secrets)
+
+    return public(yaml.safe_load(dump_config(config)), "")
