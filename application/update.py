@@ -177,6 +177,7 @@ class UpdateService:
             action_mask_N=part.action_mask_N,
             lengths_S=part.lengths_S,
             group_ids_S=part.group_ids_S,
+            rollout_ids_S=part.rollout_ids_S,
             max_length=self._max_length,
         )
 

@@ -51,11 +51,11 @@ class PackedBatch:
     """`S` sequences of `N` tokens in total.
 
     From the rollout: `tokens_N` int64, `positions_N` int64 (from 0 in each sequence), `action_mask_N` bool,
-    `turn_ids_N` int64 (turn of each action token within its sequence, from 0; -1 elsewhere), `rewards_N`
-    float32 (each turn's reward on the last token of its action segment), `rollout_logprobs_N` float32 (under the
-    sampling distribution), `versions_N` int32, `lengths_S`, `prompt_lengths_S`, `group_ids_S`, `sample_ids_S` int64,
-    `scores_S` float32, `truncated_S` bool, `reward_parts_SK` float32 (named rewards in the order of `part_names`; None
-    if rewards have no parts).
+    `turn_ids_N` int64 (turn of each action token within its rollout, over all branches in the order in which they were
+    sampled; -1 elsewhere), `rewards_N` float32 (each turn's reward on the last token of its action segment),
+    `rollout_logprobs_N` float32 (under the sampling distribution), `versions_N` int32, `lengths_S`, `prompt_lengths_S`,
+    `group_ids_S`, `sample_ids_S` int64, `scores_S` float32, `truncated_S` bool, `reward_parts_SK` float32 (named
+    rewards in the order of `part_names`; None if rewards have no parts).
 
     Filled in on the way (None until then): `old_logprobs_N` (policy before the update; None means "equal to the
     current policy", so that the ratio is exactly 1), `ref_logprobs_N`, `values_N`, `advantages_N`, `returns_N`, and
@@ -103,14 +103,8 @@ class PackedBatch:
 
     @property
     def rollout_ids_S(self) -> Tensor:
-        """Rollout (0..R-1, in order of first appearance) of each sequence: the branches of a sample are one rollout."""
-        keys = torch.stack([self.group_ids_S, self.sample_ids_S], dim=1)
-        _, found_S = torch.unique(keys, dim=0, return_inverse=True)  # numbered by key
-        count = int(found_S.max()) + 1
-        first_R = torch.full((count,), len(self)).scatter_reduce(0, found_S, torch.arange(len(self)), "amin")
-        rank_R = torch.empty_like(first_R)
-        rank_R[first_R.argsort()] = torch.arange(count)
-        return rank_R[found_S]
+        """See `rollout_ids`."""
+        return rollout_ids(self.group_ids_S, self.sample_ids_S)
 
     @property
     def rollouts(self) -> int:
@@ -160,6 +154,16 @@ class PackedBatch:
         return torch.arange(int(lengths_S.sum())) + torch.repeat_interleave(offsets_S, lengths_S)
 
 
+def rollout_ids(group_ids_S: Tensor, sample_ids_S: Tensor) -> Tensor:
+    """Rollout (0..R-1, in order of first appearance) of each sequence: the branches of a sample are one rollout."""
+    _, found_S = torch.unique(torch.stack([group_ids_S, sample_ids_S], dim=1), dim=0, return_inverse=True)  # by key
+    place_S = torch.arange(len(found_S), device=found_S.device)
+    first_R = torch.full_like(place_S, len(found_S)).scatter_reduce(0, found_S, place_S, "amin")
+    rank_R = torch.empty_like(first_R)
+    rank_R[first_R.argsort(stable=True)] = place_S
+    return rank_R[found_S]
+
+
 def pack(trajectories: Sequence[Trajectory]) -> PackedBatch:
     """Lays trajectories end to end.
 
@@ -175,9 +179,13 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedBatch:
     turn_ids_N = torch.full((total,), -1, dtype=torch.int64)
     rewards_N = torch.zeros(total)
     start = 0
+    turns: dict[tuple[int, int], int] = {}  # of each rollout so far
     for trajectory in trajectories:
-        actions = [segment for segment in trajectory.segments if segment.kind is SegmentKind.ACTION]
-        for turn, segment in enumerate(actions):
+        rollout = trajectory.group_id, trajectory.sample_id
+        for segment in (segment for segment in trajectory.segments if segment.kind is SegmentKind.ACTION):
+            following = turns.get(rollout, 0)
+            turn = following if segment.turn is None else segment.turn
+            turns[rollout] = max(following, turn + 1)
             action_mask_N[start + segment.start : start + segment.stop] = True
             turn_ids_N[start + segment.start : start + segment.stop] = turn
             rewards_N[start + segment.stop - 1] = segment.reward

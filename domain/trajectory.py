@@ -35,12 +35,15 @@ class SegmentKind(StrEnum):
 
 @frozen(kw_only=True)
 class Segment:
-    """Tokens `start` to `stop` (half-open) of a trajectory; `reward` is set on ACTION segments."""
+    """Tokens `start` to `stop` (half-open) of a trajectory; `reward` is set on ACTION segments. `turn` numbers the
+    replies of the whole rollout, over all its branches, in the order in which they were sampled; None: this one
+    follows the one before, a branch the branch before."""
 
     kind: SegmentKind
     start: int
     stop: int
     reward: float = 0.0
+    turn: int | None = None
 
 
 @frozen(kw_only=True, eq=False)
@@ -115,8 +118,8 @@ class TrajectoryBuilder:
         """Whether anything has been sampled."""
         return any(segment.kind is SegmentKind.ACTION for segment in self._segments)
 
-    def add_action(self, generation: Generation) -> None:
-        """Appends what the engine sampled.
+    def add_action(self, generation: Generation, *, turn: int | None = None) -> None:
+        """Appends what the engine sampled, as reply `turn` of the rollout (see `Segment`).
 
         Raises:
             TrajectoryError: nothing was sampled, lengths differ, or a log-prob is not a finite number <= 0.
@@ -133,6 +136,7 @@ class TrajectoryBuilder:
             if not (math.isfinite(value) and value <= LOGPROB_SLACK):
                 raise TrajectoryError(f"Sampled token {position} has log-prob {value}: it must be finite and <= 0.")
         self._append(SegmentKind.ACTION, tokens, logprobs, versions)
+        self._segments[-1] = evolve(self._segments[-1], turn=turn)
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
         """Appends what the environment wrote; empty observations are allowed and leave no segment."""

@@ -183,6 +183,7 @@ class TokenLedger:
         """One trajectory a branch, all of the same sample; `score` defaults to the sum of all rewards.
 
         A turn that several branches share is an action in the first of them and context in the others.
+        `reward_parts` are the whole rollout's, so that only the last branch has them.
 
         Raises:
             TrajectoryError: nothing was sampled.
@@ -195,9 +196,8 @@ class TokenLedger:
         result = []
         for leaf in leaves:
             builder = self._branch(leaf, trained, group_id, sample_id)
-            result.append(
-                builder.build(stop_reason=stop_reason, score=outcome, metrics=metrics, reward_parts=reward_parts)
-            )
+            parts = reward_parts if leaf == leaves[-1] else None
+            result.append(builder.build(stop_reason=stop_reason, score=outcome, metrics=metrics, reward_parts=parts))
         return result
 
     def _leaves(self) -> list[int]:
@@ -217,7 +217,7 @@ class TokenLedger:
             turn = self._turns[index]
             builder.expect_prefix(turn.prepared.token_ids)
             builder.add_observation(turn.prepared.token_ids[len(builder.token_ids) :])
-            builder.add_action(turn.generation)
+            builder.add_action(turn.generation, turn=index)
             builder.set_reward(turn.reward)
         return builder
 

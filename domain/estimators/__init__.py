@@ -1,7 +1,6 @@
 """Rewards to advantages: one table from name to function, and `estimate`, which whitens what a function returns. The
 contract is in `types`."""
 
-import torch
 from attrs import evolve
 
 from rollgrad.domain.catalogue import estimator_traits
@@ -32,7 +31,7 @@ def estimate(
     actions = Actions.of(inputs)
     groups_A = None
     if over == "group":
-        groups_A = torch.repeat_interleave(inputs.group_ids_S, actions.lengths_S)
+        groups_A = actions.group_R[actions.rollout_A]
     whitened_A = whiten_over(actions.take(result.advantages_N), groups_A, std_norm=std_norm)
     return evolve(result, advantages_N=actions.put(whitened_A))
 

@@ -2,13 +2,14 @@
 
 A rollout's outcome is the sum of its rewards over all its turns and branches; it counts once in its group, however
 many branches it has. The outcome's advantage goes to every action token of the rollout; rewards per token (the KL
-penalty) add their undiscounted sum from that token on. A group of one rollout has nothing to compare: advantage 0.
+penalty) add their undiscounted sum from that token to the rollout's end. A group of one rollout has nothing to compare:
+advantage 0.
 """
 
 import torch
 from torch import Tensor
 
-from rollgrad.domain.estimators.packing import Actions, sequence_ids
+from rollgrad.domain.estimators.packing import Actions
 from rollgrad.domain.estimators.registry import estimator
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
 from rollgrad.domain.estimators.types import Advantages, EstimatorInput, EstimatorParams
@@ -100,19 +101,11 @@ def gdpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     rollouts = Rollouts(inputs)
     total_R = torch.zeros_like(rollouts.outcome_R)
     for part_S, weight in zip(inputs.reward_parts_SK.double().unbind(1), inputs.part_weights_K, strict=True):
-        part_R = torch.zeros_like(total_R).index_add_(0, rollouts.rollout_S, part_S)
+        part_R = torch.zeros_like(total_R).index_add_(0, rollouts.actions.rollout_S, part_S)
         total_R += weight.double() * rollouts.normalised(part_R)
     centred_R = total_R - total_R.mean()
     std = (centred_R.square().sum() / max(1, len(centred_R) - 1)).sqrt()
     return broadcast(inputs, centred_R / (std + STD_FLOOR), rollouts)
-
-
-def rollouts_of(inputs: EstimatorInput) -> tuple[Tensor, Tensor]:
-    """(rollout_S: rollout of each sequence, group_R: group of each rollout), both numbered from 0."""
-    keys = torch.stack([inputs.group_ids_S, inputs.sample_ids_S], dim=1)
-    rollouts, rollout_S = torch.unique(keys, dim=0, return_inverse=True)
-    _, group_R = torch.unique(rollouts[:, 0], return_inverse=True)
-    return rollout_S, group_R
 
 
 class Rollouts:
@@ -121,8 +114,8 @@ class Rollouts:
 
     def __init__(self, inputs: EstimatorInput) -> None:
         self.actions = Actions.of(inputs)
-        self.rollout_S, self.group_R = rollouts_of(inputs)
-        self._rollout_A = self.rollout_S[sequence_ids(self.actions.lengths_S)]
+        self.group_R = self.actions.group_R
+        self._rollout_A = self.actions.rollout_A
         self._dtype = inputs.rewards_N.dtype
         self.outcome_R = self.sum_of(inputs.rewards_N)
         self.count_R = self.group_sum(torch.ones_like(self.outcome_R))
@@ -167,6 +160,6 @@ class Rollouts:
 def broadcast(inputs: EstimatorInput, outcome_R: Tensor, rollouts: Rollouts) -> Advantages:
     """Outcome advantages on every action token, plus the token rewards still to come."""
     actions = rollouts.actions
-    togo_A = reverse_discounted_sum(actions.take(inputs.token_rewards_N), actions.lengths_S, 1.0)
+    togo_A = reverse_discounted_sum(actions.take(inputs.token_rewards_N), actions.lengths_R, 1.0)
     advantages_N = actions.put(rollouts.to_actions(outcome_R) + togo_A)
     return Advantages(advantages_N=advantages_N, returns_N=advantages_N)

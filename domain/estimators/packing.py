@@ -4,35 +4,63 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from rollgrad.domain.batch import rollout_ids
 from rollgrad.domain.estimators.types import EstimatorInput
 
 VARIANCE_FLOOR = 1e-8
 """Variance below which whitening stops dividing by it."""
 
 
-def sequence_ids(lengths_S: Tensor) -> Tensor:
-    """Sequence of each token, [N]."""
-    return torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
-
-
 @frozen(kw_only=True, eq=False)
 class Actions:
-    """Action tokens (A) of a batch: `index_A` their places, None where every token is one; `lengths_S` how many each
-    sequence has."""
+    """Action tokens (A) of a batch, rollout (R) after rollout, the branches of each chained in the order of its turns.
+
+    `index_A`: places of the tokens in the batch of `tokens`, None where that is every place in order. `lengths_R`: how
+    many each rollout has. `rollout_S`: rollout of each sequence, in order of first appearance. `group_R`: group of each
+    rollout, from 0. `sequence_A`: sequence of each token.
+    """
 
     tokens: int
-    lengths_S: Tensor
     index_A: Tensor | None
+    lengths_R: Tensor
+    rollout_S: Tensor
+    group_R: Tensor
+    sequence_A: Tensor
 
     @classmethod
     def of(cls, inputs: EstimatorInput) -> "Actions":
         """The action tokens of a batch."""
         tokens = len(inputs.action_mask_N)
-        if bool(inputs.action_mask_N.all()):
-            return cls(tokens=tokens, lengths_S=inputs.lengths_S, index_A=None)
-        index_A = inputs.action_mask_N.nonzero()[:, 0]
-        stops_S = torch.searchsorted(index_A, inputs.lengths_S.cumsum(0))
-        return cls(tokens=tokens, lengths_S=stops_S.diff(prepend=stops_S.new_zeros(1)), index_A=index_A)
+        index_A, lengths_S = None, inputs.lengths_S
+        if not bool(inputs.action_mask_N.all()):
+            index_A = inputs.action_mask_N.nonzero()[:, 0]
+            stops_S = torch.searchsorted(index_A, inputs.lengths_S.cumsum(0))
+            lengths_S = stops_S.diff(prepend=stops_S.new_zeros(1))
+        sequence_A = torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
+        rollout_S = rollout_ids(inputs.group_ids_S, inputs.sample_ids_S)
+        rollouts = int(rollout_S.max()) + 1 if len(rollout_S) else 0
+        if rollouts < len(rollout_S):  # else the tokens are in this order already
+            if index_A is None:
+                index_A = torch.arange(tokens, device=lengths_S.device)
+            by_turn_A = torch.arange(len(index_A), device=lengths_S.device)
+            if inputs.turn_ids_N is not None:
+                by_turn_A = inputs.turn_ids_N[index_A].argsort(stable=True)
+            order_A = by_turn_A[rollout_S[sequence_A][by_turn_A].argsort(stable=True)]
+            index_A, sequence_A = index_A[order_A], sequence_A[order_A]
+        _, group_S = torch.unique(inputs.group_ids_S, return_inverse=True)
+        return cls(
+            tokens=tokens,
+            index_A=index_A,
+            lengths_R=lengths_S.new_zeros(rollouts).index_add_(0, rollout_S, lengths_S),
+            rollout_S=rollout_S,
+            group_R=group_S.new_zeros(rollouts).index_put_((rollout_S,), group_S),
+            sequence_A=sequence_A,
+        )
+
+    @property
+    def rollout_A(self) -> Tensor:
+        """Rollout of each token."""
+        return self.rollout_S[self.sequence_A]
 
     def take(self, values_N: Tensor) -> Tensor:
         """The values of the action tokens alone."""
@@ -70,18 +98,20 @@ def _totals(values_A: Tensor, index_A: Tensor) -> Tensor:
 
 @frozen(kw_only=True, eq=False)
 class Turns:
-    """Action tokens (A) gathered into turns (U), in the order of the batch: `turn_A` is the turn of each action token,
-    `first_U` the index in A of a turn's first token, `sequence_U` its sequence, `rewards_U` its reward."""
+    """Action tokens (A) gathered into turns (U), in the order of `Actions`: `turn_A` is the turn of each action token,
+    `first_U` the index in A of a turn's first token, `rollout_U` its rollout, `rewards_U` its reward; `lengths_R` are
+    the turns of each rollout."""
 
     turn_A: Tensor
     first_U: Tensor
-    sequence_U: Tensor
+    rollout_U: Tensor
     rewards_U: Tensor
+    lengths_R: Tensor
 
     @classmethod
     def of(cls, inputs: EstimatorInput, actions: Actions) -> "Turns":
         """The turns of a batch."""
-        sequence_A = sequence_ids(actions.lengths_S)
+        sequence_A = actions.sequence_A
         if inputs.turn_ids_N is None:
             position_A = actions.take(torch.arange(actions.tokens, device=sequence_A.device))
             same_A = position_A[1:] == position_A[:-1] + 1
@@ -93,9 +123,11 @@ class Turns:
         turn_A = opens_A.cumsum(0) - 1
         first_U = opens_A.nonzero()[:, 0]
         rewards_A = actions.take(inputs.rewards_N)
+        rollout_U = actions.rollout_A[first_U]
         return cls(
             turn_A=turn_A,
             first_U=first_U,
-            sequence_U=sequence_A[first_U],
+            rollout_U=rollout_U,
             rewards_U=rewards_A.new_zeros(len(first_U)).index_add_(0, turn_A, rewards_A),
+            lengths_R=torch.bincount(rollout_U, minlength=len(actions.lengths_R)),
         )

@@ -13,7 +13,7 @@ def reinforce(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     whitened over the batch's action tokens)."""
     actions = Actions.of(inputs)
     rewards_A = actions.take(inputs.rewards_N) + actions.take(inputs.token_rewards_N)
-    returns_N = actions.put(reverse_discounted_sum(rewards_A, actions.lengths_S, params.gamma))
+    returns_N = actions.put(reverse_discounted_sum(rewards_A, actions.lengths_R, params.gamma))
     return Advantages(advantages_N=returns_N, returns_N=returns_N)
 
 
@@ -36,5 +36,5 @@ def remax(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
         raise ValueError("remax needs baselines_S, the reward of each prompt's greedy rollout.")
     rollouts = Rollouts(inputs)
     baseline_R = rollouts.outcome_R.new_zeros(len(rollouts.outcome_R))
-    baseline_R[rollouts.rollout_S] = inputs.baselines_S.double()
+    baseline_R[rollouts.actions.rollout_S] = inputs.baselines_S.double()
     return broadcast(inputs, rollouts.outcome_R - baseline_R, rollouts)

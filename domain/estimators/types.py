@@ -3,7 +3,10 @@
 Contract of every estimator `f(inputs, params) -> Advantages`: per-token arrays are [N] over packed sequences, at the
 token's own position; only action tokens count, environment tokens are passed over as if the action tokens on either
 side were adjacent; whatever stands at masked positions, even NaN, has no effect; the result does not depend on the
-order or packing of the sequences (branches of one rollout keep their order among themselves).
+order or packing of the sequences (branches of one rollout keep their order among themselves). An episode is a rollout
+with all its branches, whose turns follow each other in the order in which they were sampled: after the last token of a
+branch comes the first action token of the next, so that nothing depends on whether a template rewrote the history and
+thereby opened a branch.
 """
 
 from collections.abc import Callable
@@ -15,10 +18,11 @@ from torch import Tensor
 @frozen(kw_only=True, eq=False)
 class EstimatorInput:
     """`rewards_N`: each turn's reward on the last token of its action segment. `token_rewards_N`: additions per token,
-    such as -coef * KL. `action_mask_N` bool. `turn_ids_N` int64: turn of each action token within its sequence; None
-    takes every run of adjacent action tokens for a turn. `lengths_S`, `group_ids_S`, `sample_ids_S` int64: sequences
-    of one group answer one prompt; sequences of one sample are branches of one rollout. `values_N`: critic.
-    `baselines_S`: reward of the prompt's greedy rollout. `reward_parts_SK` and `part_weights_K`: named rewards."""
+    such as -coef * KL. `action_mask_N` bool. `turn_ids_N` int64: turn of each action token within its rollout, in the
+    order in which they were sampled; None takes every run of adjacent action tokens for a turn, in the order of the
+    sequences. `lengths_S`, `group_ids_S`, `sample_ids_S` int64: sequences of one group answer one prompt; sequences of
+    one sample are branches of one rollout. `values_N`: critic. `baselines_S`: reward of the prompt's greedy rollout.
+    `reward_parts_SK` and `part_weights_K`: named rewards, which add up over a rollout's branches."""
 
     rewards_N: Tensor
     token_rewards_N: Tensor

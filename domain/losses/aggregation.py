@@ -9,17 +9,26 @@ from torch import Tensor
 
 
 def loss_weights(
-    mode: str, *, action_mask_N: Tensor, lengths_S: Tensor, group_ids_S: Tensor, max_length: int
+    mode: str,
+    *,
+    action_mask_N: Tensor,
+    lengths_S: Tensor,
+    group_ids_S: Tensor,
+    rollout_ids_S: Tensor,
+    max_length: int,
 ) -> Tensor:
     """Float32 weight of each token; 0 where not an action, all 0 without actions.
 
+    The sequences of the papers are rollouts: one that branched weighs no more than one in a single piece.
+
     Args:
-        mode: `token_mean` (DAPO, eq. 8): mean over action tokens. `sequence_mean` (GRPO, eq. 3): mean over sequences
+        mode: `token_mean` (DAPO, eq. 8): mean over action tokens. `sequence_mean` (GRPO, eq. 3): mean over rollouts
             that have actions of their token mean. `prompt_mean`: mean over groups of the mean over the group's action
-            tokens. `constant_length` (Dr. GRPO, section 3.2): sum over tokens / `max_length`, mean over sequences.
+            tokens. `constant_length` (Dr. GRPO, section 3.2): sum over tokens / `max_length`, mean over rollouts.
         action_mask_N: bool.
         lengths_S: tokens of each sequence.
         group_ids_S: group of each sequence.
+        rollout_ids_S: rollout of each sequence, from 0 (`domain.batch.rollout_ids`).
         max_length: the constant of `constant_length`, in tokens.
 
     Raises:
@@ -27,12 +36,13 @@ def loss_weights(
     """
     sequence_N = torch.repeat_interleave(torch.arange(len(lengths_S), device=lengths_S.device), lengths_S)
     actions_S = torch.zeros_like(lengths_S).index_add_(0, sequence_N, action_mask_N.to(lengths_S.dtype))
-    nonempty = (actions_S > 0).sum()
+    actions_R = torch.zeros_like(actions_S).index_add_(0, rollout_ids_S, actions_S)  # 0 beyond the last rollout
+    nonempty = (actions_R > 0).sum()
     match mode:
         case "token_mean":
             weights_S = torch.ones_like(actions_S, dtype=torch.float64) / actions_S.sum()
         case "sequence_mean":
-            weights_S = 1.0 / (actions_S.double() * nonempty)
+            weights_S = 1.0 / (actions_R[rollout_ids_S].double() * nonempty)
         case "prompt_mean":
             _, group_S = torch.unique(group_ids_S, return_inverse=True)
             actions_G = torch.zeros_like(actions_S).index_add_(0, group_S, actions_S)

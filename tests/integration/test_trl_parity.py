@@ -315,6 +315,7 @@ def run_ours(
             action_mask_N=case.mask_N,
             lengths_S=case.lengths_S,
             group_ids_S=case.groups_S,
+            rollout_ids_S=torch.arange(count),
             max_length=max_length,
         ),
     )

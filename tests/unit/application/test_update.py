@@ -150,6 +150,7 @@ def test_weights_are_those_of_the_whole_step(aggregation: Aggregation) -> None:
         action_mask_N=packed.action_mask_N,
         lengths_S=packed.lengths_S,
         group_ids_S=packed.group_ids_S,
+        rollout_ids_S=packed.rollout_ids_S,
         max_length=16,
     )
     assert torch.equal(weights, expected)

@@ -15,7 +15,8 @@ PART_WEIGHTS = (1.0, 0.5)
 @attrs.define
 class Sequence:
     """One sequence: per token its reward, KL addition, value and whether it is an action, and the turn of each token
-    (None: runs of adjacent action tokens); the reward of its prompt's greedy rollout; its named rewards."""
+    within its rollout (None: runs of adjacent action tokens); the reward of its prompt's greedy rollout; its named
+    rewards."""
 
     group: int
     sample: int
@@ -46,32 +47,44 @@ def action_positions(sequence: Sequence) -> list[int]:
     return [t for t, action in enumerate(sequence.actions) if action]
 
 
-def turns_of(sequence: Sequence) -> list[list[int]]:
-    """Positions of the action tokens of each turn."""
-    turns: list[list[int]] = []
-    for t in action_positions(sequence):
-        if turns and sequence.turns is not None:
-            joins = sequence.turns[turns[-1][-1]] == sequence.turns[t]
+Place = tuple[int, int]
+"""(sequence, token)."""
+
+
+def episodes(batch: list[Sequence]) -> dict[Rollout, list[Place]]:
+    """The action tokens of each rollout, turn by turn, or branch by branch where turns have no numbers."""
+    result: dict[Rollout, list[Place]] = {}
+    for i, s in enumerate(batch):
+        result.setdefault((s.group, s.sample), []).extend((i, t) for t in action_positions(s))
+    for places in result.values():
+        places.sort(key=lambda place: (batch[place[0]].turns or [0] * (place[1] + 1))[place[1]])
+    return result
+
+
+def turns_of(batch: list[Sequence], places: list[Place]) -> list[list[Place]]:
+    """The action tokens of each turn of an episode."""
+    turns: list[list[Place]] = []
+    for i, t in places:
+        before, numbers = turns[-1][-1] if turns else (-1, -1), batch[i].turns
+        if before[0] == i and (t == before[1] + 1 if numbers is None else numbers[t] == numbers[before[1]]):
+            turns[-1].append((i, t))
         else:
-            joins = bool(turns) and turns[-1][-1] == t - 1
-        if joins:
-            turns[-1].append(t)
-        else:
-            turns.append([t])
+            turns.append([(i, t)])
     return turns
 
 
-def turn_numbers(sequence: Sequence) -> list[int]:
-    """Turn of each token, -1 where it is not an action."""
-    numbers = [-1] * len(sequence.actions)
-    for k, turn in enumerate(turns_of(sequence)):
-        for t in turn:
-            numbers[t] = k
+def turn_numbers(batch: list[Sequence]) -> list[list[int]]:
+    """Turn of each token within its rollout, -1 where it is not an action."""
+    numbers = [[-1] * len(s.actions) for s in batch]
+    for places in episodes(batch).values():
+        for k, turn in enumerate(turns_of(batch, places)):
+            for i, t in turn:
+                numbers[i][t] = k
     return numbers
 
 
-def blank(sequence: Sequence) -> list[float | None]:
-    return [None] * len(sequence.actions)
+def blank(batch: list[Sequence]) -> Rows:
+    return [[None] * len(s.actions) for s in batch]
 
 
 def mean_of(values: list[float]) -> float:
@@ -121,52 +134,46 @@ def gae(
     length_adaptive_alpha: float | None = None,
 ) -> tuple[Rows, Rows]:
     """Schulman et al. 2016, eq. 11 and 16, over action tokens; VAPO's lambdas; (raw advantages, returns)."""
-    advantages, returns = [], []
-    for s in batch:
-        row_a, row_r = blank(s), blank(s)
+    advantages, returns = blank(batch), blank(batch)
+    for places in episodes(batch).values():
         policy_lambd = lambd
-        if length_adaptive_alpha is not None and any(s.actions):
-            policy_lambd = max(0.0, 1.0 - 1.0 / (length_adaptive_alpha * sum(s.actions)))
+        if length_adaptive_alpha is not None and places:
+            policy_lambd = max(0.0, 1.0 - 1.0 / (length_adaptive_alpha * len(places)))
         target_lambd = policy_lambd if critic_lambd is None else critic_lambd
         running, target, next_value = 0.0, 0.0, 0.0
-        for t in reversed(action_positions(s)):
+        for i, t in reversed(places):
+            s = batch[i]
             delta = s.rewards[t] + s.extras[t] + gamma * next_value - s.values[t]
             running = delta + gamma * policy_lambd * running
             target = delta + gamma * target_lambd * target
             next_value = s.values[t]
-            row_a[t], row_r[t] = running, target + s.values[t]
-        advantages.append(row_a)
-        returns.append(row_r)
+            advantages[i][t], returns[i][t] = running, target + s.values[t]
     return advantages, returns
 
 
 def turn_gae(batch: list[Sequence], gamma: float, lambd: float, critic_lambd: float | None = None) -> tuple[Rows, Rows]:
     """GAE with a turn for a step: the value at its first token, the rewards and KL of all its tokens."""
-    advantages, returns = [], []
-    for s in batch:
-        row_a, row_r = blank(s), blank(s)
+    advantages, returns = blank(batch), blank(batch)
+    for places in episodes(batch).values():
         running, target, next_value = 0.0, 0.0, 0.0
-        for turn in reversed(turns_of(s)):
-            value = s.values[turn[0]]
-            delta = math.fsum(s.rewards[t] + s.extras[t] for t in turn) + gamma * next_value - value
+        for turn in reversed(turns_of(batch, places)):
+            value = batch[turn[0][0]].values[turn[0][1]]
+            delta = math.fsum(batch[i].rewards[t] + batch[i].extras[t] for i, t in turn) + gamma * next_value - value
             running = delta + gamma * lambd * running
             target = delta + gamma * (lambd if critic_lambd is None else critic_lambd) * target
             next_value = value
-            for t in turn:
-                row_a[t], row_r[t] = running, target + value
-        advantages.append(row_a)
-        returns.append(row_r)
+            for i, t in turn:
+                advantages[i][t], returns[i][t] = running, target + value
     return advantages, returns
 
 
 def returns_to_go(batch: list[Sequence], gamma: float, *, extras_only: bool = False) -> Rows:
-    rows = []
-    for s in batch:
-        row, running = blank(s), 0.0
-        for t in reversed(action_positions(s)):
-            running = (0.0 if extras_only else s.rewards[t]) + s.extras[t] + gamma * running
-            row[t] = running
-        rows.append(row)
+    rows = blank(batch)
+    for places in episodes(batch).values():
+        running = 0.0
+        for i, t in reversed(places):
+            running = (0.0 if extras_only else batch[i].rewards[t]) + batch[i].extras[t] + gamma * running
+            rows[i][t] = running
     return rows
 
 
@@ -245,23 +252,21 @@ def outcome_advantages(kind: str, batch: list[Sequence]) -> dict[Rollout, float]
 
 
 def turn_group_norm(batch: list[Sequence], gamma: float) -> Rows:
-    """Rewards to go of turn k of a rollout, turns counted over its branches, normalised among the group's rollouts that
-    reached turn k; the KL still to come of the token's sequence is added."""
-    togo: dict[Rollout, list[float]] = {}
-    first: list[int] = []
-    for s in batch:
-        turns = togo.setdefault((s.group, s.sample), [])
-        first.append(len(turns))
-        turns += [math.fsum(s.rewards[t] for t in turn) for turn in turns_of(s)]
-    for turns in togo.values():
-        for k in reversed(range(len(turns) - 1)):
-            turns[k] += gamma * turns[k + 1]
+    """Rewards to go of turn k of a rollout, normalised among the group's rollouts that reached turn k; the KL still to
+    come is added."""
+    turns = {rollout: turns_of(batch, places) for rollout, places in episodes(batch).items()}
+    togo = {
+        rollout: [math.fsum(batch[i].rewards[t] for i, t in turn) for turn in mine] for rollout, mine in turns.items()
+    }
+    for rewards in togo.values():
+        for k in reversed(range(len(rewards) - 1)):
+            rewards[k] += gamma * rewards[k + 1]
     rows = returns_to_go(batch, 1.0, extras_only=True)
-    for s, row, start in zip(batch, rows, first, strict=True):
-        for k, turn in enumerate(turns_of(s), start):
-            reached = [other[k] for (g, _), other in togo.items() if g == s.group and len(other) > k]
-            for t in turn:
-                row[t] = (row[t] or 0.0) + standard(togo[s.group, s.sample][k], reached)
+    for rollout, mine in turns.items():
+        for k, turn in enumerate(mine):
+            reached = [other[k] for (group, _), other in togo.items() if group == rollout[0] and len(other) > k]
+            for i, t in turn:
+                rows[i][t] = (rows[i][t] or 0.0) + standard(togo[rollout][k], reached)
     return rows
 
 
@@ -462,25 +467,22 @@ def kl_estimate(kind: str, logprob: float, reference: float, old: float) -> floa
     return {"k1": x, "k2": x * x / 2, "k3": k3, "k3_unbiased": ratio_of(logprob - old) * k3}[kind]
 
 
-def loss_weights(mode: str, actions: list[bool], lengths: list[int], groups: list[int], max_length: int) -> list[float]:
-    """Weight of each token from the mean that the mode is."""
-    rows, start = [], 0
-    for length in lengths:
-        rows.append(actions[start : start + length])
-        start += length
-    live = sum(any(row) for row in rows)
-    of_group = {g: sum(sum(row) for row, mine in zip(rows, groups, strict=True) if mine == g) for g in groups}
+def loss_weights(mode: str, batch: list[Sequence], max_length: int) -> list[float]:
+    """Weight of each token from the mean that the mode is; the branches of a rollout are one sequence."""
+    of_rollout = {rollout: len(places) for rollout, places in episodes(batch).items()}
+    live = sum(count > 0 for count in of_rollout.values())
+    of_group = {s.group: sum(n for (group, _), n in of_rollout.items() if group == s.group) for s in batch}
     live_groups = sum(count > 0 for count in of_group.values())
     result = []
-    for row, group in zip(rows, groups, strict=True):
-        for action in row:
+    for s in batch:
+        for action in s.actions:
             if not action:
                 result.append(0.0)
                 continue
             shares = {
-                "token_mean": sum(actions),
-                "sequence_mean": live * sum(row),
-                "prompt_mean": live_groups * of_group[group],
+                "token_mean": sum(of_rollout.values()),
+                "sequence_mean": live * of_rollout[s.group, s.sample],
+                "prompt_mean": live_groups * of_group[s.group],
                 "constant_length": live * max_length,
             }
             result.append(1 / shares[mode])

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain.batch import PackedBatch
+from rollgrad.domain.batch import PackedBatch, rollout_ids
 from rollgrad.domain.batching import balanced_partitions
 from rollgrad.domain.catalogue import ESTIMATORS, POLICY_LOSSES, policy_loss_traits
 from rollgrad.domain.estimators import EstimatorInput, EstimatorParams, estimate
@@ -92,7 +92,12 @@ def make_batch(seed: int, estimator: str, loss: str, aggregation: str) -> tuple[
         ref_logprobs_N=noisy(theta_N, 0.3),
         advantages_N=result.advantages_N,
         loss_weights_N=loss_weights(
-            aggregation, action_mask_N=mask, lengths_S=lengths, group_ids_S=groups, max_length=20
+            aggregation,
+            action_mask_N=mask,
+            lengths_S=lengths,
+            group_ids_S=groups,
+            rollout_ids_S=rollout_ids(groups, samples),
+            max_length=20,
         ).double(),
     )
     return evolve(batch, selected_N=select(batch, loss)), theta_N

@@ -85,7 +85,7 @@ def raw(name: str, batch: list[Sequence], params: EstimatorParams = PARAMS) -> T
 
 def numbered(batch: list[Sequence]) -> list[Sequence]:
     """The batch with its turns named on the tokens."""
-    return [attrs.evolve(s, turns=references.turn_numbers(s)) for s in batch]
+    return [attrs.evolve(s, turns=turns) for s, turns in zip(batch, references.turn_numbers(batch), strict=True)]
 
 
 def reordered(batch: list[Sequence], seed: int) -> list[int]:
@@ -157,10 +157,13 @@ def test_whitening_equals_the_reference(
 def test_adjacent_turns_are_told_apart_by_their_ids(name: str, seed: int, options: Settings) -> None:
     rng = random.Random(seed)
     batch = []
+    following: dict[tuple[int, int], int] = {}
     for s in random_batch(seed):
-        turns = [0] * len(s.actions)
-        for t in range(1, len(turns)):
-            turns[t] = turns[t - 1] + (rng.random() < 0.5)
+        turns = []
+        for _ in s.actions:
+            turns.append(following.get((s.group, s.sample), 0))
+            following[s.group, s.sample] = turns[-1] + (rng.random() < 0.5)
+        following[s.group, s.sample] = turns[-1] + 1
         batch.append(attrs.evolve(s, turns=turns))
     found = ESTIMATORS[name](inputs(batch), params_of(options)).advantages_N
     want = expected(references.raw(name, batch, options)[0])
@@ -204,7 +207,8 @@ def test_a_gap_equals_the_compacted_sequence(name: str, seed: int) -> None:
     batch = numbered(random_batch(seed))
     compact = []
     for s in batch:
-        places, turns = references.action_positions(s), references.turn_numbers(s)
+        places, turns = references.action_positions(s), s.turns
+        assert turns is not None
         compact.append(
             attrs.evolve(
                 s,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain.batch import PackedBatch
+from rollgrad.domain.batch import PackedBatch, rollout_ids
 from rollgrad.domain.losses.aggregation import loss_weights
 from rollgrad.domain.losses.kl import kl_estimate
 from rollgrad.domain.losses.objectives import ClippedValueObjective, PolicyLossObjective
@@ -34,8 +34,15 @@ def batch_of(seed: int, mode: str) -> PackedBatch:
     def noise(scale: float = 1.0) -> Tensor:
         return torch.where(mask, scale * torch.randn(total, generator=generator, dtype=torch.float64), 0.0)
 
-    groups = torch.tensor([s.group for s in sequences])
-    weights = loss_weights(mode, action_mask_N=mask, lengths_S=lengths, group_ids_S=groups, max_length=20)
+    groups, samples = torch.tensor([s.group for s in sequences]), torch.tensor([s.sample for s in sequences])
+    weights = loss_weights(
+        mode,
+        action_mask_N=mask,
+        lengths_S=lengths,
+        group_ids_S=groups,
+        rollout_ids_S=rollout_ids(groups, samples),
+        max_length=20,
+    )
     return PackedBatch(
         tokens_N=torch.zeros(total, dtype=torch.int64),
         positions_N=torch.zeros(total, dtype=torch.int64),
@@ -47,7 +54,7 @@ def batch_of(seed: int, mode: str) -> PackedBatch:
         lengths_S=lengths,
         prompt_lengths_S=torch.ones_like(lengths),
         group_ids_S=groups,
-        sample_ids_S=torch.arange(len(lengths)),
+        sample_ids_S=samples,
         scores_S=torch.zeros(len(lengths)),
         truncated_S=torch.zeros(len(lengths), dtype=torch.bool),
         old_logprobs_N=noise(0.3),
@@ -99,22 +106,22 @@ def test_any_split_in_any_order_gives_the_same_gradient(mode: str, seed: int, pa
 @given(seed=SEEDS)
 def test_weights_are_the_formula(mode: str, seed: int) -> None:
     batch = batch_of(seed, mode)
-    ids, mask = batch.sequence_ids_N.tolist(), batch.action_mask_N.tolist()
-    groups = batch.group_ids_S.tolist()
+    ids, mask = batch.rollout_ids_S[batch.sequence_ids_N].tolist(), batch.action_mask_N.tolist()
+    groups = dict(zip(batch.rollout_ids_S.tolist(), batch.group_ids_S.tolist(), strict=True))
     count: dict[int, int] = {}
-    for sequence, action in zip(ids, mask, strict=True):
-        count[sequence] = count.get(sequence, 0) + action
+    for rollout, action in zip(ids, mask, strict=True):
+        count[rollout] = count.get(rollout, 0) + action
     nonempty = [s for s, c in count.items() if c]
     per_group: dict[int, int] = {}
     for s, c in count.items():
         per_group[groups[s]] = per_group.get(groups[s], 0) + c
     live_groups = sum(c > 0 for c in per_group.values())
 
-    def weight(sequence: int) -> float:
+    def weight(rollout: int) -> float:
         return {
             "token_mean": 1 / sum(count.values()),
-            "sequence_mean": 1 / (len(nonempty) * max(1, count[sequence])),
-            "prompt_mean": 1 / (live_groups * max(1, per_group[groups[sequence]])),
+            "sequence_mean": 1 / (len(nonempty) * max(1, count[rollout])),
+            "prompt_mean": 1 / (live_groups * max(1, per_group[groups[rollout]])),
             "constant_length": 1 / (len(nonempty) * 20),
         }[mode]
 
@@ -130,6 +137,7 @@ def test_weights_without_actions_are_zero(mode: str) -> None:
         action_mask_N=torch.zeros(3, dtype=torch.bool),
         lengths_S=torch.tensor([3]),
         group_ids_S=torch.tensor([0]),
+        rollout_ids_S=torch.tensor([0]),
         max_length=4,
     )
     assert torch.equal(weights, torch.zeros(3))

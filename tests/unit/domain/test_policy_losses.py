@@ -13,6 +13,7 @@ from torch import Tensor
 
 import rollgrad.domain.losses.policy  # noqa: F401  (fills the table)
 from rollgrad.domain import catalogue
+from rollgrad.domain.batch import rollout_ids
 from rollgrad.domain.losses.aggregation import loss_weights, weighted_sum
 from rollgrad.domain.losses.kl import kl_estimate
 from rollgrad.domain.losses.ratios import ratio
@@ -354,15 +355,16 @@ def test_kl_refuses_what_it_cannot_do() -> None:
 def test_aggregation_equals_the_reference(mode: str, seed: int, max_length: int) -> None:
     batch = random_batch(seed)
     actions = [a for s in batch for a in s.actions]
-    lengths, groups = [len(s.actions) for s in batch], [s.group for s in batch]
+    groups, samples = torch.tensor([s.group for s in batch]), torch.tensor([s.sample for s in batch])
     found = loss_weights(
         mode,
         action_mask_N=torch.tensor(actions),
-        lengths_S=torch.tensor(lengths),
-        group_ids_S=torch.tensor(groups),
+        lengths_S=torch.tensor([len(s.actions) for s in batch]),
+        group_ids_S=groups,
+        rollout_ids_S=rollout_ids(groups, samples),
         max_length=max_length,
     )
-    wanted = torch.tensor(references.loss_weights(mode, actions, lengths, groups, max_length))
+    wanted = torch.tensor(references.loss_weights(mode, batch, max_length))
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
     if mode != "constant_length":
         assert float(found.sum()) == pytest.approx(1.0, rel=1e-5)

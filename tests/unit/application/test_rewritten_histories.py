@@ -1,0 +1,200 @@
+"""An episode is learned from in the same way whether or not its history was rewritten.
+
+The same random episodes are recorded twice by a `TokenLedger`: with a template that keeps the history as it is, and
+with one that leaves thinking out of it, so that replies open branches. Advantage, target and loss weights of each
+sampled token must not differ, under any estimator, whitening, aggregation, shaping and KL in the reward, also where the
+rollout is divided over optimizer steps and micro-batches.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rollgrad.application.agents.ledger import TokenLedger
+from rollgrad.application.choices import Aggregation, KLEstimator, Normalise, Whiten
+from rollgrad.application.config import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from rollgrad.application.experience import ExperienceService
+from rollgrad.application.update import UpdateService
+from rollgrad.domain.catalogue import ESTIMATORS
+from rollgrad.domain.losses.objectives import ClippedValueObjective, PolicyLossObjective
+from rollgrad.domain.messages import Message
+from rollgrad.domain.sampling import Generation, StopReason
+from rollgrad.domain.trajectory import SegmentKind, Trajectory
+from tests.fakes.chat_codec import FakeChatCodec
+from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
+
+WEIGHTS = {"right": 1.0, "short": 0.5}
+"""Of the named rewards of an episode."""
+LIMIT = 40
+"""Sampled tokens of an episode that penalties of length go by."""
+
+Token = tuple[tuple[int, ...], int]
+"""(the reply, which none other equals; its place in it)."""
+
+
+def play(rng: random.Random, *, group: int, sample: int, forgetful: bool, parts_only: bool) -> list[Trajectory]:
+    """One episode of up to four turns, some of which go back to an earlier conversation, as after a sub-agent."""
+    codec = FakeChatCodec(forgetful=forgetful)
+    ledger = TokenLedger(codec)
+    conversations: list[list[Message]] = [[{"role": "user", "content": "3+4?"}]]
+    turns = rng.randint(1, 4)
+    for turn in range(turns):
+        messages = rng.choice(conversations) if rng.random() < 0.3 else conversations[-1]
+        prepared = ledger.prepare(messages)
+        thought = "(hm)" if rng.random() < 0.7 else ""
+        said = f"{thought}{group}.{sample}.{turn}" + "x" * rng.randint(0, 5)
+        tokens = codec.encode(said)
+        generation = Generation(
+            token_ids=tokens, logprobs=[-1.0] * len(tokens), versions=[0] * len(tokens), stop_reason=StopReason.STOP
+        )
+        message = codec.parse(said, "").message
+        ledger.commit(prepared, generation, message)
+        ledger.set_reward(turn, 0.0 if parts_only else rng.choice([0.0, 0.25, 1.0]))
+        conversations.append([*messages, message, {"role": "user", "content": "And?"}])
+    parts = {"right": rng.choice([0.0, 1.0]), "short": rng.choice([0.0, 0.5, 1.0])}
+    if parts_only:
+        ledger.reward_last(sum(WEIGHTS[name] * value for name, value in parts.items()))
+    stop = rng.choice([StopReason.STOP, StopReason.LENGTH])
+    return ledger.trajectories(group_id=group, sample_id=sample, stop_reason=stop, reward_parts=parts)
+
+
+def episodes(seed: int, *, forgetful: bool, parts_only: bool) -> list[Trajectory]:
+    rng = random.Random(seed)
+    return [
+        trajectory
+        for group in range(2)
+        for sample in range(rng.randint(2, 4))
+        for trajectory in play(rng, group=group, sample=10 * group + sample, forgetful=forgetful, parts_only=parts_only)
+    ]
+
+
+def sampled(trajectories: Sequence[Trajectory]) -> list[Token]:
+    """Each sampled token, in the order of the packed batch."""
+    return [
+        (tuple(t.token_ids_T[s.start : s.stop].tolist()), place)
+        for t in trajectories
+        for s in t.segments
+        if s.kind is SegmentKind.ACTION
+        for place in range(s.stop - s.start)
+    ]
+
+
+def learned(
+    trajectories: Sequence[Trajectory], *, algo: AlgoConfig, reward: RewardConfig, steps: dict[str, Any]
+) -> dict[Token, list[float]]:
+    """Advantage, target and both loss weights of every sampled token."""
+    generator = torch.Generator().manual_seed(0)
+    critic = FakeValue(lr=0.0)
+    critic.load_state_dict({"table": torch.randn(VOCABULARY, generator=generator), "steps": 0})
+    policy = FakePolicy(torch.randn(VOCABULARY, generator=generator), lr=0.0)
+    reference = FakeReference(torch.randn(VOCABULARY, generator=generator))
+    service = ExperienceService(
+        policy,
+        reference=reference,
+        critic=critic,
+        algo=algo,
+        reward=reward,
+        max_length=LIMIT,
+        max_tokens=60,
+        steps_per_rollout=2,
+    )
+    batch = service.make(trajectories, 0.1, {0: 0.5, 1: 0.25}).batch
+    names = dict(zip(batch.action_mask_N.nonzero()[:, 0].tolist(), sampled(trajectories), strict=True))
+    # select() carries tokens along: what names them is their place, which is put where their versions were.
+    batch.versions_N.copy_(torch.arange(batch.token_count))
+    UpdateService(policy, critic, max_length=LIMIT, epochs=1, max_tokens=60, seed=0, **steps).run(
+        batch, PolicyLossObjective(), ClippedValueObjective(clip=None)
+    )
+    result = {}
+    for part in (part for step in policy.updates for part in step):
+        mask_N = part.action_mask_N
+        columns = [part.filled(f"{name}_N")[mask_N].tolist() for name in COLUMNS]
+        for place, *values in zip(part.versions_N[mask_N].tolist(), *columns, strict=True):
+            result[names[place]] = values
+    return result
+
+
+COLUMNS = ("advantages", "returns", "loss_weights", "value_weights", "positive_weights")
+
+
+@st.composite
+def shapings(draw: st.DrawFn, *, parts: bool) -> RewardConfig:
+    """Any shaping of rewards; none where the named rewards are compared apart, which it does not reach."""
+    if parts:
+        return RewardConfig(weights=WEIGHTS)
+    return RewardConfig(
+        overlong_buffer_len=draw(st.sampled_from([None, 20])),
+        stop_properly_penalty_coef=draw(st.sampled_from([None, 0.5])),
+        normalize=draw(st.sampled_from([Normalise.NONE, Normalise.RUNNING])),
+        clip_range=draw(st.sampled_from([None, (0.0, 2.0)])),
+    )
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 10**6))
+def test_a_rewritten_history_changes_nothing(estimator: str, data: st.DataObject, seed: int) -> None:
+    traits = ESTIMATORS[estimator]
+    parts = "reward_parts" in traits.needs
+    given_settings = {
+        "gamma": data.draw(st.sampled_from([1.0, 0.9])),
+        "lambd": data.draw(st.sampled_from([1.0, 0.8])),
+        "critic_lambd": data.draw(st.sampled_from([None, 0.7])),
+        "length_adaptive_alpha": data.draw(st.sampled_from([None, 0.5])),
+    }
+    algo = AlgoConfig(
+        advantage=AdvantageConfig(
+            estimator=estimator, whiten=data.draw(st.sampled_from([None, *Whiten])), **given_settings
+        ),
+        kl=KLConfig(init_coef=0.1, estimator=data.draw(st.sampled_from([KLEstimator.K1, KLEstimator.K3]))),
+    )
+    reward = data.draw(shapings(parts=parts))
+    if estimator == "maxrl":
+        reward.normalize, reward.clip_range = Normalise.NONE, (0.0, 2.0)  # it takes no negative outcome
+    steps = {
+        "aggregation": data.draw(st.sampled_from(list(Aggregation))),
+        "batch_size": data.draw(st.sampled_from([None, 2])),
+    }
+    plain, rewritten = (episodes(seed, forgetful=forgetful, parts_only=parts) for forgetful in (False, True))
+    assume(len(rewritten) > len(plain))
+    wanted = learned(plain, algo=algo, reward=reward, steps=steps)
+    found = learned(rewritten, algo=algo, reward=reward, steps=steps)
+    assert found.keys() == wanted.keys()
+    for token, values in wanted.items():
+        assert found[token] == pytest.approx(values, rel=1e-4, abs=1e-5), token
+
+
+@pytest.mark.parametrize("estimator", ["gae", "turn_gae", "reinforce"])
+@pytest.mark.parametrize("forgetful", [False, True])
+def test_every_turn_of_a_won_episode_is_praised(estimator: str, forgetful: bool) -> None:
+    """Three turns, success 1 at the end, and a critic that expects nothing."""
+    ledger, messages = TokenLedger(codec := FakeChatCodec(forgetful=forgetful)), [{"role": "user", "content": "?"}]
+    for turn in range(3):
+        tokens = codec.encode(said := f"(hm){turn}")
+        generation = Generation(
+            token_ids=tokens, logprobs=[-1.0] * len(tokens), versions=[0] * len(tokens), stop_reason=StopReason.STOP
+        )
+        message = codec.parse(said, "").message
+        ledger.commit(ledger.prepare(messages), generation, message)
+        messages = [*messages, message, {"role": "user", "content": "And?"}]
+    ledger.reward_last(1.0)
+    won = ledger.trajectories(group_id=0, sample_id=0, stop_reason=StopReason.STOP)
+    assert len(won) == (3 if forgetful else 1)
+    service = ExperienceService(
+        FakePolicy(),
+        reference=None,
+        critic=FakeValue(),
+        algo=AlgoConfig(advantage=AdvantageConfig(estimator=estimator, whiten=Whiten.NONE)),
+        reward=RewardConfig(),
+        max_length=LIMIT,
+        max_tokens=1000,
+        steps_per_rollout=1,
+    )
+    batch = service.make(won, 0.0).batch
+    for column_N in (batch.filled("advantages_N"), batch.filled("returns_N")):
+        assert (column_N[batch.action_mask_N] == 1.0).all()
