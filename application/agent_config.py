@@ -2,6 +2,8 @@
 
 from attrs import define
 
+from rollgrad.application.choices import PythonIsolation
+
 
 @define(kw_only=True)
 class AgentConfig:
@@ -10,6 +12,9 @@ class AgentConfig:
     tools: str | None = None
     """What the model may call, separated by commas: python (a sandbox), think, final, files whose functions are marked
     with @rollgrad.tool (tools.py), MCP servers (mcp:COMMAND or mcp:URL)."""
+    python_isolation: PythonIsolation = PythonIsolation.NAMESPACES
+    """What shuts in the code that the python tool runs: namespaces (an error says how to allow them), or none, where
+    the code may do all that you may do."""
     system_prompt: str | None = None
     """Put before the conversation, unless it has a system message."""
     attempts: int = 1

@@ -168,3 +168,21 @@ class Resume(StrEnum):
     def _missing_(cls, value: object) -> "Resume | None":
         """True and False, as the setting was before it knew auto."""
         return {True: cls.ALWAYS, False: cls.NEVER}.get(value) if isinstance(value, bool) else None
+
+
+class PythonIsolation(StrEnum):
+    """What the python tool's code is shut in with."""
+
+    NAMESPACES = "namespaces"
+    """Linux namespaces, besides limits: no network, no other processes, no files of yours."""
+    NONE = "none"
+    """Limits alone: the code may do what you may do."""
+
+
+class JudgeIsolation(StrEnum):
+    """What judges of replies are shut in with, where parsing a reply could run it."""
+
+    SANDBOX = "sandbox"
+    """No network, no file but installed packages, no environment; Linux namespaces, or else Landlock."""
+    NONE = "none"
+    """Limits on memory and time alone: a reply that runs as code may do what you may do."""

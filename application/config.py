@@ -12,6 +12,7 @@ from rollgrad.application.choices import (
     CorrectionLevel,
     CorrectionMode,
     Engine,
+    JudgeIsolation,
     KLAgainst,
     KLEstimator,
     Normalise,
@@ -254,6 +255,9 @@ class RewardConfig:
     """Built-in reward: last_number, exact_match, math (math-verify) or format."""
     format_pattern: str | None = None
     """Regular expression that the whole reply must match, for the format verifier."""
+    isolation: JudgeIsolation = JudgeIsolation.SANDBOX
+    """What the math and format verifiers and the scorers of reasoning_gym tasks run in: a sandbox without network,
+    files or environment, or none, where a reply that a scorer runs as code may do all that you may do."""
     timeout: float = 10.0
     """Seconds one judgement may take: on a reward server all attempts together; of a reward model up to 64 replies that
     it scores together, their waiting not counted."""

@@ -2,7 +2,7 @@
 
 from attrs import define
 
-from rollgrad.application.choices import DType
+from rollgrad.application.choices import DType, PythonIsolation
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.sampling import SamplingParams
 
@@ -19,6 +19,8 @@ class AssistantArguments:
     tools: str | None = None
     """What the model may call, as --agent.tools in training: python, think, final, files of functions (tools.py), MCP
     servers (mcp:COMMAND or mcp:URL)."""
+    python_isolation: PythonIsolation = PythonIsolation.NAMESPACES
+    """What shuts in the code that the python tool runs: namespaces, or none, where the code may do all that you may."""
     system_prompt: str | None = None
     """Put before conversations that have no system message."""
     temperature: float = DEFAULT_TEMPERATURE

@@ -32,7 +32,7 @@ def load_assistant(arguments: AssistantArguments) -> LoadedAssistant:
     Raises:
         ConfigurationError: a setting, a tool or the model cannot be used.
     """
-    tools = ToolBox(arguments.tools, flag="--tools")
+    tools = ToolBox(arguments.tools, arguments.python_isolation, flag="--tools", isolation_flag="--python_isolation")
     device = default_device()
     tokenizer = load_tokenizer(arguments.model, flag=FLAG)
     if not tokenizer.chat_template:

@@ -143,8 +143,14 @@ class Container(containers.DeclarativeContainer):
             config.provided.reward.verifier,
             timeout=config.provided.reward.timeout,
             format_pattern=config.provided.reward.format_pattern,
+            isolation=config.provided.reward.isolation,
         ),
-        reasoning_gym=providers.Singleton(ReasoningGymReward, reward_spec, timeout=config.provided.reward.timeout),
+        reasoning_gym=providers.Singleton(
+            ReasoningGymReward,
+            reward_spec,
+            timeout=config.provided.reward.timeout,
+            isolation=config.provided.reward.isolation,
+        ),
         model=providers.Selector(
             providers.Callable(trainer_kind, config),
             process=providers.Singleton(make_model_reward, config),
@@ -262,7 +268,7 @@ class Container(containers.DeclarativeContainer):
         ),
     )
     server = providers.Singleton(TrainingServer, engine, codec)
-    tool_box = providers.Singleton(ToolBox, config.provided.agent.tools)
+    tool_box = providers.Singleton(ToolBox, config.provided.agent.tools, config.provided.agent.python_isolation)
     executor = providers.Selector(
         providers.Callable(executor_kind, config, environment),
         single_turn=providers.Singleton(

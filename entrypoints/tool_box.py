@@ -1,16 +1,16 @@
 """The tools that `agent.tools` names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rollgrad.adapters.mcp.tools import McpTools, connect
 from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.adapters.tools.basic import FinalTool, ThinkTool
 from rollgrad.adapters.tools.python import PythonTool
+from rollgrad.application.choices import PythonIsolation
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.environment import Tool
 
 MCP = "mcp:"
-BUILT_IN: Mapping[str, type[Tool]] = {"python": PythonTool, "think": ThinkTool, "final": FinalTool}
 
 
 class ToolBox:
@@ -18,13 +18,28 @@ class ToolBox:
 
     Args:
         names: the value of `agent.tools`; None is no tools.
-        flag: what sets it, for errors.
+        isolation: of the python tool.
+        flag: what sets `names`, for errors.
+        isolation_flag: what sets `isolation`, for errors.
 
     Raises:
-        ConfigurationError: a name is none of the known kinds, a file has no tools, or two tools share a name.
+        ConfigurationError: the python tool cannot be shut in, a name is none of the known kinds, a file has no tools,
+            or two tools share a name.
     """
 
-    def __init__(self, names: str | None, *, flag: str = "--agent.tools") -> None:
+    def __init__(
+        self,
+        names: str | None,
+        isolation: PythonIsolation = PythonIsolation.NAMESPACES,
+        *,
+        flag: str = "--agent.tools",
+        isolation_flag: str = "--agent.python_isolation",
+    ) -> None:
+        made: Mapping[str, Callable[[], Tool]] = {
+            "python": lambda: PythonTool(isolation=isolation, flag=isolation_flag),
+            "think": ThinkTool,
+            "final": FinalTool,
+        }
         self._flag = flag
         self._tools: list[Tool] = []
         self._servers: list[str] = []
@@ -34,10 +49,10 @@ class ToolBox:
                 self._servers.append(name.removeprefix(MCP))
             elif name.endswith(".py"):
                 self._tools += _tools_of(name, flag)
-            elif name in BUILT_IN:
-                self._tools.append(BUILT_IN[name]())
+            elif name in made:
+                self._tools.append(made[name]())
             else:
-                known = ", ".join(BUILT_IN)
+                known = ", ".join(made)
                 raise ConfigurationError(
                     f"{flag} names {name!r}, which is no tool: the built-in ones are {known}; a file of functions ends "
                     f"in .py, and an MCP server is {MCP}COMMAND or {MCP}URL."

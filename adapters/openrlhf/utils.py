@@ -1,8 +1,17 @@
 """Helpers that reward and agent files import from `openrlhf.utils`: answers in boxes, equal answers, a logger."""
 
+import functools
 import logging
 import sys
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from rollgrad.adapters.rewards.judge_pool import JudgePool
+
+GRADE_SECONDS = 10.0
+"""Longest comparison; one that takes longer finds the answers different."""
+WAIT_SECONDS = 600.0
+"""Longest wait for other comparisons and for the sandbox to start."""
 _BOXES = ("\\boxed{", "\\fbox{")
 _FORMAT = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
 
@@ -28,6 +37,8 @@ def extract_boxed_answer(text: str) -> str | None:
 def grade_answer(given_answer: str | None, ground_truth: str | None) -> bool:
     """Whether two answers are the same text or mathematically equal; None is equal to nothing.
 
+    Compared in a sandbox, within 10 seconds.
+
     >>> grade_answer("0.5", r"\\frac{1}{2}"), grade_answer("2", "3"), grade_answer(None, "3")
     (True, False, False)
     """
@@ -36,14 +47,20 @@ def grade_answer(given_answer: str | None, ground_truth: str | None) -> bool:
     given, truth = str(given_answer).strip(), str(ground_truth).strip()
     if given == truth:
         return True
-    from rollgrad.adapters.rewards.math_worker import grade
-    from rollgrad.domain.errors import RewardError
+    from rollgrad.adapters.rewards import math_worker
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it asks for a deadline, which the reward's caller keeps
-    try:
-        return grade(truth, f"${given}$") == 1.0
-    except RewardError:  # the truth is no mathematics, and the texts differ
-        return False
+    # Where the truth is no mathematics the judgement fails, and the texts differ.
+    verdict = _judges().submit(math_worker.grade, truth, f"${given}$").result(GRADE_SECONDS + WAIT_SECONDS)
+    return verdict.value == 1.0
+
+
+@functools.cache
+def _judges() -> "JudgePool":
+    """The sandboxes that compare, for as long as this process runs: they end with it."""
+    from rollgrad.adapters.rewards import math_worker
+    from rollgrad.adapters.rewards.judge_pool import JudgePool
+
+    return JudgePool(math_worker, timeout=GRADE_SECONDS)
 
 
 def init_logger(name: str) -> logging.Logger:

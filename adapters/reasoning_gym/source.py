@@ -1,12 +1,11 @@
 """Procedural tasks of reasoning-gym: their questions as prompts, their scorers as reward.
 
 Invariant: the tasks of a run are a pure function of the specification, the size and the seed. Scoring runs in
-processes that are killed at the deadline. Does not own: rendering (`PromptBuilder`).
+processes that are shut in, for some scorers evaluate what a reply says. Does not own: rendering (`PromptBuilder`).
 """
 
 import ast
 import asyncio
-import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -18,15 +17,15 @@ from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.datasets.source import DatasetPromptSource
 from rollgrad.adapters.reasoning_gym import worker
 from rollgrad.adapters.rewards.judge_pool import JudgePool
+from rollgrad.application.choices import JudgeIsolation
 from rollgrad.application.config import DataConfig
-from rollgrad.domain.errors import DataError, RewardError
+from rollgrad.domain.errors import DataError, MissingExtraError, RewardError
 from rollgrad.domain.ports.prompt_source import PromptSource
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import Reward, RewardRequest
 
 SPEC_PREFIX = "reasoning_gym:"
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @frozen
@@ -56,12 +55,6 @@ def parse_spec(spec: str) -> TaskSpec:
     return TaskSpec(task, tuple((key, _literal(value)) for key, _, value in settings))
 
 
-def extract_answer(response: str) -> str:
-    """The text in the last <answer> tags, or else the whole reply; stripped."""
-    tagged = _ANSWER.findall(response)
-    return str(tagged[-1] if tagged else response).strip()
-
-
 class ReasoningGymPromptSource(PromptSource):
     """`size` tasks generated from `spec` and `seed`; the label is the reference answer, the metadata the task's entry.
 
@@ -70,6 +63,7 @@ class ReasoningGymPromptSource(PromptSource):
 
     Raises:
         DataError: the task is unknown, or its generator refuses the settings.
+        MissingExtraError: reasoning-gym is not installed.
     """
 
     def __init__(
@@ -120,12 +114,14 @@ class ReasoningGymReward(RewardSource):
 
     Raises:
         DataError: `spec` names no known task, or settings its generator refuses.
+        MissingExtraError: reasoning-gym is not installed.
+        ConfigurationError: the machine cannot shut judges in, as `isolation` asks for.
     """
 
-    def __init__(self, spec: str, *, timeout: float) -> None:
+    def __init__(self, spec: str, *, timeout: float, isolation: JudgeIsolation = JudgeIsolation.SANDBOX) -> None:
         self._spec = parse_spec(spec)
         _create(self._spec, size=1, seed=0)
-        self._pool = JudgePool(timeout=timeout, warm_up=worker.warm_up)
+        self._pool = JudgePool(worker, timeout=timeout, isolation=isolation)
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
         """One reward from 0 to 1 a request, in order.
@@ -148,9 +144,7 @@ class ReasoningGymReward(RewardSource):
             )
         task = request.prompt.datasource
         config = self._spec.config if task == self._spec.task else ()
-        verdict = await self._pool.judge(
-            worker.score_answer, task, repr(config), extract_answer(request.response), entry
-        )
+        verdict = await self._pool.judge(worker.score_answer, request.response, entry, common=(task, repr(config)))
         return Reward(value=verdict.value, metrics=verdict.metrics)
 
 
@@ -179,9 +173,13 @@ def _literal(text: str) -> Any:
 
 
 def _create(spec: TaskSpec, *, size: int, seed: int) -> Any:
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"{SPEC_PREFIX}{spec.task} needs reasoning-gym: pip install rollgrad[reasoning-gym]."
+        ) from error
     if spec.task not in DATASETS:
         near = get_close_matches(spec.task, DATASETS, n=3, cutoff=0.4)
         hint = f"the nearest are {', '.join(near)}" if near else f"there are {len(DATASETS)}, such as chain_sum"

@@ -1,22 +1,39 @@
-"""What scoring a reasoning-gym answer runs in its worker processes: nothing but reasoning-gym is imported here."""
+"""What scoring a reasoning-gym answer runs in the sandbox: nothing of rollgrad is imported here.
+
+Some scorers hand the answer to `eval`, or to sympy's parser, which is `eval`.
+"""
 
 import ast
+import re
 from functools import lru_cache
 from typing import Any
 
+PACKAGES = ("reasoning_gym",)
+"""What judgements import."""
+EVALUATES = ("reasoning_gym.", "sympy.parsing.sympy_parser")
+"""Beginnings of the modules that hand an answer to `eval`, which the sandbox gives them its own for."""
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def extract_answer(response: str) -> str:
+    """The text in the last <answer> tags, or else the whole reply; stripped."""
+    tagged = _ANSWER.findall(response)
+    return str(tagged[-1] if tagged else response).strip()
+
 
 @lru_cache(maxsize=32)
-def _dataset(task: str, config: str) -> Any:
+def prepare(task: str, config: str) -> Any:
+    """The task's dataset, which has its scorer; `config` is the repr of its (setting, value) pairs."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(task, size=1, seed=0, **dict(ast.literal_eval(config)))
 
 
 def warm_up() -> None:
-    """Imports reasoning-gym, so that the first judgement is not charged for it."""
+    """Imports reasoning-gym, so that judgements are not charged for it."""
     import reasoning_gym  # noqa: F401
 
 
-def score_answer(task: str, config: str, answer: str, entry: dict[str, Any]) -> float:
-    """The task's own score of `answer`, from 0 to 1; `config` is the repr of its (setting, value) pairs."""
-    return float(_dataset(task, config).score_answer(answer, entry))
+def score_answer(task: str, config: str, response: str, entry: dict[str, Any]) -> float:
+    """The task's own score of the answer in `response`, from 0 to 1."""
+    return float(prepare(task, config).score_answer(extract_answer(response), entry))

@@ -1,35 +1,47 @@
-"""`JudgePool`: judgements that may hang, in processes that can be killed.
+"""`JudgePool`: judgements of replies, in processes that are shut in and can be killed.
 
-Invariant: a judgement over its deadline costs one worker, which is killed and replaced; the others go on. Workers are
-spawned, because forking a process whose torch threads hold locks can deadlock. Does not own: what is judged.
+Invariants: a judgement that passes its deadline or its memory, or runs code that the reply brought, costs its own
+verdict and nothing else: its process judges no other reply (judge_child), and its answer is a number and a text of
+bounded length, never an object. Every wait has a deadline. Does not own: what is judged.
 """
 
 import asyncio
+import contextlib
+import functools
+import importlib.util
+import marshal
 import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import spawn
-from multiprocessing.context import SpawnContext, SpawnProcess
+from concurrent.futures import Future
+from pathlib import Path
+from queue import SimpleQueue
+from types import ModuleType
 from typing import Any
 
 import structlog
 from attrs import frozen
 
-from rollgrad.domain.errors import RewardError
+from rollgrad.adapters.sandbox import code_run, judge_child, syscalls
+from rollgrad.application.choices import JudgeIsolation
+from rollgrad.domain.errors import ConfigurationError, RewardError
 
 MAX_WORKERS = 8
 """Judgements take milliseconds: more processes only cost memory."""
+MEMORY_MB = 1024
+"""Megabytes that a judgement may use beyond what the judge's libraries have."""
+START_SECONDS = 300.0
+"""Longest wait for a process to have imported its judge, on a busy machine."""
+GRACE_SECONDS = 60.0
+"""Longest wait for an answer after a judgement's deadline, which its process keeps; then that is killed."""
 CLOSE_SECONDS = 5.0
-"""Longest wait for killed workers to be gone."""
-
-
-POLL_SECONDS = 5.0
-"""Between looks at whether the pool still runs, while a judgement is out."""
-
-
-class _PoolBrokenError(Exception):
-    """The pool, not the judgement, broke down; a new pool may answer."""
+"""Longest wait for killed processes to be gone."""
 
 
 @frozen(kw_only=True)
@@ -47,102 +59,247 @@ class Verdict:
 
 
 _log = structlog.get_logger()
-_preparation_lock = threading.Lock()
-
-
-class _BareProcess(SpawnProcess):
-    """A spawned process that does not import the caller's main script again.
-
-    The script would cost each worker seconds and memory (torch), and start over where it has no `__main__` guard.
-    """
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:
-        with _preparation_lock:
-            complete = spawn.get_preparation_data
-
-            def without_main(name: str) -> dict[str, Any]:
-                return {key: value for key, value in complete(name).items() if not key.startswith("init_main")}
-
-            spawn.get_preparation_data = without_main
-            try:
-                return SpawnProcess._Popen(process_obj)
-            finally:
-                spawn.get_preparation_data = complete
-
-
-class _BareSpawnContext(SpawnContext):
-    Process = _BareProcess
 
 
 class JudgePool:
-    """Processes that judge, each call within `timeout` seconds; `warm_up` runs first in each (imports).
+    """Processes that judge with the functions of a module, each call within `timeout` seconds.
 
-    Functions cross processes: they must be importable (not defined in a script), and their modules cheap to import.
+    The module's source is what they run: it imports the packages of `PACKAGES` and nothing of rollgrad. Its `warm_up()`
+    runs first in each process, before that is shut in, and `prepare(*common)` once before the judgements that get
+    `common`. The modules whose names begin as `EVALUATES` says have no `eval` but that of `expressions`.
+
+    Args:
+        judge: the module.
+        timeout: seconds of one judgement.
+        isolation: whether processes are shut in.
+        bounds: lowest and highest value that a judgement can have.
+
+    Raises:
+        ConfigurationError: this machine cannot shut processes in.
     """
 
-    def __init__(self, *, timeout: float, warm_up: Callable[[], None]) -> None:
-        self._timeout = timeout
-        self._warm_up = warm_up
-        self._closed = False
-        self._pool = self._start()
+    def __init__(
+        self,
+        judge: ModuleType,
+        *,
+        timeout: float,
+        isolation: JudgeIsolation = JudgeIsolation.SANDBOX,
+        bounds: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        request = _start_request(judge, timeout, _walls() if isolation is JudgeIsolation.SANDBOX else "")
+        self._bounds = bounds
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        count = max(2, min(MAX_WORKERS, (os.cpu_count() or 2) // 2))
+        self._workers = [_Worker(self._jobs, request, timeout) for _ in range(count)]
 
-    async def judge(self, func: Callable[..., float], *args: Any) -> Verdict:
-        """What `func(*args)` says; an exception in it, and the death of its process, count as `failed`.
+    async def judge(self, function: Callable[..., float], *arguments: Any, common: tuple[Any, ...] = ()) -> Verdict:
+        """What `function(*common, *arguments)` says in a process of its own; no value if it raises or is killed.
 
         Raises:
-            RewardError: `func` raised it, the pool is closed, or its processes cannot start.
+            RewardError: the pool is closed, or its processes cannot start.
         """
-        try:
-            try:
-                return await self._judge(func, args)
-            except _PoolBrokenError as error:
-                _log.warning("judge_pool_restarted", error=str(error))
-                return await self._judge(func, args)
-        except _PoolBrokenError as error:
-            raise RewardError(f"The reward's worker processes are not running: {error}.") from error
+        return await asyncio.wrap_future(self.submit(function, *arguments, common=common))
 
-    def _start(self) -> Any:
-        from pebble import ProcessPool
-
-        pool = ProcessPool(
-            max_workers=max(2, min(MAX_WORKERS, (os.cpu_count() or 2) // 2)),
-            context=_BareSpawnContext(),
-            initializer=self._warm_up,
-        )
-        # The first call starts the processes: they import while the models load.
-        pool.schedule(float)
-        return pool
-
-    async def _judge(self, func: Callable[..., float], args: tuple[Any, ...]) -> Verdict:
-        if not self._closed and not self._pool.active:
-            self._pool = self._start()
-        pool = self._pool
-        try:
-            future = asyncio.wrap_future(pool.schedule(func, args=args, timeout=self._timeout))
-        except RuntimeError as error:
-            raise _PoolBrokenError(str(error)) from error
-        try:
-            while not future.done():
-                await asyncio.wait({future}, timeout=POLL_SECONDS)
-                if not future.done() and not pool.active:  # nobody would ever answer
-                    raise _PoolBrokenError("the pool broke down")
-            return Verdict(value=future.result())
-        except TimeoutError:
-            return Verdict(timed_out=True)
-        except asyncio.CancelledError:
-            future.cancel()
-            raise
-        except (RewardError, _PoolBrokenError):
-            raise
-        except BrokenProcessPool as error:
-            raise _PoolBrokenError(f"they ended: {error} (their output tells why)") from error
-        except Exception as error:  # whatever the judge raises, on some strange reply, costs this verdict only
-            _log.warning("judge_failed", judge=func.__name__, error=repr(error))
-            return Verdict(failed=True)
+    def submit(self, function: Callable[..., float], *arguments: Any, common: tuple[Any, ...] = ()) -> Future[Verdict]:
+        """The verdict to come, for callers without an event loop; raises as `judge` does."""
+        name = function.__name__
+        job = _Job(name=name, request=pickle.dumps((name, common, arguments)), bounds=self._bounds, verdict=Future())
+        self._jobs.put(job)
+        if self._workers[0].closed:
+            self._refuse_waiting()
+        return job.verdict
 
     def close(self) -> None:
         """Kills the processes; idempotent."""
-        self._closed = True
-        self._pool.stop()
-        self._pool.join(CLOSE_SECONDS)
+        for worker in self._workers:
+            worker.close()
+            self._jobs.put(None)  # wakes one that waits for a job
+        self._refuse_waiting()
+        for worker in self._workers:
+            worker.join()
+
+    def _refuse_waiting(self) -> None:
+        """Fails jobs that nobody will take."""
+        waiting = []
+        while not self._jobs.empty():
+            waiting.append(self._jobs.get())
+        for job in waiting:
+            if job is None:
+                self._jobs.put(None)
+            else:
+                job.fail(RewardError("The reward's worker processes are not running: they were closed."))
+
+
+@frozen(kw_only=True)
+class _Job:
+    name: str
+    request: bytes
+    bounds: tuple[float, float]
+    verdict: Future[Verdict]
+
+    def fail(self, error: BaseException) -> None:
+        if not self.verdict.done():
+            self.verdict.set_exception(error)
+
+
+class _Worker:
+    """One process that judges, and the thread that speaks with it."""
+
+    def __init__(self, jobs: "SimpleQueue[_Job | None]", request: bytes, timeout: float) -> None:
+        self.closed = False
+        self._jobs = jobs
+        self._request = request
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._thread = threading.Thread(target=self._work, name="judge", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Kills the process; the thread fails what it waits for, and ends."""
+        self.closed = True
+        self._kill()
+
+    def join(self) -> None:
+        """Waits for the thread to end."""
+        self._thread.join(CLOSE_SECONDS)
+
+    def _work(self) -> None:
+        # At once: its libraries are imported while models load. A failure is told to the first job, which tries again.
+        with contextlib.suppress(RewardError):
+            self._start()
+        while not self.closed:
+            job = self._jobs.get()
+            if job is None:
+                return
+            if not job.verdict.set_running_or_notify_cancel():
+                continue
+            try:
+                job.verdict.set_result(self._judge(job))
+            except BaseException as error:  # whatever it is, somebody waits for it
+                job.fail(error)
+
+    def _judge(self, job: _Job) -> Verdict:
+        if self._connection is None:
+            self._start()
+        try:
+            status, value, text = self._ask(job.request, self._timeout + GRACE_SECONDS)
+        except (OSError, EOFError) as error:
+            self._kill()
+            if self.closed:
+                raise RewardError("The reward's worker processes are not running: they were closed.") from error
+            status, value, text = judge_child.FAILED, 0.0, f"its worker process ended: {error!r}"
+        low, high = job.bounds
+        if status == judge_child.VALUE and low <= value <= high:
+            return Verdict(value=value)
+        if status == judge_child.TIMED_OUT:
+            return Verdict(timed_out=True)
+        _log.warning("judge_failed", judge=job.name, error=text or f"{value} is not from {low:g} to {high:g}")
+        return Verdict(failed=True)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                code_run.command(judge_child.__file__),
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**code_run.ENVIRONMENT, **ONE_THREAD},
+                cwd="/",
+                start_new_session=True,
+            )
+        with self._lock:
+            self._process, self._connection = process, ours
+        if self.closed:  # meanwhile
+            self._kill()
+        try:
+            status, _, text = self._ask(self._request, START_SECONDS)
+        except (OSError, EOFError) as error:
+            status, text = judge_child.FAILED, f"it ended: {error!r}"
+        if status != judge_child.READY:
+            self._kill()
+            if self.closed:
+                text = "they were closed"
+            raise RewardError(f"The reward's worker processes are not running: {text}.")
+
+    def _ask(self, request: bytes, seconds: float) -> tuple[bytes, float, str]:
+        """Sends a request; returns status, number and text of the answer."""
+        connection = self._connection
+        if connection is None:
+            raise EOFError("no process")
+        connection.settimeout(seconds)
+        connection.sendall(len(request).to_bytes(8, "little") + request)
+        deadline = time.monotonic() + seconds
+        status, value, length = judge_child.ANSWER.unpack(_receive(connection, judge_child.ANSWER.size, deadline))
+        return status, value, _receive(connection, length, deadline).decode(errors="replace")
+
+    def _kill(self) -> None:
+        with self._lock:
+            process, self._process = self._process, None
+            connection, self._connection = self._connection, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(CLOSE_SECONDS)
+        if connection is not None:
+            connection.close()
+
+
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""A judgement computes in one thread, and its address space counts what libraries keep for others."""
+
+
+def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < count:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        part = connection.recv(count - len(data))
+        if not part:
+            raise EOFError("it closed the connection")
+        data += part
+    return data
+
+
+@functools.cache
+def _walls() -> str:
+    """How this machine shuts judges in.
+
+    Raises:
+        ConfigurationError: in no way.
+    """
+    problem = code_run.namespaces_problem()
+    if problem is None:
+        return "namespaces"
+    if syscalls.known() and sys.platform == "linux":
+        from rollgrad.adapters.sandbox import walls  # which needs what Linux alone has
+
+        if walls.landlock_version() > 0:
+            return "landlock"
+    raise ConfigurationError(
+        "Judges of replies are shut in, for what parses a reply may run it, and this machine has no way to: no Linux "
+        f"namespaces ({problem}) and no Landlock (Linux 5.13 or later on x86_64 or aarch64, which containers need no "
+        "setting for). Use another kernel, or let replies do what you may do, with --reward.isolation none."
+    )
+
+
+def _start_request(judge: ModuleType, timeout: float, walls: str) -> bytes:
+    assert judge.__file__ is not None
+    paths = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    found = [importlib.util.find_spec(package) for package in judge.PACKAGES]
+    # Where packages are installed in a folder of another name.
+    paths += [str(Path(spec.origin).parent.parent) for spec in found if spec is not None and spec.origin]
+    paths = list(dict.fromkeys(paths))
+    request = {
+        "source": Path(judge.__file__).read_text(encoding="utf-8"),
+        "file": judge.__file__,
+        "paths": paths,
+        "walls": walls,
+        "visible": [*code_run.system_files()["visible"], *dict.fromkeys([*map(os.path.realpath, paths), *paths])],
+        "hidden": [],
+        "seconds": timeout,
+        "memory_mb": MEMORY_MB,
+    }
+    return marshal.dumps(request)

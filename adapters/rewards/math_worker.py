@@ -1,15 +1,19 @@
-"""What the math verifier runs in its worker processes: nothing but math-verify is imported here, for a fast start."""
+"""What the math verifier runs in the sandbox: nothing of rollgrad is imported here, for the sandbox has none of it."""
 
 import logging
 
-from rollgrad.domain.errors import RewardError
+PACKAGES: tuple[str, ...] = ("math_verify",)
+"""What judgements import."""
+EVALUATES = ("sympy.parsing.sympy_parser",)
+"""Beginnings of the modules that hand an answer to `eval`, which the sandbox gives them its own for."""
 
 
 def warm_up() -> None:
-    """Imports math-verify and runs it once, so that the first judgement is not charged for it."""
+    """Imports math-verify and runs what judgements run, so that they are not charged for it."""
     # It warns at every call that the caller keeps the deadline, which the pool does.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    grade("1", "1")
+    for label, response in (("\\frac{1}{2}", "so $\\frac{2}{4}$"), ("x^2+x", "$x(x+1)$"), ("72", "It is 72.5")):
+        grade(label, response)
 
 
 def grade(label: str, response: str) -> float:
@@ -18,15 +22,24 @@ def grade(label: str, response: str) -> float:
     The label may be plain (`72`, `x^2+1`, `\\frac{1}{2}`) or carry its own delimiters (`$...$`, `\\boxed{...}`).
 
     Raises:
-        RewardError: the label holds no mathematics.
+        ValueError: the label holds no mathematics.
     """
     from math_verify import parse, verify
 
-    delimited = "$" in label or "\\boxed" in label or "\\(" in label or "\\[" in label
-    gold = parse(label if delimited else f"${label}$", parsing_timeout=None) or parse(label, parsing_timeout=None)
+    gold = _read(label)
     if not gold:
-        raise RewardError(
-            f"The label {label!r} holds no mathematics that math-verify can read: "
-            "set --data.label_key to a column of final answers, or choose another --reward.verifier."
-        )
+        raise ValueError(f"the label {label!r} holds no mathematics")
     return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
+
+
+def readable(label: str) -> float:
+    """1.0 when math-verify reads mathematics in `label`, else 0.0."""
+    return float(bool(_read(label)))
+
+
+def _read(label: str) -> list[object]:
+    from math_verify import parse
+
+    delimited = "$" in label or "\\boxed" in label or "\\(" in label or "\\[" in label
+    gold: list[object] = parse(label if delimited else f"${label}$", parsing_timeout=None)
+    return gold or parse(label, parsing_timeout=None)

@@ -1,7 +1,8 @@
 """Built-in verifiable rewards: last_number, exact_match, format and math.
 
-Invariant: each reward is 0 or 1. Cheap checks run inline; math-verify, which can hang on adversarial replies, runs in
-processes that are killed at the deadline. Does not own: how several rewards combine.
+Invariant: each reward is 0 or 1. Checks whose time is that of reading the reply once run inline; math-verify and the
+user's pattern, which can take for ever on a reply, run in processes that are shut in (JudgePool). Does not own: how
+several rewards combine.
 """
 
 import asyncio
@@ -10,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from rollgrad.adapters.rewards import math_worker
-from rollgrad.adapters.rewards.judge_pool import JudgePool
-from rollgrad.application.choices import Verifier
+from rollgrad.adapters.rewards import format_worker, math_worker
+from rollgrad.adapters.rewards.judge_pool import JudgePool, Verdict
+from rollgrad.application.choices import JudgeIsolation, Verifier
 from rollgrad.domain.errors import ConfigurationError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.rewards import Reward, RewardRequest
@@ -70,17 +71,30 @@ def _label_number(label: Any) -> Decimal | None:
 class VerifierReward(RewardSource):
     """Scores replies with the built-in verifier `kind`.
 
-    `timeout`: seconds one judgement of the math verifier may take; a reply that takes longer scores 0 and counts in
-    the metric `judge_timed_out`. `format_pattern`: regular expression that the whole reply must match.
+    Args:
+        kind: which one.
+        timeout: seconds that one judgement of the math or format verifier may take; a reply that takes longer scores 0
+            and counts in the metric `judge_timed_out`, one that breaks the judge in `judge_failed`.
+        format_pattern: regular expression that the whole reply must match.
+        isolation: what those verifiers run in.
 
     Raises:
-        ConfigurationError: the format verifier has no pattern, or one that is not a regular expression.
+        ConfigurationError: the format verifier has no pattern, or one that is not a regular expression, or the machine
+            cannot shut judges in.
     """
 
-    def __init__(self, kind: Verifier, *, timeout: float, format_pattern: str | None = None) -> None:
+    def __init__(
+        self,
+        kind: Verifier,
+        *,
+        timeout: float,
+        format_pattern: str | None = None,
+        isolation: JudgeIsolation = JudgeIsolation.SANDBOX,
+    ) -> None:
         self._kind = kind
-        self._pattern = _compile(format_pattern) if kind is Verifier.FORMAT else None
-        self._pool = JudgePool(timeout=timeout, warm_up=math_worker.warm_up) if kind is Verifier.MATH else None
+        self._pattern = _checked(format_pattern) if kind is Verifier.FORMAT else ""
+        worker = {Verifier.MATH: math_worker, Verifier.FORMAT: format_worker}.get(kind)
+        self._pool = JudgePool(worker, timeout=timeout, isolation=isolation) if worker else None
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
         """One reward of 0 or 1 a request, in order.
@@ -96,28 +110,39 @@ class VerifierReward(RewardSource):
             self._pool.close()
 
     async def _judge(self, request: RewardRequest) -> Reward:
-        if self._pattern is not None:
-            return Reward(value=float(self._pattern.fullmatch(request.response) is not None))
         label = request.label
         problem = label_problem(self._kind, label)
         if problem is not None:
             raise RewardError(f"A prompt of {request.prompt.datasource!r}: {problem}")
         if self._pool is not None:
-            verdict = await self._pool.judge(math_worker.grade, str(label), request.response)
+            verdict = await self._verdict(self._pool, str(label), request.response)
             return Reward(value=verdict.value, metrics=verdict.metrics)
         if self._kind is Verifier.LAST_NUMBER:
             return Reward(value=float(last_number(request.response) == _label_number(label)))
         return Reward(value=float(request.response.strip() == str(label).strip()))
 
+    async def _verdict(self, pool: JudgePool, label: str, response: str) -> Verdict:
+        if self._kind is Verifier.FORMAT:
+            return await pool.judge(format_worker.matches, response, common=(self._pattern,))
+        verdict = await pool.judge(math_worker.grade, label, response)
+        # Asked without the reply, which could have made its own judgement say anything of the label.
+        if verdict.failed and (await pool.judge(math_worker.readable, label)) == Verdict(value=0.0):
+            raise RewardError(
+                f"The label {label!r} holds no mathematics that math-verify can read: set --data.label_key to a column "
+                "of final answers, or choose another --reward.verifier."
+            )
+        return verdict
 
-def _compile(pattern: str | None) -> re.Pattern[str]:
+
+def _checked(pattern: str | None) -> str:
     if not pattern:
         raise ConfigurationError(
             "--reward.verifier format needs the pattern that a whole reply must match: set --reward.format_pattern."
         )
     try:
-        return re.compile(pattern, re.DOTALL)
+        re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ConfigurationError(
             f"--reward.format_pattern is {pattern!r}, which is not a regular expression: {error}."
         ) from error
+    return pattern

@@ -11,9 +11,9 @@ from rollgrad.adapters.reasoning_gym.source import (
     ReasoningGymPromptSource,
     ReasoningGymReward,
     TaskSpec,
-    extract_answer,
     parse_spec,
 )
+from rollgrad.adapters.reasoning_gym.worker import extract_answer
 from rollgrad.application.config import DataConfig
 from rollgrad.domain.errors import DataError, RewardError
 from rollgrad.domain.prompts import Prompt

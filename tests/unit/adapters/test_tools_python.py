@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from rollgrad.adapters.tools import sandbox
+from rollgrad.adapters.sandbox import code_run
 from rollgrad.adapters.tools.python import PythonTool
+from rollgrad.application.choices import PythonIsolation
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.messages import ToolResult
 
-CONTAINED = sandbox.namespaces_work()
+CONTAINED = code_run.namespaces_problem() is None
 SYSTEM_PYTHON = "/usr/bin/python3"
 MARK = "rollgrad_test_"
 """Begins the name that a test's processes carry as an argument, by which they are found."""
@@ -34,21 +35,24 @@ def namespaces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, 
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     if request.param == "no_namespaces":
-        monkeypatch.setattr(sandbox, "namespaces_work", lambda: False)
         for part in (folder, *folder.parents):  # root's code becomes nobody, who must reach its directory
             if part.stat().st_uid == os.getuid():
                 part.chmod(part.stat().st_mode | 0o011)
-        if os.getuid() == 0 and not sandbox.nobody_reads_python():
-            command = sandbox._command()
-            monkeypatch.setattr(sandbox, "_command", lambda: [SYSTEM_PYTHON, *command[1:]])
-            monkeypatch.setattr(sandbox, "nobody_reads_python", lambda: True)
+        if os.getuid() == 0 and not code_run.nobody_reads_python():
+            command = code_run.command
+            monkeypatch.setattr(code_run, "command", lambda script: [SYSTEM_PYTHON, *command(script)[1:]])
+            monkeypatch.setattr(code_run, "nobody_reads_python", lambda: True)
     return bool(request.param == "namespaces")
+
+
+def make(namespaces: bool, **settings: Any) -> PythonTool:
+    return PythonTool(isolation=PythonIsolation.NAMESPACES if namespaces else PythonIsolation.NONE, **settings)
 
 
 @pytest.fixture
 def run(namespaces: bool) -> Callable[..., ToolResult]:
     def call(code: str, **settings: Any) -> ToolResult:
-        return asyncio.run(PythonTool(**{"seconds": 120.0, **settings}).call({"code": code}))
+        return asyncio.run(make(namespaces, **{"seconds": 120.0, **settings}).call({"code": code}))
 
     return call
 
@@ -73,7 +77,7 @@ def with_argument(mark: str) -> list[int]:
 
 def sandboxes() -> list[int]:
     """The processes of this test process's runs, forks included: they all have the script's path."""
-    script = str(Path(sandbox.__file__).with_name("sandbox_child.py"))
+    script = code_run.CHILD
     return [pid for pid in with_argument(script) if _descends_from_us(pid)] + _adopted(script)
 
 
@@ -340,7 +344,7 @@ def test_a_cancelled_call_kills_its_processes(namespaces: bool) -> None:
     code = f"import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 600; true', {mark!r}])"
 
     async def scenario() -> None:
-        calling = asyncio.create_task(PythonTool(seconds=60.0).call({"code": code}))
+        calling = asyncio.create_task(make(namespaces, seconds=60.0).call({"code": code}))
         async with asyncio.timeout(300.0):
             while not with_argument(mark):
                 await asyncio.sleep(0.01)
@@ -356,13 +360,13 @@ def test_a_cancelled_call_kills_its_processes(namespaces: bool) -> None:
 def test_runs_end_with_the_process_that_asked_for_them(namespaces: bool) -> None:
     mark = MARK + uuid.uuid4().hex
     code = f"import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 600; true', {mark!r}])"
-    request = sandbox._request(code, 60.0, 512, namespaces)
+    request = code_run._request(code, 60.0, 512, namespaces)
     guard = subprocess.Popen(
-        sandbox._command(),
+        code_run.command(code_run.CHILD),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=sandbox._ENVIRONMENT,
+        env=code_run.ENVIRONMENT,
     )
     assert guard.stdin is not None
     guard.stdin.write(request)
@@ -377,7 +381,7 @@ def test_runs_end_with_the_process_that_asked_for_them(namespaces: bool) -> None
 @pytest.mark.chaos
 def test_a_killed_guard_is_an_error_and_takes_its_namespaces_with_it() -> None:
     if not CONTAINED:
-        assert not sandbox.namespaces_work()
+        assert code_run.namespaces_problem() is not None
         return
     mark = MARK + uuid.uuid4().hex
     code = f"import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 600; true', {mark!r}])"
@@ -400,10 +404,10 @@ def test_at_most_so_many_run_at_once_and_the_loop_goes_on(namespaces: bool) -> N
 
     async def scenario() -> list[ToolResult]:
         nonlocal most, ticks
-        tool = PythonTool(processes=2)
+        tool = make(namespaces, processes=2)
         codes = [f"import time; time.sleep(0.2); print({n})" for n in range(6)]
         calls = asyncio.gather(*(tool.call({"code": code}) for code in codes))
-        guards = f"{Path(sandbox.__file__).with_name('sandbox_child.py')}"
+        guards = code_run.CHILD
         while not calls.done():
             await asyncio.sleep(0.005)
             ticks += 1
@@ -425,28 +429,117 @@ def _parent(pid: int) -> int:
 def test_a_sandbox_that_breaks_is_logged_and_the_model_sees_no_details(
     run: Callable[..., ToolResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "_command", lambda: [sys.executable, "-c", "raise OSError('hunter2')"])
+    monkeypatch.setattr(code_run, "command", lambda script: [sys.executable, "-c", "raise OSError('hunter2')"])
     with capture_logs() as logs:
-        result = run("1")
-    assert result == ToolResult(content="The tool 'python' failed.", is_error=True)
-    assert "hunter2" in logs[0]["details"]
+        assert run("1") == ToolResult(content="The tool 'python' failed.", is_error=True)
+    (log,) = [log for log in logs if log["event"] == "sandbox_failed"]
+    assert "hunter2" in log["details"]
 
 
-def test_machines_without_namespaces_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_command", lambda: [sys.executable, "-c", "raise OSError('unshare: no')"])
+def test_where_namespaces_fail_the_tool_is_refused_unless_a_flag_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = [sys.executable, "-c", "raise OSError('unshare: no')"]
+    monkeypatch.setattr(code_run, "command", lambda script: broken)
+    monkeypatch.setattr(code_run, "namespaces_problem", code_run.namespaces_problem.__wrapped__)
+    with pytest.raises(ConfigurationError, match=r"OSError: unshare: no.*Docker: .*--python_isolation none"):
+        PythonTool(flag="--python_isolation")
+    monkeypatch.setattr(code_run, "nobody_reads_python", lambda: True)
     with capture_logs() as logs:
-        assert not sandbox.namespaces_work.__wrapped__()
-    assert [(log["event"], log["reason"]) for log in logs] == [
-        ("python_tool_without_namespaces", "OSError: unshare: no")
-    ]
+        PythonTool(isolation=PythonIsolation.NONE)
+    assert [log["event"] for log in logs] == ["python_tool_without_namespaces"]
 
 
 def test_root_needs_a_python_that_nobody_may_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "namespaces_work", lambda: False)
-    monkeypatch.setattr(sandbox, "nobody_reads_python", lambda: False)
+    monkeypatch.setattr(code_run, "nobody_reads_python", lambda: False)
     monkeypatch.setattr(os, "getuid", lambda: 0)
     with pytest.raises(ConfigurationError, match="65534"):
-        PythonTool()
+        PythonTool(isolation=PythonIsolation.NONE)
+
+
+REFUSED = {
+    "a user namespace": "libc.unshare(0x10000000)",
+    "a user namespace of a child": "libc.syscall(CLONE, 0x10000011, 0, 0, 0, 0)",
+    "clone3": "libc.syscall(435, bytes(88), 88)",
+    "a mount": "libc.mount(b'x', b'/tmp', b'tmpfs', 0, None)",
+    "io_uring": "libc.syscall(425, 8, bytes(120))",
+    "userfaultfd": "libc.syscall(323 if x86 else 282, 1)",
+    "a keyring": "libc.syscall(250 if x86 else 219, 0, -3, 1)",
+    "ptrace": "libc.ptrace(0, 0, 0, 0)",
+    "another's memory": "libc.process_vm_readv(1, bytes(16), 1, bytes(16), 1, 0)",
+    "another's limits": "libc.prlimit(1, 7, None, bytes(16))",
+    "memory in a file": "libc.memfd_create(b'x', 0)",
+    "shared memory": "libc.shmget(0, 4096, 0o1600)",
+    "messages": "libc.msgget(0, 0o1600)",
+    "bpf": "libc.syscall(321 if x86 else 280, 0, bytes(64), 64)",
+    "performance events": "libc.syscall(298 if x86 else 241, bytes(128), 0, -1, -1, 0)",
+    "personality": "libc.personality(0x0040000)",
+    "netlink": "libc.socket(16, 3, 0)",
+    "packets": "libc.socket(17, 3, 0)",
+    "vsock": "libc.socket(40, 1, 0)",
+    "Bluetooth": "libc.socket(31, 1, 0)",
+}
+"""System calls that a model's code has no use for, each as an expression that is -1 where the call is refused."""
+
+
+def test_system_calls_that_attacks_use_are_refused(run: Callable[..., ToolResult]) -> None:
+    code = (
+        "import ctypes, errno, os\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "x86 = os.uname().machine == 'x86_64'\n"
+        "CLONE = 56 if x86 else 220\n"
+        "def attempt(call):\n"
+        "    ctypes.set_errno(0)\n"
+        "    return eval(call), errno.errorcode.get(ctypes.get_errno())\n"
+        f"for name, call in {REFUSED!r}.items(): print(name, *attempt(call), sep=': ')"
+    )
+    answers = dict(line.split(": ", 1) for line in run(code).content.splitlines())
+    expected = dict.fromkeys(REFUSED, "-1: EPERM") | {"clone3": "-1: ENOSYS"}
+    assert answers == expected
+
+
+def test_memory_of_all_processes_together_is_bounded(run: Callable[..., ToolResult]) -> None:
+    code = (
+        "import os, time\n"
+        "for _ in range(6):\n"
+        "    if os.fork() == 0:\n"
+        "        x = bytearray(b'x') * (200 << 20)\n"
+        "        time.sleep(600)\n"
+        "time.sleep(600)"
+    )
+    result = run(code, memory_mb=256, seconds=300.0)
+    told = "The code was stopped: its processes may use 256 MB of memory together."
+    assert result == ToolResult(content=told, is_error=True)
+    assert sandboxes() == []
+
+
+def test_memory_that_processes_share_counts_once(run: Callable[..., ToolResult]) -> None:
+    code = (
+        "import os, time\n"
+        "x = bytearray(b'x') * (150 << 20)\n"
+        "for _ in range(6):\n"
+        "    if os.fork() == 0:\n"
+        "        time.sleep(1)\n"
+        "        os._exit(0)\n"
+        "for _ in range(6): os.wait()\n"
+        "print('ended')"
+    )
+    assert run(code, memory_mb=256) == ToolResult(content="ended")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_signals_to_init_are_nothing(run: Callable[..., ToolResult], namespaces: bool, number: int) -> None:
+    if namespaces:
+        assert run(f"import os; os.kill(1, {number})\nprint('still here')") == ToolResult(content="still here")
+
+
+def test_without_namespaces_the_memory_of_this_process_is_closed(namespaces: bool) -> None:
+    probe = "import ctypes, os; from tests.unit.adapters.test_tools_python import make; "
+    probe += f"make({namespaces}); print(ctypes.CDLL(None).prctl(3))"
+    command = [sys.executable, "-c", probe]
+    if not namespaces and os.getuid() == 0:
+        probe = probe.replace("; make", "; from rollgrad.adapters.sandbox import code_run; ", 1)
+        command[-1] = probe.replace("code_run; ", "code_run; code_run.nobody_reads_python = lambda: True; make", 1)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == ("1" if namespaces else "0")
 
 
 @pytest.mark.parametrize("setting", [{"seconds": 0.0}, {"memory_mb": 10}, {"output_chars": 1}, {"processes": 0}])

@@ -1,7 +1,7 @@
 """Runs a model's code in a process that is shut in, and gathers what it prints in bounded memory.
 
 Invariants: however a run ends (by itself, by its deadline, by cancellation, with this process), all of its processes
-end; the event loop is never blocked. Does not own: how the process shuts itself in (sandbox_child, a script that is the
+end; the event loop is never blocked. Does not own: how the process shuts itself in (code_child, a script that is the
 other side of the pipes).
 """
 
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import structlog
 from attrs import frozen
@@ -29,7 +28,8 @@ CLOSE_SECONDS = 90.0
 """Longest wait for a run that was told to end; then it is killed. Longer than its guard sweeps."""
 PROBE_SECONDS = 20.0
 PROBE_MB = 512
-_ENVIRONMENT = {
+CHILD = str(Path(__file__).with_name("code_child.py"))
+ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "MALLOC_ARENA_MAX": "1",  # an arena a thread would use up the address space that the limit on memory counts
@@ -43,7 +43,8 @@ class Outcome:
     """What a run printed, and how it ended.
 
     `code` is the exit status (128 and the signal if it was killed), None when it did not end by itself; `stopped` then
-    says why: "timeout", "flood" or "failed" (the sandbox did not work, the log says why).
+    says why: "timeout", "flood", "memory" (its processes together had too much) or "failed" (the sandbox did not work,
+    the log says why).
     """
 
     output: str
@@ -85,18 +86,18 @@ async def run(code: str, *, seconds: float, memory_mb: int, output_chars: int, n
     Args:
         code: a module's source.
         seconds: until it is stopped, the start of the process included.
-        memory_mb: megabytes of address space of each of its processes.
+        memory_mb: megabytes of address space of each of its processes, and of memory of them together.
         output_chars: characters of output that are kept.
-        namespaces: whether to use Linux namespaces; they must work (`namespaces_work`).
+        namespaces: whether to use Linux namespaces; they must work (`namespaces_problem`).
     """
     output = Output(output_chars)
     stopped, received = "", 0
     process = await asyncio.create_subprocess_exec(
-        *_command(),
+        *command(CHILD),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=_ENVIRONMENT,
+        env=ENVIRONMENT,
         cwd="/",
         start_new_session=True,
     )
@@ -121,6 +122,8 @@ async def run(code: str, *, seconds: float, memory_mb: int, output_chars: int, n
     output.feed(b"", final=True)
     if stopped:
         return Outcome(output=output.text(), code=None, stopped=stopped)
+    if control == b"memory":
+        return Outcome(output=output.text(), code=None, stopped="memory")
     try:
         return Outcome(output=output.text(), code=int(control))
     except ValueError:
@@ -129,17 +132,17 @@ async def run(code: str, *, seconds: float, memory_mb: int, output_chars: int, n
 
 
 @functools.cache
-def namespaces_work() -> bool:
-    """Whether this machine lets this user shut code in with namespaces; tried once, with a real run."""
+def namespaces_problem() -> str | None:
+    """Why this machine does not let this user shut code in with namespaces; None if it does. Tried once, really."""
     if sys.platform != "linux":
-        return False
+        return "this is not Linux"
     request = _request("import hashlib; print(40 + 2)", PROBE_SECONDS, PROBE_MB, namespaces=True)
     process = subprocess.Popen(
-        _command(),
+        command(CHILD),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=_ENVIRONMENT,
+        env=ENVIRONMENT,
         cwd="/",
         start_new_session=True,
     )
@@ -151,10 +154,10 @@ def namespaces_work() -> bool:
         process.stdin.flush()
         output = process.stdout.read()
         details = process.stderr.read()
-    if output.strip() != b"42":
-        reason = (details or output).decode(errors="replace").strip().splitlines()
-        _log.warning("python_tool_without_namespaces", reason=reason[-1] if reason else "no answer")
-    return output.strip() == b"42"
+    if output.strip() == b"42":
+        return None
+    reason = (details or output).decode(errors="replace").strip().splitlines()
+    return reason[-1] if reason else "no answer"
 
 
 def nobody_reads_python() -> bool:
@@ -185,9 +188,9 @@ async def _end(process: asyncio.subprocess.Process) -> bytes:
         return b"the guard did not end in time"
 
 
-def _command() -> list[str]:
+def command(script: str) -> list[str]:
+    """What runs a script of this folder, with the standard library alone."""
     # The real interpreter, not a virtual environment's link: inside the sandbox there is no virtual environment.
-    script = str(Path(__file__).with_name("sandbox_child.py"))
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", script]
 
 
@@ -198,14 +201,14 @@ def _request(code: str, seconds: float, memory_mb: int, namespaces: bool) -> byt
         "memory_mb": memory_mb,
         "namespaces": namespaces,
         "directory": tempfile.gettempdir(),
-        **_file_system(),
+        **system_files(),
     }
     data = marshal.dumps(request)
     return len(data).to_bytes(8, "little") + data
 
 
 @functools.cache
-def _file_system() -> dict[str, Any]:
+def system_files() -> dict[str, list[str]]:
     """What code may see with namespaces: the interpreter and the system's programs, but no installed package."""
     prefixes = dict.fromkeys(("/usr", os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)))
     folders = [f"{prefix}/{part}" for prefix in prefixes for part in ("bin", "lib", "lib64")]

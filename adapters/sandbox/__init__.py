@@ -1,0 +1,1 @@
+"""What shuts code in that a model wrote, or that judges what a model wrote."""

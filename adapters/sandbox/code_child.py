@@ -1,0 +1,291 @@
+"""The program that runs a model's code: it shuts itself in, then runs it.
+
+Started as a script, for each run anew; `code_run` is the other side. A marshalled request on stdin asks for a run; the
+end of stdin asks for its end. The code's output goes to stdout; stderr carries its exit code, or why there is none.
+
+Three processes with namespaces: the guard (this one) waits for the end of stdin and watches how much memory the run
+has; init is process 1 of a new process namespace, whose end is the end of everything in it; the third runs the code.
+Without namespaces the guard takes init's part: it adopts orphans and kills them all.
+
+Every import costs each run its time: those of `typing`, `json`, `ast` and `signal` took longer than the rest together.
+"""
+
+from __future__ import annotations
+
+import _ast
+import _signal  # type: ignore[import-not-found]
+import marshal
+import os
+import resource
+import select
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any, NoReturn
+
+    from rollgrad.adapters.sandbox import syscalls, walls
+else:
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import syscalls
+    import walls
+
+    del sys.path[0]
+
+PROCESSES = 64
+"""Processes and threads of one run: room for a pool of threads, none for a fork bomb."""
+FILES = 128
+"""Open files of a process."""
+RESERVE_MB = 32
+"""Megabytes beyond the limit for the traceback of a MemoryError, whose frames still hold what used it up."""
+WATCH_SECONDS = 0.05
+"""Between looks at the memory of all processes together."""
+INIT_MB = 32
+"""Megabytes of all processes together beyond the limit of one: init, and what they share with the guard."""
+SWEEP_SECONDS = 60.0
+"""Longest that the guard hunts what is left over."""
+SOURCE = "<code>"
+"""What tracebacks call the model's code."""
+OUT_OF_MEMORY = "memory"
+"""The guard's answer in the place of an exit code: all processes together had too much."""
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def main() -> NoReturn:
+    """Serves one request."""
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # the code could send it to init, which would tell a traceback
+    request = read_request()
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # the new root has none
+    if request["namespaces"]:
+        walls.enter_namespaces(request, writable=True)
+        walls.close_memory()
+        reading, writing = os.pipe()
+        code = guard(walls.fork(lambda: init(request, reading, writing)), request, proc)
+    else:
+        os.umask(0o077)
+        code = guard_without_namespaces(request, proc)
+    os.write(2, str(code).encode())
+    os._exit(0)
+
+
+def read_request() -> dict[str, Any]:
+    """Eight bytes of length and a mapping; ends the program when stdin ends early."""
+    data = b""
+    while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "little"):
+        part = os.read(0, 1 << 16)
+        if not part:
+            os._exit(0)
+        data += part
+    request: dict[str, Any] = marshal.loads(data[8:])
+    return request
+
+
+def guard(child: int, request: dict[str, Any], proc: int) -> int | str | None:
+    """The exit code of `child`; None when stdin ended first, `OUT_OF_MEMORY` when that did (it is killed then)."""
+    exits = os.pidfd_open(child)
+    bound = request["memory_mb"] + RESERVE_MB + INIT_MB << 20
+    stopped = None
+    while True:
+        ready, _, _ = select.select([0, exits], [], [], WATCH_SECONDS)
+        if not ready and not exceeds(bound, proc):
+            continue
+        if exits not in ready:
+            stopped = None if ready else OUT_OF_MEMORY
+            os.kill(child, walls.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        return walls.exit_code(status) if exits in ready else stopped
+
+
+def exceeds(bound: int, proc: int) -> bool:
+    """Whether this process' descendants have more than `bound` bytes of memory together.
+
+    What processes share is divided among them where that can be read, which takes the kernel longer: only when the
+    plain sum is too much.
+    """
+    pids = list(descendants(os.getpid(), proc))
+    return sum(resident(pid, proc) for pid in pids) > bound < sum(proportional(pid, proc) for pid in pids)
+
+
+def resident(pid: int, proc: int) -> int:
+    """Bytes of memory that a process has, what it shares included; 0 if it is gone."""
+    fields = read_file(f"{pid}/statm", proc).split()
+    return int(fields[1]) * resource.getpagesize() if fields else 0
+
+
+def proportional(pid: int, proc: int) -> int:
+    """Bytes of memory of a process, with its part of what it shares; all of it where a process lets nobody look."""
+    for line in read_file(f"{pid}/smaps_rollup", proc).splitlines():
+        if line.startswith(b"Pss:"):
+            return int(line.split()[1]) << 10
+    return resident(pid, proc)
+
+
+def descendants(parent: int, proc: int) -> Iterator[int]:
+    """The processes that descend from `parent`, as far as they are still linked."""
+    try:
+        threads = os.open(f"{parent}/task", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+    except OSError:  # it ended meanwhile
+        return
+    try:
+        names = os.listdir(threads)
+    except OSError:
+        return
+    finally:
+        os.close(threads)
+    for thread in names:
+        for child in read_file(f"{parent}/task/{thread}/children", proc).split():
+            yield int(child)
+            yield from descendants(int(child), proc)
+
+
+def read_file(path: str, proc: int) -> bytes:
+    """A file below /proc; nothing where its process is gone, or lets nobody look."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+        try:
+            return os.read(file, 1 << 16)
+        finally:
+            os.close(file)
+    except OSError:
+        return b""
+
+
+def init(request: dict[str, Any], reading: int, writing: int) -> int:
+    """Process 1: outlives the code, and takes everything with it when it, or the guard, ends."""
+    walls.end_with_parent()
+    os.close(writing)
+    if select.select([reading], [], [], 0)[0]:  # only the guard holds the other end: it ended before that
+        return 1
+    code = walls.fork(lambda: run(request, PROCESSES))
+    while True:
+        pid, status = os.wait()
+        if pid == code:
+            return walls.exit_code(status)
+
+
+def guard_without_namespaces(request: dict[str, Any], proc: int) -> int | str | None:
+    """Runs the code in a temporary directory; afterwards kills every process that came of it."""
+    import shutil
+    import tempfile
+
+    walls.call(walls.libc.prctl, PR_SET_CHILD_SUBREAPER, 1)
+    directory = tempfile.mkdtemp(prefix="rollgrad-python-", dir=request["directory"])
+    uid = os.getuid() or walls.NOBODY
+    if os.getuid() == 0:
+        os.chown(directory, walls.NOBODY, walls.NOBODY)
+    os.chdir(directory)
+    limit = PROCESSES + threads_of(uid)  # the kernel counts all processes of the user
+
+    def drop_and_run() -> int:
+        if os.getuid() == 0:
+            walls.become_nobody()
+        return run(request, limit)
+
+    child = walls.fork(drop_and_run)
+    try:
+        return guard(child, request, proc)
+    finally:
+        sweep(proc)
+        os.chdir("/")
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def run(request: dict[str, Any], processes: int) -> int:
+    """Gives up every privilege and runs the code; returns, or raises SystemExit, as a Python program ends."""
+    os.setsid()  # its signals to its own group stay in it
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.dup2(os.open("/dev/null", os.O_RDWR), 0)
+    os.close(3)
+    walls.limit(
+        {
+            resource.RLIMIT_AS: request["memory_mb"] + RESERVE_MB << 20,
+            resource.RLIMIT_CPU: request["cpu_seconds"],
+            resource.RLIMIT_NPROC: processes,
+            resource.RLIMIT_FSIZE: walls.DISK_MB << 20,
+            resource.RLIMIT_NOFILE: FILES,
+            resource.RLIMIT_CORE: 0,
+        }
+    )
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (min(request["memory_mb"] << 20, hard), hard))
+    walls.give_up_privileges()
+    walls.open_memory()
+    syscalls.forbid(judged=False)
+    os.dup2(1, 2)
+    os.environ["HOME"] = os.environ["TMPDIR"] = os.getcwd()
+    return execute(request["code"], request["memory_mb"])
+
+
+def execute(code: str, memory_mb: int) -> int:
+    """Runs the code as a REPL would: the value of a last expression is printed."""
+    import site
+
+    site.setquit()
+    sys.path.insert(0, "")
+    sys.argv = [""]
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    main_module = sys.modules["__main__"] = type(sys)("__main__")
+    try:
+        tree: Any = compile(code, SOURCE, "exec", _ast.PyCF_ONLY_AST)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
+        exec(compile(tree, SOURCE, "exec"), vars(main_module))
+        if last is not None:
+            sys.displayhook(eval(compile(_ast.Expression(last.value), SOURCE, "eval"), vars(main_module)))
+        return 0
+    except SystemExit:
+        raise
+    except BaseException as error:  # the model's code may raise anything, and reads the traceback
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        tell(error, code)
+        if isinstance(error, MemoryError):
+            print(f"The code may use {memory_mb} MB of memory.", file=sys.stderr)  # noqa: T201
+        return 1
+
+
+def tell(error: BaseException, code: str) -> None:
+    """Prints a traceback of the model's frames only, with their lines."""
+    import linecache
+    import traceback
+
+    linecache.cache[SOURCE] = (len(code), None, code.splitlines(keepends=True), SOURCE)
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code.co_filename != SOURCE:
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames)
+
+
+def sweep(proc: int) -> None:
+    """Kills all descendants. One that is killed cannot fork any more, and its orphans become ours: that converges."""
+    deadline = time.monotonic() + SWEEP_SECONDS
+    while time.monotonic() < deadline:
+        for pid in descendants(os.getpid(), proc):
+            try:
+                os.kill(pid, walls.SIGKILL)
+            except OSError:  # it ended meanwhile
+                continue
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+def threads_of(uid: int) -> int:
+    """Threads that the user runs now."""
+    count = 0
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == uid:
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:
+            continue
+    return count
+
+
+if __name__ == "__main__":
+    main()
