@@ -33,8 +33,8 @@ class AdvantageConfig:
 
     estimator: str = "gae"
     """gae (PPO), turn_gae, reinforce (REINFORCE++), reinforce_baseline, rloo, rloo_sequence, group_norm (GRPO),
-    dr_grpo, opo, gpg, maxrl, gdpo, turn_group_norm, remax, flash_reinforce, on_policy_distill, or a name that
-    algo.extension_path defines."""
+    dr_grpo, opo, gpg, maxrl, gdpo, turn_group_norm, process_group_norm, remax, flash_reinforce, on_policy_distill, or
+    a name that algo.extension_path defines."""
     gamma: float = 1.0
     """Discount per action token (per turn for the turn estimators)."""
     lambd: float = 1.0

@@ -19,6 +19,9 @@ from rollgrad.domain.losses.kl import kl_estimate
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, ValueModel
 from rollgrad.domain.trajectory import Trajectory
 
+PARTS_SLACK = 1e-4
+"""Relative difference between a reward and the weighted sum of its parts that rounding explains."""
+
 
 @frozen(kw_only=True, eq=False)
 class Experience:
@@ -163,6 +166,9 @@ class ExperienceService:
                 "reward has no names: return a mapping of named rewards from the reward function."
             )
         weights = self._reward.weights or {}
+        weights_K = torch.tensor([weights.get(name, 1.0) for name in batch.part_names])
+        if parts_SK is not None and "reward_parts" in estimator_traits(advantage.estimator).needs:
+            _check_parts(advantage.estimator, batch, (parts_SK * weights_K).sum(1))
         result = estimate(
             advantage.estimator,
             EstimatorInput(
@@ -176,7 +182,7 @@ class ExperienceService:
                 values_N=batch.values_N,
                 baselines_S=batch.baselines_S,
                 reward_parts_SK=parts_SK,
-                part_weights_K=torch.tensor([weights.get(name, 1.0) for name in batch.part_names]),
+                part_weights_K=weights_K,
             ),
             EstimatorParams(
                 gamma=advantage.gamma,
@@ -200,6 +206,24 @@ class ExperienceService:
     def _score(model: PolicyModel | ReferenceModel | None, batch: PackedBatch) -> Tensor:
         assert model is not None
         return model.score(batch).logprobs_N
+
+
+def _check_parts(estimator: str, batch: PackedBatch, named_S: Tensor) -> None:
+    """Whether each rollout was rewarded by named rewards alone: others the estimator would leave out.
+
+    Raises:
+        RewardError: it was not.
+    """
+    total_R = shaping.outcomes(batch)
+    named_R = torch.zeros_like(total_R).index_add_(0, batch.rollout_ids_S, named_S)
+    wrong_R = (total_R - named_R).abs() > PARTS_SLACK * (1 + named_R.abs())
+    if bool(wrong_R.any()):
+        first = int(wrong_R.nonzero()[0, 0])
+        raise RewardError(
+            f"algo.advantage.estimator {estimator} compares named rewards, but an episode earned "
+            f"{float(total_R[first]):g} in all and {float(named_R[first]):g} by name: give every reward of an episode "
+            "a name and its weight (--reward.weights), or set --algo.advantage.estimator to group_norm."
+        )
 
 
 def _explained_variance(values_A: Tensor, returns_A: Tensor) -> float:

@@ -100,12 +100,15 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             "reward.cosine_length and reward.overlong_buffer_len both make the reward go by length: leave "
             "--reward.overlong_buffer_len or --reward.cosine_length out."
         )
+    traits = estimator_traits(config.algo.advantage.estimator)
+    yield from _unshaped_problems(config) if "reward_parts" in traits.needs else ()
+    yield from _negative_problems(config) if "rewards_from_0" in traits.needs else ()
     by_length = [
         key
         for key in ("cosine_length", "overlong_buffer_len", "stop_properly_penalty_coef")
         if getattr(reward, key) != getattr(default, key)
     ]
-    if by_length and "greedy_baseline" in estimator_traits(config.algo.advantage.estimator).needs:
+    if by_length and "greedy_baseline" in traits.needs:
         yield (
             f"reward.{by_length[0]} is set with algo.advantage.estimator {config.algo.advantage.estimator}, whose "
             f"greedy baseline is not shaped by length: leave --reward.{by_length[0]} out."
@@ -117,6 +120,39 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             "against rollout.max_episode_tokens, but that is not set: set --rollout.max_episode_tokens, or leave "
             f"--reward.{key} out."
         )
+
+
+def _unshaped_problems(config: RLConfig) -> Iterator[str]:
+    """Shaping of a sum of rewards with an estimator that reads the named ones."""
+    for key in ("cosine_length", "overlong_buffer_len", "stop_properly_penalty_coef", "normalize", "clip_range"):
+        if getattr(config.reward, key) != getattr(RewardConfig(), key):
+            yield (
+                f"reward.{key} is {getattr(config.reward, key)} with algo.advantage.estimator "
+                f"{config.algo.advantage.estimator}, which normalises each named reward apart and never sees their "
+                f"sum, which is what would be changed: leave --reward.{key} out, and return what it is for as one more "
+                "named reward of the reward function."
+            )
+
+
+def _negative_problems(config: RLConfig) -> Iterator[str]:
+    """Shaping that makes rewards negative with an estimator that takes none below 0."""
+    reward = config.reward
+    if reward.clip_range is not None and reward.clip_range[0] >= 0:
+        return  # clipping is the last step
+    makes_negative = {
+        "normalize": reward.normalize in (Normalise.RUNNING, Normalise.DATASET),
+        "overlong_buffer_len": reward.overlong_buffer_len is not None,
+        "stop_properly_penalty_coef": (reward.stop_properly_penalty_coef or 0.0) < 0,
+        "cosine_length": reward.cosine_length
+        and min(*reward.cosine_passed, *reward.cosine_failed, reward.cosine_exceeded) < 0,
+    }
+    for key, negative in makes_negative.items():
+        if negative:
+            yield (
+                f"reward.{key} is {getattr(reward, key)}, which makes rewards negative, but algo.advantage.estimator "
+                f"{config.algo.advantage.estimator} takes none below 0: leave --reward.{key} out, or set "
+                "--reward.clip_range with a lower bound of 0."
+            )
 
 
 def rollout_problems(config: RLConfig) -> Iterator[str]:

@@ -15,9 +15,9 @@ from rollgrad.domain.errors import ConfigurationError
 
 Traits = TypeVar("Traits")
 
-NEEDS = ("group", "critic", "greedy_baseline", "teacher", "reward_parts")
+NEEDS = ("group", "critic", "greedy_baseline", "teacher", "reward_parts", "rewards_from_0")
 """What an estimator may need: several samples of a prompt, values, a greedy rollout of each prompt, a teacher's
-log-probs, and rewards that come in named parts."""
+log-probs, rewards that come in named parts, and rewards of at least 0."""
 
 WHITENINGS = ("none", "batch", "group")
 """Over what advantages are centred and scaled after the estimator: nothing, all action tokens, or those of a group."""
@@ -60,9 +60,10 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
     "dr_grpo": EstimatorTraits(needs=("group",)),
     "opo": EstimatorTraits(needs=("group",)),
     "gpg": EstimatorTraits(needs=("group",)),
-    "maxrl": EstimatorTraits(needs=("group",)),
+    "maxrl": EstimatorTraits(needs=("group", "rewards_from_0")),
     "gdpo": EstimatorTraits(needs=("group", "reward_parts")),
     "turn_group_norm": EstimatorTraits(needs=("group",), uses=("gamma",)),
+    "process_group_norm": EstimatorTraits(needs=("group",)),
     "remax": EstimatorTraits(needs=("greedy_baseline",)),
     "flash_reinforce": EstimatorTraits(),
     "on_policy_distill": EstimatorTraits(needs=("teacher",)),

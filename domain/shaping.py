@@ -73,7 +73,13 @@ def clip_outcomes(batch: PackedBatch, limits: tuple[float, float]) -> Tensor:
 
 def overlong_penalty(batch: PackedBatch, *, limit: int, buffer: int, factor: float) -> Tensor:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13): from `limit - buffer` sampled tokens on, up to `factor`
-    is taken away in proportion, all of it at `limit`. Environment tokens do not count."""
+    is taken away in proportion, all of it at `limit`. Environment tokens do not count.
+
+    Raises:
+        ValueError: `buffer` is not at least 1.
+    """
+    if buffer < 1:
+        raise ValueError(f"The buffer of the length penalty is {buffer} tokens, but it needs at least 1.")
     outcomes = _Outcomes.of(batch)
     excess_R = (outcomes.length_R - (limit - buffer)).clamp(0, buffer)
     return outcomes.replace(batch, outcomes.reward_R - factor * excess_R / buffer)
@@ -126,7 +132,9 @@ class RunningMoments:
         return math.sqrt(self.squares / self.count) if self.squares > 0 else 1.0
 
     def update(self, values: Tensor) -> "RunningMoments":
-        """The moments with `values` taken in."""
+        """The moments with `values` taken in; without any, these."""
+        if len(values) == 0:
+            return self
         count, values = len(values), values.double()
         mean = float(values.mean())
         total = self.count + count

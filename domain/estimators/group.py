@@ -9,6 +9,8 @@ advantage 0.
 import torch
 from torch import Tensor
 
+from rollgrad.domain.equality import SAME
+from rollgrad.domain.errors import RewardError
 from rollgrad.domain.estimators.packing import Actions
 from rollgrad.domain.estimators.registry import estimator
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
@@ -16,8 +18,6 @@ from rollgrad.domain.estimators.types import Advantages, EstimatorInput, Estimat
 
 STD_FLOOR = 1e-9
 """Added to a group's standard deviation, as in OpenRLHF's group_norm."""
-SAME = 1e-6
-"""Relative difference within which rewards are equal: several roundings of float32."""
 
 
 @estimator("reinforce_baseline")
@@ -47,7 +47,7 @@ def rloo_sequence(inputs: EstimatorInput, params: EstimatorParams) -> Advantages
 def group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """GRPO: (r_i - mean) / (std + 1e-9) with the unbiased standard deviation (Shao et al. 2024, section 4.1.2)."""
     rollouts = Rollouts(inputs)
-    return broadcast(inputs, rollouts.normalised(rollouts.outcome_R), rollouts)
+    return broadcast(inputs, rollouts.normalised(rollouts.outcome_R, rollouts.size_R), rollouts)
 
 
 @estimator("dr_grpo")
@@ -72,7 +72,7 @@ def gpg(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """alpha (r_i - mean), alpha = rollouts / rollouts of groups whose rewards differ: the groups that teach nothing do
     not dilute the gradient (Chu et al. 2025, "GPG", eq. 9 to 11 with F_norm = 1)."""
     rollouts = Rollouts(inputs)
-    useful = rollouts.has_spread(rollouts.outcome_R).sum()
+    useful = rollouts.has_spread(rollouts.outcome_R, rollouts.size_R).sum()
     alpha = len(rollouts.outcome_R) / useful.clamp(min=1).double()
     return broadcast(inputs, alpha * rollouts.centred(rollouts.outcome_R), rollouts)
 
@@ -80,12 +80,23 @@ def gpg(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
 @estimator("maxrl")
 def maxrl(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """(r_i - mean) / mean for rewards of at least 0, and 0 where the mean is 0: the gradient of the log of the pass
-    rate, truncated at the group's size (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning")."""
+    rate, truncated at the group's size (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning").
+
+    Raises:
+        RewardError: an outcome is below 0.
+    """
     rollouts = Rollouts(inputs)
-    mean_R = rollouts.group_sum(rollouts.outcome_R) / rollouts.count_R
-    positive_R = torch.where(mean_R > 0, mean_R, 1.0)
-    outcome_R = torch.where(mean_R > 0, rollouts.centred(rollouts.outcome_R) / positive_R, 0.0)
-    return broadcast(inputs, outcome_R, rollouts)
+    # What is left of rewards that cancel is rounding: neither a reward nor below 0.
+    rewards_R = torch.where(rollouts.outcome_R.abs() <= SAME * rollouts.size_R, 0.0, rollouts.outcome_R)
+    if bool((rewards_R < 0).any()):
+        raise RewardError(
+            "algo.advantage.estimator maxrl divides by the mean reward of a prompt's samples, so that no reward may be "
+            f"below 0, but that of an episode is {float(rewards_R.min()):g}: give rewards of at least 0, set "
+            "--reward.clip_range with a lower bound of 0, or set --algo.advantage.estimator to group_norm."
+        )
+    mean_R = rollouts.group_sum(rewards_R) / rollouts.count_R
+    positive_R = torch.where(mean_R == 0, 1.0, mean_R)
+    return broadcast(inputs, rollouts.centred(rewards_R) / positive_R, rollouts)
 
 
 @estimator("gdpo")
@@ -102,7 +113,8 @@ def gdpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     total_R = torch.zeros_like(rollouts.outcome_R)
     for part_S, weight in zip(inputs.reward_parts_SK.double().unbind(1), inputs.part_weights_K, strict=True):
         part_R = torch.zeros_like(total_R).index_add_(0, rollouts.actions.rollout_S, part_S)
-        total_R += weight.double() * rollouts.normalised(part_R)
+        size_R = torch.zeros_like(total_R).index_add_(0, rollouts.actions.rollout_S, part_S.abs())
+        total_R += weight.double() * rollouts.normalised(part_R, size_R)
     centred_R = total_R - total_R.mean()
     std = (centred_R.square().sum() / max(1, len(centred_R) - 1)).sqrt()
     return broadcast(inputs, centred_R / (std + STD_FLOOR), rollouts)
@@ -110,7 +122,8 @@ def gdpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
 
 class Rollouts:
     """Outcomes of rollouts (R) and what compares them within their groups, each [R], in float64: in float32 the mean of
-    equal rewards can miss them by a rounding error, which a standard deviation of the same size would blow up to 1."""
+    equal rewards can miss them by a rounding error, which a standard deviation of the same size would blow up to 1.
+    `size_R` sums the absolute values of what `outcome_R` sums: rounding is relative to it. NaN stays NaN."""
 
     def __init__(self, inputs: EstimatorInput) -> None:
         self.actions = Actions.of(inputs)
@@ -118,6 +131,7 @@ class Rollouts:
         self._rollout_A = self.actions.rollout_A
         self._dtype = inputs.rewards_N.dtype
         self.outcome_R = self.sum_of(inputs.rewards_N)
+        self.size_R = self.sum_of(inputs.rewards_N.abs())
         self.count_R = self.group_sum(torch.ones_like(self.outcome_R))
 
     def sum_of(self, values_N: Tensor) -> Tensor:
@@ -137,20 +151,19 @@ class Rollouts:
         """Values minus the mean of the group's others."""
         return self.centred(values_R) * self.count_R / (self.count_R - 1).clamp(min=1)
 
-    def normalised(self, values_R: Tensor) -> Tensor:
+    def normalised(self, values_R: Tensor, size_R: Tensor) -> Tensor:
         """Values minus their group's mean, over its unbiased standard deviation; 0 for a group without spread."""
         centred_R = self.centred(values_R)
         std_R = (self.group_sum(centred_R.square()) / (self.count_R - 1).clamp(min=1)).sqrt()
-        return torch.where(self.has_spread(values_R), centred_R / (std_R + STD_FLOOR), 0.0)
+        return torch.where(self.has_spread(values_R, size_R), centred_R / (std_R + STD_FLOOR), 0.0)
 
-    def has_spread(self, values_R: Tensor) -> Tensor:
-        """Whether the values of a rollout's group differ by more than float32's rounding (0.1 + 0.2 is 0.3)."""
-        low, high = (
-            torch.zeros_like(values_R).scatter_reduce(0, self.group_R, values_R, reduce, include_self=False)
-            for reduce in ("amin", "amax")
+    def has_spread(self, values_R: Tensor, size_R: Tensor) -> Tensor:
+        """Whether the values of a rollout's group differ by more than the rounding of numbers of its largest size."""
+        low, high, size = (
+            torch.zeros_like(values_R).scatter_reduce(0, self.group_R, column_R, reduce, include_self=False)
+            for column_R, reduce in ((values_R, "amin"), (values_R, "amax"), (size_R, "amax"))
         )
-        size = torch.maximum(low.abs(), high.abs()).clamp(min=1.0)
-        return (high - low > SAME * size)[self.group_R]
+        return ~(high - low <= SAME * size)[self.group_R]  # true for NaN
 
     def to_actions(self, values_R: Tensor) -> Tensor:
         """The rollout's value at each of its action tokens, in the rewards' dtype."""

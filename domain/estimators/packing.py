@@ -5,6 +5,7 @@ from attrs import frozen
 from torch import Tensor
 
 from rollgrad.domain.batch import rollout_ids
+from rollgrad.domain.equality import SAME
 from rollgrad.domain.estimators.types import EstimatorInput
 
 VARIANCE_FLOOR = 1e-8
@@ -76,24 +77,26 @@ class Actions:
 def whiten_over(values_A: Tensor, groups_A: Tensor | None, *, std_norm: bool) -> Tensor:
     """Minus the mean, and divided by the (population) standard deviation if `std_norm`; over all values, or apart for
     each of `groups_A`."""
+    if groups_A is None:
+        return _whitened(values_A, std_norm=std_norm)
+    _, counts_G = torch.unique(groups_A, return_counts=True)
+    result_A = torch.empty_like(values_A)
+    for index in torch.split(groups_A.argsort(stable=True), counts_G.tolist()):
+        result_A[index] = _whitened(values_A[index], std_norm=std_norm)
+    return result_A
+
+
+def _whitened(values_A: Tensor, *, std_norm: bool) -> Tensor:
+    """In float64 until after the subtraction: a mean that is rounded to float32 would move every value by as much."""
     if len(values_A) == 0:
         return values_A
-    if groups_A is None:
-        index_A = torch.zeros(len(values_A), dtype=torch.int64, device=values_A.device)
-    else:
-        _, index_A = torch.unique(groups_A, return_inverse=True)
-    count_A = _totals(torch.ones_like(values_A), index_A)
-    centred_A = values_A - _totals(values_A, index_A) / count_A
-    if not std_norm:
-        return centred_A
-    variance_A = _totals(centred_A.square(), index_A) / count_A
-    return centred_A * variance_A.clamp(min=VARIANCE_FLOOR).rsqrt()
-
-
-def _totals(values_A: Tensor, index_A: Tensor) -> Tensor:
-    """Each value's group total, summed in float64."""
-    sums = torch.zeros(int(index_A.max()) + 1, dtype=torch.float64, device=values_A.device)
-    return sums.index_add_(0, index_A, values_A.double())[index_A].to(values_A.dtype)
+    exact_A = values_A.double()
+    centred_A = exact_A - exact_A.mean()
+    if bool(centred_A.abs().max() <= SAME * exact_A.abs().max()):
+        return torch.zeros_like(values_A)  # equal but for rounding, which the division would blow up
+    if std_norm:
+        centred_A *= centred_A.square().mean().clamp(min=VARIANCE_FLOOR).rsqrt()
+    return centred_A.to(values_A.dtype)
 
 
 @frozen(kw_only=True, eq=False)

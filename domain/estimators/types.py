@@ -11,8 +11,14 @@ thereby opened a branch.
 
 from collections.abc import Callable
 
-from attrs import frozen
+import torch
+from attrs import field, frozen
+from attrs.converters import optional
 from torch import Tensor
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
 
 
 @frozen(kw_only=True, eq=False)
@@ -22,16 +28,17 @@ class EstimatorInput:
     order in which they were sampled; None takes every run of adjacent action tokens for a turn, in the order of the
     sequences. `lengths_S`, `group_ids_S`, `sample_ids_S` int64: sequences of one group answer one prompt; sequences of
     one sample are branches of one rollout. `values_N`: critic. `baselines_S`: reward of the prompt's greedy rollout.
-    `reward_parts_SK` and `part_weights_K`: named rewards, which add up over a rollout's branches."""
+    `reward_parts_SK` and `part_weights_K`: named rewards, which add up over a rollout's branches. What is in half
+    precision is computed in float32."""
 
-    rewards_N: Tensor
-    token_rewards_N: Tensor
+    rewards_N: Tensor = field(converter=_at_least_float32)
+    token_rewards_N: Tensor = field(converter=_at_least_float32)
     action_mask_N: Tensor
     lengths_S: Tensor
     group_ids_S: Tensor
     sample_ids_S: Tensor
     turn_ids_N: Tensor | None = None
-    values_N: Tensor | None = None
+    values_N: Tensor | None = field(default=None, converter=optional(_at_least_float32))
     baselines_S: Tensor | None = None
     reward_parts_SK: Tensor | None = None
     part_weights_K: Tensor | None = None

@@ -19,6 +19,7 @@ def make_trajectory(
     version: int = 0,
     stop_reason: StopReason = StopReason.STOP,
     metrics: Mapping[str, float] | None = None,
+    reward_parts: Mapping[str, float] | None = None,
 ) -> Trajectory:
     """A trajectory of `prompt`, then action, observation, action, ...; `rewards` belong to the actions in order."""
     builder = TrajectoryBuilder(prompt, group_id=group_id, sample_id=sample_id)
@@ -38,7 +39,7 @@ def make_trajectory(
         )
         if given:
             builder.set_reward(given.pop(0))
-    return builder.build(stop_reason=stop_reason, metrics=metrics)
+    return builder.build(stop_reason=stop_reason, metrics=metrics, reward_parts=reward_parts)
 
 
 def reply_with_sample_id(request: EpisodeRequest) -> list[Trajectory]:

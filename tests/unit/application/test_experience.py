@@ -9,6 +9,7 @@ from rollgrad.application.choices import KLEstimator, OldLogprobs
 from rollgrad.application.config import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
 from rollgrad.application.experience import Experience, ExperienceService
 from rollgrad.domain.catalogue import ESTIMATORS
+from rollgrad.domain.errors import RewardError
 from rollgrad.domain.losses.kl import kl_estimate
 from rollgrad.domain.trajectory import Trajectory
 from tests.fakes.agent_executor import make_trajectory
@@ -161,6 +162,19 @@ def test_the_token_budget_changes_nothing() -> None:
     assert len(policy.scored) == 4
     torch.testing.assert_close(parts.batch.advantages_N, whole.batch.advantages_N)
     assert parts.metrics == pytest.approx(whole.metrics)
+
+
+def test_rewards_without_a_name_are_not_left_out_in_silence() -> None:
+    """Of an episode that was rewarded at a turn and by name, an estimator of named rewards would read half."""
+    played = [
+        make_trajectory([1], [5], [8], [6], sample_id=i, rewards=[0.25, 1.0], reward_parts={"right": 1.0})
+        for i in range(2)
+    ]
+    with pytest.raises(RewardError, match=r"earned 1\.25 in all and 1 by name"):
+        make(algo("gdpo"), trajectories=played)
+    alone = [make_trajectory([1], [5], sample_id=i, rewards=[i], reward_parts={"right": i}) for i in range(2)]
+    batch = make(algo("gdpo"), trajectories=alone).batch
+    assert batch.filled("advantages_N")[batch.action_mask_N].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
 
 PLAIN = [

@@ -56,6 +56,8 @@ KL_TO_ROLLOUT: dict[str, Any] = {
     "algo.kl.against": KLAgainst.ROLLOUT,
 }
 TOOLS: dict[str, Any] = {"agent.tools": "think"}
+GDPO: dict[str, Any] = {"algo.advantage.estimator": "gdpo"} | GROUPS
+MAXRL: dict[str, Any] = {"algo.advantage.estimator": "maxrl"} | GROUPS
 VLLM: dict[str, Any] = {"rollout.engine": Engine.VLLM}
 GYM = "reasoning_gym:basic_arithmetic"
 
@@ -141,6 +143,11 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"reward.cosine_length": True, "reward.cosine_exceeded": -1.0, "reward.stop_properly_penalty_coef": 0.5},
         TOOLS | {"reward.overlong_buffer_len": 2000, "rollout.max_episode_tokens": 4000},
         TOOLS | {"reward.cosine_length": True, "rollout.max_episode_tokens": 4000},
+        GDPO,
+        MAXRL | {"reward.clip_range": (-1.0, 1.0), "reward.stop_properly_penalty_coef": 0.5},
+        MAXRL
+        | {"reward.normalize": Normalise.RUNNING, "reward.overlong_buffer_len": 20, "reward.clip_range": (0.0, 1.0)},
+        MAXRL | {"reward.cosine_length": True, "reward.cosine_failed": (0.0, 0.5), "reward.cosine_exceeded": 0.0},
         VLLM | {"vllm.max_model_len": 2048},
         VLLM | TOOLS | {"vllm.max_model_len": 8192, "rollout.max_episode_tokens": 8192},
         {"reward.verifier": None, "reward.function_path": "r.py", "reward.weights": {"a": 1.0}},
@@ -290,6 +297,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reward.overlong_buffer_len": 2000}, "at most 1024 tokens"),
     (TOOLS | {"reward.overlong_buffer_len": 20}, "--rollout.max_episode_tokens"),
     (TOOLS | {"reward.cosine_length": True}, "--rollout.max_episode_tokens"),
+    ({"agent.attempts": 4, "reward.overlong_buffer_len": 20}, "--rollout.max_episode_tokens"),
+    ({"agent.command": "agent", "reward.cosine_length": True}, "--rollout.max_episode_tokens"),
+    *(
+        (GDPO | shaping, f"--{key} out, and return what it is for as one more named reward")
+        for shaping, key in (
+            ({"reward.cosine_length": True}, "reward.cosine_length"),
+            ({"reward.overlong_buffer_len": 20}, "reward.overlong_buffer_len"),
+            ({"reward.stop_properly_penalty_coef": 0.0}, "reward.stop_properly_penalty_coef"),
+            ({"reward.normalize": Normalise.RUNNING}, "reward.normalize"),
+            ({"reward.clip_range": (-1.0, 1.0)}, "reward.clip_range"),
+        )
+    ),
+    *(
+        (MAXRL | shaping, "--reward.clip_range with a lower bound of 0")
+        for shaping in (
+            {"reward.cosine_length": True},
+            {"reward.overlong_buffer_len": 20},
+            {"reward.stop_properly_penalty_coef": -0.5},
+            {"reward.normalize": Normalise.RUNNING},
+            {"reward.normalize": Normalise.DATASET, "reward.normalize_mean_std": (0.5, 1.0)},
+            {"reward.normalize": Normalise.RUNNING, "reward.clip_range": (-1.0, 1.0)},
+        )
+    ),
     (TOOLS | {"reward.overlong_buffer_len": 20, "rollout.max_episode_tokens": 10}, "at most 10 tokens"),
     ({"vllm.max_model_len": 2048}, "--rollout.engine vllm"),
     (VLLM | {"vllm.max_model_len": 2047}, "can ask for 2048 tokens"),

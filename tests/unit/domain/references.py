@@ -270,6 +270,23 @@ def turn_group_norm(batch: list[Sequence], gamma: float) -> Rows:
     return rows
 
 
+def process_group_norm(batch: list[Sequence]) -> Rows:
+    """Each turn's reward normalised among all turns of the group, summed from the turn on; the KL still to come is
+    added."""
+    turns = {rollout: turns_of(batch, places) for rollout, places in episodes(batch).items()}
+    rewards = {
+        rollout: [math.fsum(batch[i].rewards[t] for i, t in turn) for turn in mine] for rollout, mine in turns.items()
+    }
+    rows = returns_to_go(batch, 1.0, extras_only=True)
+    for rollout, mine in turns.items():
+        everyone = [r for (group, _), theirs in rewards.items() if group == rollout[0] for r in theirs]
+        for k, turn in enumerate(mine):
+            advantage = math.fsum(standard(r, everyone) for r in rewards[rollout][k:])
+            for i, t in turn:
+                rows[i][t] = (rows[i][t] or 0.0) + advantage
+    return rows
+
+
 def raw(kind: str, batch: list[Sequence], settings: Settings) -> tuple[Rows, Rows]:
     """(advantages before whitening, returns) of every estimator."""
     match kind:
@@ -281,6 +298,8 @@ def raw(kind: str, batch: list[Sequence], settings: Settings) -> tuple[Rows, Row
             rows = returns_to_go(batch, settings.gamma)
         case "turn_group_norm":
             rows = turn_group_norm(batch, settings.gamma)
+        case "process_group_norm":
+            rows = process_group_norm(batch)
         case "on_policy_distill":
             rows = [[x if a else None for x, a in zip(s.extras, s.actions, strict=True)] for s in batch]
         case _:
@@ -295,8 +314,9 @@ def raw(kind: str, batch: list[Sequence], settings: Settings) -> tuple[Rows, Row
     return rows, rows
 
 
-def random_batch(seed: int, *, long: bool = False) -> list[Sequence]:
-    """Ragged groups in random order, several turns with observations between, branches, empty of actions at times."""
+def random_batch(seed: int, *, long: bool = False, negative: bool = True) -> list[Sequence]:
+    """Ragged groups in random order, several turns with observations between, branches, empty of actions at times; with
+    `negative`, some rewards are."""
     rng, own = random.Random(seed), random.Random(seed + 1)
     batch = []
     for group in range(rng.randint(1, 4)):
@@ -308,7 +328,9 @@ def random_batch(seed: int, *, long: bool = False) -> list[Sequence]:
                     actions += [True] * rng.randint(1, 150 if long else 6) + [False] * rng.randint(0, 5)
                 n = len(actions)
                 ends = [t for t in range(n) if actions[t] and (t + 1 == n or not actions[t + 1])]
-                rewards = [rng.choice([0.0, 1.0, 0.5, -2.0]) if t in ends else 0.0 for t in range(n)]
+                rewards = [
+                    rng.choice([0.0, 1.0, 0.5, -2.0 if negative else 2.0]) if t in ends else 0.0 for t in range(n)
+                ]
                 batch.append(
                     Sequence(
                         group=group * 7,

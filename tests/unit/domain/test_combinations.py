@@ -42,7 +42,8 @@ TRIPLES = [
 def make_batch(seed: int, estimator: str, loss: str, aggregation: str) -> tuple[PackedBatch, Tensor]:
     """(a batch ready for the loss, log-probs of the current policy)."""
     generator = torch.Generator().manual_seed(seed)
-    sequences = [s for s in random_batch(seed) if any(s.actions)]
+    negative = "rewards_from_0" not in ESTIMATORS[estimator].needs
+    sequences = [s for s in random_batch(seed, negative=negative) if any(s.actions)]
     mask = torch.tensor([a for s in sequences for a in s.actions])
     lengths = torch.tensor([len(s.actions) for s in sequences])
     total, count = len(mask), len(sequences)

@@ -1,5 +1,6 @@
 """Estimators against references written from the papers, and the invariances the design promises."""
 
+import math
 import random
 
 import attrs
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollgrad.domain import catalogue
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, RewardError
 from rollgrad.domain.estimators import ESTIMATORS, EstimatorInput, EstimatorParams, estimate
 from rollgrad.domain.estimators.packing import whiten_over
 from rollgrad.domain.estimators.scan import reverse_discounted_sum
@@ -28,10 +29,11 @@ BASELINED = [
     "gpg",
     "gdpo",
     "turn_group_norm",
+    "process_group_norm",
 ]
 """Whose baseline is the group's."""
 GROUP_ESTIMATORS = [*BASELINED, "maxrl"]
-SCALE_FREE = ["group_norm", "gdpo", "maxrl", "turn_group_norm"]
+SCALE_FREE = ["group_norm", "gdpo", "maxrl", "turn_group_norm", "process_group_norm"]
 LINEAR = ["reinforce_baseline", "rloo", "rloo_sequence", "dr_grpo", "opo", "gpg", "remax", "flash_reinforce"]
 EXAMPLES = settings(max_examples=25, deadline=None)
 SEEDS = st.integers(0, 10**6)
@@ -88,6 +90,11 @@ def numbered(batch: list[Sequence]) -> list[Sequence]:
     return [attrs.evolve(s, turns=turns) for s, turns in zip(batch, references.turn_numbers(batch), strict=True)]
 
 
+def batch_for(name: str, seed: int, *, long: bool = False) -> list[Sequence]:
+    """A random batch that the estimator takes."""
+    return random_batch(seed, long=long, negative="rewards_from_0" not in catalogue.ESTIMATORS[name].needs)
+
+
 def reordered(batch: list[Sequence], seed: int) -> list[int]:
     """A random order of the rollouts in which the branches of one keep theirs."""
     order = list(range(len(batch)))
@@ -122,7 +129,7 @@ def test_every_estimator_is_in_the_catalogue() -> None:
 @EXAMPLES
 @given(seed=SEEDS, long=st.booleans(), options=SETTINGS)
 def test_equals_the_reference(name: str, seed: int, long: bool, options: Settings) -> None:
-    batch = random_batch(seed, long=long)
+    batch = batch_for(name, seed, long=long)
     advantages, returns = references.raw(name, batch, options)
     exact = ESTIMATORS[name](inputs(batch), params_of(options))
     torch.testing.assert_close(exact.advantages_N, expected(advantages), rtol=1e-9, atol=1e-9)
@@ -138,7 +145,7 @@ def test_equals_the_reference(name: str, seed: int, long: bool, options: Setting
 def test_whitening_equals_the_reference(
     name: str, seed: int, over: str | None, std_norm: bool, options: Settings
 ) -> None:
-    batch = random_batch(seed)
+    batch = batch_for(name, seed)
     rows, returns = references.raw(name, batch, options)
     chosen = over or {"gae": "batch", "turn_gae": "batch", "reinforce": "batch", "reinforce_baseline": "batch"}.get(
         name, "none"
@@ -151,7 +158,7 @@ def test_whitening_equals_the_reference(
     torch.testing.assert_close(single.advantages_N.double(), want, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["turn_gae", "turn_group_norm"])
+@pytest.mark.parametrize("name", ["turn_gae", "turn_group_norm", "process_group_norm"])
 @EXAMPLES
 @given(seed=SEEDS, options=SETTINGS)
 def test_adjacent_turns_are_told_apart_by_their_ids(name: str, seed: int, options: Settings) -> None:
@@ -174,7 +181,7 @@ def test_adjacent_turns_are_told_apart_by_their_ids(name: str, seed: int, option
 @EXAMPLES
 @given(seed=SEEDS)
 def test_order_and_packing_do_not_matter(name: str, seed: int) -> None:
-    batch, rng = random_batch(seed), random.Random(seed)
+    batch, rng = batch_for(name, seed), random.Random(seed)
     order = reordered(batch, seed)
     lengths = [len(s.actions) for s in batch]
     before = torch.split(raw(name, batch), lengths)
@@ -192,7 +199,7 @@ def test_order_and_packing_do_not_matter(name: str, seed: int) -> None:
 @EXAMPLES
 @given(seed=SEEDS, over=WHITENINGS)
 def test_what_is_masked_changes_nothing(name: str, poison: float, seed: int, over: str | None) -> None:
-    batch = random_batch(seed)
+    batch = batch_for(name, seed)
     clean = estimate(name, inputs(batch), PARAMS, whiten=over)
     poisoned = estimate(name, inputs(batch, poison=poison), PARAMS, whiten=over)
     assert torch.equal(clean.advantages_N, poisoned.advantages_N)
@@ -204,7 +211,7 @@ def test_what_is_masked_changes_nothing(name: str, poison: float, seed: int, ove
 @EXAMPLES
 @given(seed=SEEDS)
 def test_a_gap_equals_the_compacted_sequence(name: str, seed: int) -> None:
-    batch = numbered(random_batch(seed))
+    batch = numbered(batch_for(name, seed))
     compact = []
     for s in batch:
         places, turns = references.action_positions(s), s.turns
@@ -297,6 +304,7 @@ def moved_rewards(s: Sequence, scale: float, shift: float) -> Sequence:
         ("rloo_sequence", [1, -1 / 3, -1 / 3, -1 / 3]),
         ("group_norm", [1.5, -0.5, -0.5, -0.5]),
         ("turn_group_norm", [1.5, -0.5, -0.5, -0.5]),
+        ("process_group_norm", [1.5, -0.5, -0.5, -0.5]),
         ("gdpo", [1.5, -0.5, -0.5, -0.5]),
         ("maxrl", [3, -1, -1, -1]),
         ("remax", [1, 0, 0, 0]),
@@ -331,11 +339,13 @@ def test_a_rollout_counts_once_however_many_branches_it_has() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 @pytest.mark.parametrize("count", [1, 3, 6, 7])
-@pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7, 1e-7, 1e6])
 def test_equal_rewards_teach_nothing(name: str, count: int, reward: float, dtype: torch.dtype) -> None:
+    if "rewards_from_0" in catalogue.ESTIMATORS[name].needs:
+        reward = abs(reward)
     given_inputs = one_token_each([reward] * count + [0.3] * 3, [0] * count + [1] * 3, dtype)
     found = ESTIMATORS[name](given_inputs, EstimatorParams()).advantages_N
-    assert found.abs().max() < 1e-6
+    assert found[: 2 * count].abs().max() < 1e-6 * max(1.0, abs(reward))
 
 
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
@@ -348,6 +358,74 @@ def test_equal_outcomes_earned_over_other_turns_teach_nothing(name: str) -> None
     ]
     found = ESTIMATORS[name](inputs(batch, torch.float32), EstimatorParams()).advantages_N
     assert found[::3].abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1e-7), (1e-9, 2e-9), (1e6, 1e6 + 1), (1e-20, 1.0)])
+def test_rewards_differ_at_any_scale(name: str, low: float, high: float) -> None:
+    found = ESTIMATORS[name](one_token_each([low, high]), EstimatorParams()).advantages_N[1::2]
+    assert found[0] < 0 < found[1]
+    torch.testing.assert_close(found[0], -found[1])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gdpo", "on_policy_distill")])
+def test_a_reward_that_is_no_number_is_not_hidden(name: str) -> None:
+    """An advantage that the reward enters is NaN, instead of a 0 that looks like nothing to learn."""
+    batch = one_token_each([math.nan, 1.0, 0.0, 1.0], [0, 0, 1, 1])
+    found = ESTIMATORS[name](batch, EstimatorParams()).advantages_N[1::2]
+    assert found[0].isnan()
+    if "group" in catalogue.ESTIMATORS[name].needs:
+        assert found[1].isnan()
+        assert name == "gpg" or found[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
+    batch = batch_for(name, 3, long=True)
+    single = attrs.asdict(inputs(batch, torch.float32), recurse=False)
+    floats = [key for key, column in single.items() if column is not None and column.is_floating_point()]
+    half = single | {key: single[key].to(dtype) for key in floats}
+    wanted = ESTIMATORS[name](EstimatorInput(**single | {key: half[key].float() for key in floats}), PARAMS)
+    found = ESTIMATORS[name](EstimatorInput(**half), PARAMS)
+    assert torch.equal(found.advantages_N, wanted.advantages_N)
+    assert torch.equal(found.returns_N, wanted.returns_N)
+
+
+@EXAMPLES
+@given(rewards=st.lists(st.sampled_from([0.0, 0.5, 1.0, -1.0, -1e-3]), min_size=2, max_size=5))
+def test_maxrl_refuses_what_it_is_not_made_for(rewards: list[float]) -> None:
+    if min(rewards) >= 0:
+        assert ESTIMATORS["maxrl"](one_token_each(rewards), EstimatorParams()).advantages_N.isfinite().all()
+        return
+    with pytest.raises(
+        RewardError, match=rf"below 0, but that of an episode is {min(rewards):g}:.*--reward.clip_range"
+    ):
+        ESTIMATORS["maxrl"](one_token_each(rewards), EstimatorParams())
+
+
+def two_turns(rewards: list[list[float]]) -> list[Sequence]:
+    """Rollouts of one group, each of two turns of a token."""
+    return [
+        Sequence(0, i, [mine[0], 0.0, mine[1]], [0.0] * 3, [0.0] * 3, [True, False, True])
+        for i, mine in enumerate(rewards)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "paper", "own"),
+    [
+        ([[1, 1], [1, 0]], [[1, 0.5], [-1, -1.5]], [[0.7071, 0.7071], [-0.7071, -0.7071]]),
+        ([[1, 0], [0, 0]], [[1, -0.5], [-1, -0.5]], [[0.7071, 0], [-0.7071, 0]]),
+    ],
+)
+def test_both_ways_to_normalise_turns_by_hand(
+    rewards: list[list[float]], paper: list[list[float]], own: list[list[float]]
+) -> None:
+    """The paper's sums of rewards that are normalised over all turns, and sums that are normalised turn by turn."""
+    for name, wanted in (("process_group_norm", paper), ("turn_group_norm", own)):
+        found = raw(name, two_turns(rewards), EstimatorParams()).view(2, 3)[:, ::2]
+        torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SCALE_FREE)
@@ -434,6 +512,31 @@ def test_whitened_advantages_have_mean_0_and_deviation_1(seed: int) -> None:
         assert abs(float(mine.mean())) < 1e-12
         assert float(mine.std(correction=0)) == pytest.approx(1.0, rel=1e-9)
     assert float(whiten_over(values, None, std_norm=True).std(correction=0)) == pytest.approx(1.0, rel=1e-9)
+
+
+@pytest.mark.parametrize("over", ["batch", "group"])
+@pytest.mark.parametrize("std_norm", [True, False])
+@pytest.mark.parametrize(
+    ("value", "count"), [(1000.7, 21), (100.3, 3), (12345.678, 3), (0.1, 13), (1e-30, 5), (0.0, 2)]
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_equal_values_whiten_to_0(value: float, count: int, sign: int, std_norm: bool, over: str) -> None:
+    groups = torch.zeros(count, dtype=torch.int64) if over == "group" else None
+    found = whiten_over(torch.full((count,), sign * value), groups, std_norm=std_norm)
+    assert torch.equal(found, torch.zeros(count))
+
+
+@EXAMPLES
+@given(seed=SEEDS, mean=st.sampled_from([0.0, 1.0, -1000.0, 1e4]), spread=st.sampled_from([3e-6, 1e-3, 1.0]))
+def test_whitening_is_exact_however_far_the_mean(seed: int, mean: float, spread: float) -> None:
+    """`spread` is relative to the mean: from several roundings of float32 on."""
+    noise = torch.randn(200, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values = (mean + spread * max(1.0, abs(mean)) * noise).float()
+    exact = values.double() - values.double().mean()
+    wanted = exact / exact.square().mean().clamp(min=1e-8).sqrt()
+    for groups in (None, torch.zeros(200, dtype=torch.int64)):
+        found = whiten_over(values, groups, std_norm=True)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
 
 
 SCAN_LENGTHS = [[0], [1], [63], [64], [65], [0, 64, 0, 129, 1], [4097, 3, 0, 200], [5000]]

@@ -35,6 +35,18 @@ def test_overlong_penalty_grows_over_the_buffer() -> None:
     assert found == pytest.approx([1.0, 1.0, 0.5, 0.0, -1.0])
 
 
+@pytest.mark.parametrize("buffer", [0, -1])
+def test_a_penalty_without_a_buffer_is_refused(buffer: int) -> None:
+    with pytest.raises(ValueError, match="needs at least 1"):
+        shaping.overlong_penalty(batch([1.0], [5]), limit=10, buffer=buffer, factor=1.0)
+
+
+def test_moments_of_nothing_stay() -> None:
+    seen = shaping.RunningMoments().update(torch.tensor([1.0, 3.0]))
+    assert seen.update(torch.tensor([])) == seen
+    assert shaping.RunningMoments().update(torch.tensor([])).std == 1.0
+
+
 def test_overlong_counts_sampled_tokens_only() -> None:
     packed = pack([make_trajectory([1], [5, 5], [9] * 50, [5, 5], rewards=[0.25, 0.5])])
     assert torch.equal(shaping.overlong_penalty(packed, limit=10, buffer=4, factor=1.0), packed.rewards_N)
