@@ -10,10 +10,11 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 MARKS := $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),,-m "not gpu")
 
-.PHONY: help demo demo-agent demo-cluster test check lint ci bench clean
+.PHONY: help demo demo-words demo-agent demo-cluster test check lint ci bench clean
 
 help:
 	@echo "make demo          train a small model on sums, and show the result"
+	@echo "make demo-words    train it on word problems in GSM8K's form"
 	@echo "make demo-agent    train it on products, with a Python sandbox as its tool"
 	@echo "make demo-cluster  the first again in several processes: Ray, vLLM and DeepSpeed"
 	@echo "make test          all tests that this machine can run"
@@ -24,6 +25,9 @@ help:
 
 demo: $(VENV)/.demo-stamp
 	@$(BIN)/python examples/sums.py
+
+demo-words: $(VENV)/.demo-stamp
+	@$(BIN)/python examples/word_problems.py
 
 demo-agent: $(VENV)/.demo-stamp
 	@$(BIN)/python examples/products.py

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,35 @@ def test_the_demo_learns_and_repeats(tmp_path: Path) -> None:
 def test_the_demo_is_evaluated_several_times_on_its_way() -> None:
     settings = yaml.safe_load((EXAMPLES / "sums.yaml").read_text())
     assert settings["train"]["max_steps"] // settings["eval"]["steps"] >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_demo_of_word_problems_has_gsm8ks_form_and_groups_to_learn_from(tmp_path: Path) -> None:
+    """Runs its first step, with a small evaluation."""
+    (tmp_path / "data").mkdir()
+    for file in ("word_problems.py", "smollm2.py"):
+        (tmp_path / file).write_bytes((EXAMPLES / file).read_bytes())
+    few = (EXAMPLES / "data" / "word_problems_test.jsonl").read_text().splitlines(keepends=True)[:4]
+    assert {frozenset(json.loads(row)) for row in few} == {frozenset({"question", "answer"})}
+    assert all(re.search(r"\n#### \d+$", json.loads(row)["answer"]) for row in few)
+    (tmp_path / "few.jsonl").write_text("".join(few))
+    settings = yaml.safe_load((EXAMPLES / "word_problems.yaml").read_text())
+    settings["eval"]["dataset"] = str(tmp_path / "few.jsonl")
+    (tmp_path / "word_problems.yaml").write_text(yaml.safe_dump(settings))
+    (before, trained, after), _ = run_demo(tmp_path / "word_problems.py", tmp_path / "run", 1)
+    assert 0 < trained["reward/mean"] < 0.5
+    assert trained["policy/grad_norm"] > 0
+    assert trained["rollout/truncated_share"] < 0.5  # replies end with their line
+    assert before.keys() == after.keys()
+
+
+def test_word_problems_are_held_out_by_calculation() -> None:
+    def calculations(name: str) -> set[str]:
+        rows = (EXAMPLES / "data" / f"word_problems_{name}.jsonl").read_text().splitlines()
+        return {json.loads(row)["answer"].split(" =")[0] for row in rows}
+
+    assert not calculations("train") & calculations("test")
 
 
 @pytest.mark.slow
