@@ -6,6 +6,7 @@ from attrs import frozen
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.torch.loading import default_device, load_causal_lm, load_tokenizer, resolve_dtype
+from rollgrad.adapters.transformers.decoding import check_decoding
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.application.agents.assistant import Assistant
 from rollgrad.domain.errors import ConfigurationError
@@ -40,6 +41,7 @@ def load_assistant(arguments: AssistantArguments) -> LoadedAssistant:
             f"{FLAG} {arguments.model} has no chat template, so it cannot chat: name a chat model."
         )
     model = load_causal_lm(arguments.model, dtype=resolve_dtype(arguments.dtype, device), device=device, flag=FLAG)
+    check_decoding(model, FLAG)
     codec = TemplateCodec(tokenizer)
     engine = EmbeddedEngine(
         model.eval(), eos_token_ids=eos_token_ids(model.generation_config, tokenizer), decode=codec.decode

@@ -28,6 +28,7 @@ from rollgrad.adapters.tracking.console import ConsoleSink
 from rollgrad.adapters.tracking.jsonl import JsonlSink
 from rollgrad.adapters.tracking.multi import MultiSink
 from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
+from rollgrad.adapters.transformers.decoding import check_decoding
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
 from rollgrad.adapters.vllm.engine import VLLMEngine
 from rollgrad.application.agents.service import SessionLimits
@@ -94,6 +95,7 @@ def make_actor_model(config: RLConfig, name: str | None, flag: str, *, load_in_4
         device=device,
         flag=flag,
         load_in_4bit=load_in_4bit,
+        float32_head=config.actor.float32_head,
     )
 
 
@@ -135,7 +137,12 @@ def eos_token_ids(generation: Any, tokenizer: Any) -> list[int]:
 
 
 def make_engine(config: RLConfig, model: Any, tokenizer: Any, codec: TemplateCodec) -> EmbeddedEngine:
-    """The engine that samples from the trained model itself."""
+    """The engine that samples from the trained model itself.
+
+    Raises:
+        ConfigurationError: it cannot sample from this model exactly.
+    """
+    check_decoding(model, "--actor.model_name_or_path", other_engine="--rollout.engine vllm")
     return EmbeddedEngine(
         model,
         eos_token_ids=eos_token_ids(model.generation_config, tokenizer),

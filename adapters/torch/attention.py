@@ -1,15 +1,16 @@
 """Padding-free attention for transformers models.
 
 `ATTENTION` is registered with transformers' attention interface. A forward pass hands it a plan through the keyword
-`attention_plan`; the plan alone knows which tokens attend to which, so the model sees one row of tokens and neither
-masks nor caches. `ForestAttention` is the plan of a training pass or a prefill; the decoding plan lives with the
-engine.
+`attention_plan`; the plan alone knows which tokens attend to which, so the model sees one row of tokens and no cache.
+In the place of masks the model gets `LayerMask`s, which say how far a layer looks back. `ForestAttention` is the plan
+of a training pass or a prefill; the decoding plan lives with the engine.
 """
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from attrs import frozen
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -30,13 +31,31 @@ PADDING_TOLERANCE = 1.3
 """Nodes share a bucket while padding inflates its score matrix by no more than this."""
 
 
+@frozen
+class LayerMask:
+    """Stands for a causal mask: a layer sees the last `window` tokens up to each one's own, or all (None)."""
+
+    window: int | None
+
+
+def layer_mask(*, local_size: int | None = None, **kwargs: Any) -> LayerMask:
+    """transformers' mask interface: `local_size` is the width of a sliding window."""
+    return LayerMask(local_size)
+
+
+def backbone(model: Any) -> Any:
+    """The part of a causal language model that gives the last hidden states; of that part itself, it."""
+    base = model.base_model
+    return getattr(model, "model", model) if base is model else base  # Llama 4 names its part wrongly
+
+
 class AttentionPlan(Protocol):
     """Decides, for one forward pass, which tokens each token attends to."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """query [B, Hq, T, D], key and value [B, Hkv, T, D] -> [B, T, Hq, D]."""
+        """query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, E] -> [B, T, Hq, E]."""
         ...
 
 
@@ -45,14 +64,15 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: LayerMask | None,
     *,
-    attention_plan: AttentionPlan,
+    attention_plan: AttentionPlan | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface over an `AttentionPlan`.
+    """transformers' attention interface over an `AttentionPlan`. Some models name a layer's window to its attention
+    (`sliding_window`), some in its mask alone.
 
     Raises:
         ConfigurationError: the model asks for something that changes the result and that no plan computes.
@@ -63,34 +83,46 @@ def attention_forward(
     if unknown:
         raise ConfigurationError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which packed training does not "
-            "compute; choose another --actor.model_name_or_path."
+            "compute."
         )
+    if attention_plan is None:
+        raise ConfigurationError("its code does not hand keywords on to its attention, which packed training needs.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention_plan.attend(int(module.layer_idx), query, key, value, scale, sliding_window), None  # type: ignore[arg-type]
+    masked = None if attention_mask is None else attention_mask.window
+    window = masked if sliding_window is None else min(sliding_window, masked or sliding_window)
+    return attention_plan.attend(int(module.layer_idx), query, key, value, scale, window), None  # type: ignore[arg-type]
+
+
+def check_layers(model: Any) -> None:
+    """Whether all layers of a transformers model could go through a plan.
+
+    Raises:
+        ConfigurationError: the model's code does not go through transformers' attention interface, or it has layers
+            through which packed sequences would see each other.
+    """
+    others = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
+    if others:
+        raise ConfigurationError(
+            f"it has layers of type {', '.join(sorted(others))}, and packed training knows full_attention and "
+            "sliding_attention alone."
+        )
+    if not model._can_set_attn_implementation():
+        raise ConfigurationError(
+            "its code does not use transformers' attention interface, which packed training needs."
+        )
 
 
 def install_attention(model: Any) -> None:
     """Switches a transformers model to `ATTENTION`.
 
     Raises:
-        ConfigurationError: the model's code does not go through transformers' attention interface, or it has layers
-            through which packed sequences would see each other.
+        ConfigurationError: see `check_layers`.
     """
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    others = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
-    if others:
-        raise ConfigurationError(
-            f"{type(model).__name__} has layers of type {', '.join(sorted(others))}, which packed training does not "
-            "compute (it knows full_attention and sliding_attention); choose another --actor.model_name_or_path."
-        )
-
+    check_layers(model)
     AttentionInterface.register(ATTENTION, attention_forward)
-    if not model._can_set_attn_implementation():
-        raise ConfigurationError(
-            f"{type(model).__name__} does not use transformers' attention interface, which packed training needs; "
-            "choose another --actor.model_name_or_path or a model whose code uses ALL_ATTENTION_FUNCTIONS."
-        )
+    AttentionMaskInterface.register(ATTENTION, layer_mask)
     model.set_attn_implementation(ATTENTION)
 
 
@@ -163,26 +195,27 @@ class _Bucket:
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
     def attend(self, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None) -> Tensor:
-        """[rows * queries, Hq, D], padding rows included."""
+        """[rows * queries, Hq, E], padding rows included."""
         heads, dim = q_M.shape[1:]
         key_heads = k_M.shape[1]
         fold = heads // key_heads if self.rows * self.queries * self.keys <= FOLD_LIMIT else 1
         q = q_M.index_select(0, self.query_token).view(self.rows, self.queries, heads // fold, fold, dim)
         k = k_M.index_select(0, self.key_token).view(self.rows, self.keys, key_heads, dim).transpose(1, 2)
-        v = v_M.index_select(0, self.key_token).view(self.rows, self.keys, key_heads, dim).transpose(1, 2)
+        width = v_M.shape[2]  # of multi-head latent attention other than the keys'
+        v = v_M.index_select(0, self.key_token).view(self.rows, self.keys, key_heads, width).transpose(1, 2)
         if self._causal and window is None:
             q = q.view(self.rows, self.queries, heads, dim).transpose(1, 2)
             out = functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scaling, enable_gqa=heads != key_heads
             )
-            return out.transpose(1, 2).reshape(self.rows * self.queries, heads, dim)
+            return out.transpose(1, 2).reshape(self.rows * self.queries, heads, width)
         q = q.permute(0, 2, 3, 1, 4).reshape(self.rows, heads // fold, fold * self.queries, dim)
         mask = self._mask(window, fold)
         out = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=scaling, enable_gqa=heads // fold != key_heads
         )
-        out = out.view(self.rows, heads // fold, fold, self.queries, dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(self.rows * self.queries, heads, dim)
+        out = out.view(self.rows, heads // fold, fold, self.queries, width).permute(0, 3, 1, 2, 4)
+        return out.reshape(self.rows * self.queries, heads, width)
 
     def _mask(self, window: int | None, fold: int) -> Tensor:
         """Additive mask [rows, 1, fold * queries, keys], made once for all layers."""
@@ -243,11 +276,13 @@ class _FlatIndex:
         self.cu_k = _cumulative([n.keys for n in nodes], device)
 
     def attend(self, varlen: Any, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None) -> Tensor:
-        """[M, Hq, D]; flash-attn aligns the causal mask to the bottom right, which is this layout's rule."""
+        """[M, Hq, E]; flash-attn aligns the causal mask to the bottom right, which is this layout's rule, and wants
+        values as wide as keys."""
+        width = v_M.shape[2]
         out: Tensor = varlen(
             q_M,
             k_M.index_select(0, self.key_token),
-            v_M.index_select(0, self.key_token),
+            functional.pad(v_M, (0, k_M.shape[2] - width)).index_select(0, self.key_token),
             self.cu_q,
             self.cu_k,
             self.max_q,
@@ -256,7 +291,7 @@ class _FlatIndex:
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
         )
-        return out
+        return out[..., :width]
 
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:

@@ -6,16 +6,18 @@ processes (`sequence_parallel.py`), each of which then gets the results of all.
 Does not own: losses, batching, nor gradients.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from rollgrad.adapters.torch.attention import ForestAttention
-from rollgrad.adapters.torch.head import WHOLE_VOCABULARY, token_logprobs
+from rollgrad.adapters.torch.attention import ForestAttention, backbone
+from rollgrad.adapters.torch.compatibility import check_positions, logit_form
+from rollgrad.adapters.torch.head import PLAIN_LOGITS, WHOLE_VOCABULARY, LogitForm, token_logprobs
 from rollgrad.adapters.torch.layout import build_layout
-from rollgrad.adapters.torch.routing import routed, token_counts
+from rollgrad.adapters.torch.routing import chosen_experts, routed, token_counts
 from rollgrad.adapters.torch.sequence_parallel import SequenceGroup, sequence_group
 from rollgrad.domain.batch import PackedBatch
 
@@ -37,14 +39,17 @@ def action_hidden(model: Any, batch: PackedBatch, group: SequenceGroup, *, routi
     """The model's last hidden states of `batch`, which every process of `group` has; `routing` needs a group of one."""
     weight = next(model.parameters())
     layout = group.padded(build_layout(batch))
+    check_positions(model, int(batch.lengths_S.max()))
     plan = ForestAttention(layout.nodes, device=weight.device, dtype=weight.dtype)
-    output = model.base_model(
-        input_ids=group.share(layout.tokens_M)[None].to(weight.device),
-        position_ids=group.share(layout.positions_M)[None].to(weight.device),
-        use_cache=False,
-        attention_plan=group.plan(plan, len(layout.tokens_M), weight.device),
-        **({"output_router_logits": True} if routing else {}),
-    )
+    recorded: AbstractContextManager[list[Tensor]] = chosen_experts(model) if routing else nullcontext([])
+    with recorded as chosen:
+        output = backbone(model)(
+            input_ids=group.share(layout.tokens_M)[None].to(weight.device),
+            position_ids=group.share(layout.positions_M)[None].to(weight.device),
+            use_cache=False,
+            attention_plan=group.plan(plan, len(layout.tokens_M), weight.device),
+            **({"output_router_logits": True} if routing else {}),
+        )
     hidden_CH = output.last_hidden_state[0]
     action_A = batch.action_mask_N.nonzero()[:, 0]
     actions_B, rows_B = group.actions(layout.index_N[action_A - 1])
@@ -53,9 +58,7 @@ def action_hidden(model: Any, batch: PackedBatch, group: SequenceGroup, *, routi
         targets_B=batch.tokens_N[action_A[actions_B]].to(weight.device),
         actions_B=actions_B.to(weight.device),
         count=len(action_A),
-        routing=routed(output.router_logits, token_counts(layout, batch), model.config.num_experts_per_tok)
-        if routing
-        else (),
+        routing=routed(output.router_logits, chosen, token_counts(layout, batch)) if routing else (),
     )
 
 
@@ -76,7 +79,7 @@ class PackedLM(nn.Module):
         super().__init__()
         self.model = model
         self._group = sequence_group(model)
-        self.scorer = Scorer(model.get_output_embeddings(), temperature)
+        self.scorer = Scorer(model.get_output_embeddings(), temperature, logit_form(model))
 
     def forward(self, batch: PackedBatch, routing: bool = False) -> tuple[Tensor, ...]:
         """See the class."""
@@ -90,9 +93,10 @@ class Scorer(nn.Module):
     """The vocabulary's head without its logits. The head stays a part of the model alone: a module is never a child
     twice."""
 
-    def __init__(self, head: Any, temperature: float) -> None:
+    def __init__(self, head: Any, temperature: float, form: LogitForm = PLAIN_LOGITS) -> None:
         super().__init__()
         self._head = (head,)
+        self._form = form
         self._temperature = temperature
         self.vocabulary = WHOLE_VOCABULARY
         """The rows of the head that this process has."""
@@ -105,7 +109,9 @@ class Scorer(nn.Module):
     def forward(self, hidden_AH: Tensor, targets_A: Tensor) -> tuple[Tensor, Tensor]:
         """(logprobs_A, entropy_A)."""
         head = self.head
-        return token_logprobs(hidden_AH, head.weight, head.bias, targets_A, self._temperature, self.vocabulary)
+        return token_logprobs(
+            hidden_AH, head.weight, head.bias, targets_A, self._temperature, self.vocabulary, self._form
+        )
 
 
 class PackedValue(nn.Module):
@@ -116,9 +122,11 @@ class PackedValue(nn.Module):
 
     def __init__(self, model: Any, head: dict[str, Tensor]) -> None:
         super().__init__()
-        self.model = model.base_model
+        self.model = backbone(model)
         self._group = sequence_group(model)
-        self.value_head = nn.Linear(model.config.hidden_size, 1, device=next(model.parameters()).device)
+        self.value_head = nn.Linear(
+            model.config.get_text_config().hidden_size, 1, device=next(model.parameters()).device
+        )
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
         if head:

@@ -46,6 +46,38 @@ class VocabularyShare:
 WHOLE_VOCABULARY = VocabularyShare()
 
 
+@frozen(kw_only=True)
+class LogitForm:
+    """How a model's logits follow from its head: scale x (hidden @ weight.T + bias), and with a `cap` c of it
+    c tanh(logits / c) (Bello et al. 2016, arXiv:1611.09940). `float32` computes the product in that format, whatever
+    the weights' own is."""
+
+    scale: float = 1.0
+    cap: float | None = None
+    float32: bool = False
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Float32, of hidden states [..., H]."""
+        if not self.float32 or hidden.dtype == torch.float32:
+            logits = torch.nn.functional.linear(hidden, weight, bias).float()
+        elif hidden.is_cuda:  # rounds no sum, and needs no copy of the weight
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            logits = torch.mm(rows, weight.t(), out_dtype=torch.float32).view(*hidden.shape[:-1], -1)
+            logits = logits if bias is None else logits.add_(bias)
+        else:
+            logits = torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """d logits / d (hidden @ weight.T + bias) at the `logits` that `logits` gave."""
+        return self.scale if self.cap is None else (1 - (logits / self.cap).square()).mul_(self.scale)
+
+
+PLAIN_LOGITS = LogitForm()
+
+
 def token_logprobs(
     hidden_AH: Tensor,
     weight_VH: Tensor,
@@ -53,8 +85,9 @@ def token_logprobs(
     targets_A: Tensor,
     temperature: float,
     vocabulary: VocabularyShare = WHOLE_VOCABULARY,
+    form: LogitForm = PLAIN_LOGITS,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy (nats) of softmax((hidden @ weight.T + bias) / temperature).
+    """Log-prob of each target and entropy (nats) of softmax(logits / temperature).
 
     Args:
         hidden_AH: hidden states, in the compute dtype.
@@ -63,19 +96,15 @@ def token_logprobs(
         targets_A: int64 token ids.
         temperature: > 0.
         vocabulary: which rows `weight_VH` and `bias_V` are.
+        form: how logits follow from them.
 
     Returns:
         (logprobs_A, entropy_A), float32, differentiable in hidden, weight and bias.
     """
     result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_AH, weight_VH, bias_V, targets_A, temperature, vocabulary
+        hidden_AH, weight_VH, bias_V, targets_A, temperature, vocabulary, form
     )
     return result
-
-
-def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -88,13 +117,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         vocabulary: VocabularyShare,
+        form: LogitForm,
     ) -> tuple[Tensor, Tensor]:
         rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
         index, mine = vocabulary.rows(targets, len(weight))
         columns = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            logits = _scaled_logits(hidden[part], weight, bias, temperature)
+            logits = form.logits(hidden[part], weight, bias)
+            if temperature != 1.0:
+                logits.div_(temperature)
             lse = torch.logsumexp(logits, dim=-1)
             target = torch.where(mine[part], logits.gather(1, index[part, None])[:, 0], 0.0)
             probs = (logits - lse[:, None]).exp_()
@@ -104,7 +136,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = target.sum(0) - normaliser
         entropy = normaliser - ((lse - normaliser).exp() * mean).sum(0)
         ctx.save_for_backward(hidden, weight, bias, index, mine, normaliser, entropy)
-        ctx.temperature, ctx.rows, ctx.vocabulary = temperature, rows, vocabulary
+        ctx.temperature, ctx.rows, ctx.vocabulary, ctx.form = temperature, rows, vocabulary, form
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -116,17 +148,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         for start in range(0, len(hidden), ctx.rows):
             part = slice(start, start + ctx.rows)
+            logits = ctx.form.logits(hidden[part], weight, bias)
+            slope = ctx.form.slope(logits)
             grad = _logit_gradient(
-                _scaled_logits(hidden[part], weight, bias, ctx.temperature).sub_(normaliser[part, None]),
+                logits.div_(ctx.temperature).sub_(normaliser[part, None]),
                 index[part, None],
                 mine[part, None],
                 None if grad_logprobs is None else grad_logprobs[part, None],
                 None if grad_entropy is None else grad_entropy[part, None],
                 entropy[part, None],
             )
-            if ctx.temperature != 1.0:
-                grad.div_(ctx.temperature)
-            grad = grad.to(weight.dtype)
+            grad = grad.mul_(slope / ctx.temperature).to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 if weight.dtype == torch.float32:
@@ -137,7 +169,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
         ctx.vocabulary.sum(grad_hidden)
         cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None, None
+        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 4
 
 
 def _logit_gradient(

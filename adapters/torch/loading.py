@@ -1,21 +1,15 @@
 """Loads transformers models for packed training, with errors a user can act on."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rollgrad.adapters.torch.allocator import keep_freed_memory
-from rollgrad.adapters.torch.attention import ForestAttention, install_attention
-from rollgrad.adapters.torch.layout import prefill_layout
+from rollgrad.adapters.torch.compatibility import install_and_compare, usable_positions
 from rollgrad.adapters.torch.quantized import finish_loading, four_bits
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
-
-PROBE_TOKENS = 8
-"""Length of the sequences on which a freshly loaded model is compared with itself."""
-
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Largest difference of the comparison, as a share of the largest logit: about 25 rounding steps of the format."""
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -38,7 +32,14 @@ def default_device() -> torch.device:
 
 
 def load_causal_lm(
-    name_or_path: str, *, dtype: torch.dtype, device: torch.device, flag: str, load_in_4bit: bool = False
+    name_or_path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    flag: str,
+    load_in_4bit: bool = False,
+    float32_head: bool = False,
+    headless: bool = False,
 ) -> Any:
     """An `AutoModelForCausalLM` in eval mode with packed attention installed.
 
@@ -48,9 +49,12 @@ def load_causal_lm(
         device: where they go.
         flag: command-line flag to name in errors.
         load_in_4bit: its linear layers but the head are quantised (`quantized.py`), and cannot be trained.
+        float32_head: its logits are computed in float32.
+        headless: its files need not have an output embedding, which nobody reads.
 
     Raises:
-        CheckpointError: there is no such model, it cannot be read, is quantised, or it is adapters to another one.
+        CheckpointError: there is no such model, it cannot be read, lacks weights, is quantised, or it is adapters to
+            another one.
         ConfigurationError: packed training cannot compute what the model computes, or it has no 4-bit form.
         MissingExtraError: quantising needs a package that is not installed.
     """
@@ -59,16 +63,40 @@ def load_causal_lm(
     if device.type == "cpu":
         keep_freed_memory()
     quantised = four_bits(dtype, device) if load_in_4bit else {}
-    model = _from_pretrained(AutoModelForCausalLM, name_or_path, flag, dtype=dtype, **quantised).to(device).eval()
+    model, info = _from_pretrained(
+        AutoModelForCausalLM, name_or_path, flag, dtype=dtype, output_loading_info=True, **quantised
+    )
+    _require_weights(model, info["missing_keys"], name_or_path, flag, headless=headless)
+    model = model.to(device).eval()
+    model.float32_head = float32_head
     finish_loading(model, name_or_path, flag)
     if hasattr(model, "peft_config"):
         raise CheckpointError(
             f"{flag} is {name_or_path!r}, which holds adapters beside a model of its own: name a model that has them "
             "merged, as rollgrad saves it one directory above."
         )
-    with torch.no_grad():
-        _install_and_compare(model)
+    try:
+        install_and_compare(model)
+    except ConfigurationError as error:
+        raise _unsupported(model, name_or_path, flag, str(error)) from error
     return model
+
+
+def _require_weights(model: Any, missing: Iterable[str], name_or_path: str, flag: str, *, headless: bool) -> None:
+    """Refuses what transformers would fill with random numbers.
+
+    Raises:
+        CheckpointError: the files lack weights.
+    """
+    head = model.get_output_embeddings()
+    of_head = {name for name, part in model.named_parameters() if head is not None and part is head.weight}
+    lacking = sorted(set(missing) - (of_head if headless else set()))
+    if lacking:
+        more = f" and {len(lacking) - 3} others" if len(lacking) > 3 else ""
+        raise CheckpointError(
+            f"{flag} is {name_or_path!r}, whose files lack weights of {type(model).__name__} "
+            f"({', '.join(lacking[:3])}{more}), which would be random: name a causal language model."
+        )
 
 
 def load_critic(
@@ -82,12 +110,13 @@ def load_critic(
     Raises:
         CheckpointError, ConfigurationError: as `load_causal_lm`, or the head has several outputs.
     """
-    model = load_causal_lm(name_or_path, dtype=dtype, device=device, flag=flag)
+    model = load_causal_lm(name_or_path, dtype=dtype, device=device, flag=flag, headless=True)
     head = _scalar_head(name_or_path)
-    if head and head["weight"].shape != (1, model.config.hidden_size):
+    width = model.config.get_text_config().hidden_size
+    if head and head["weight"].shape != (1, width):
         raise CheckpointError(
             f"{flag} is {name_or_path!r}, whose head has the shape {tuple(head['weight'].shape)}: a critic needs one "
-            f"output for {model.config.hidden_size} inputs."
+            f"output for {width} inputs."
         )
     return model, head
 
@@ -120,40 +149,10 @@ def _scalar_head(name_or_path: str) -> dict[str, torch.Tensor]:
     return {}
 
 
-def _install_and_compare(model: Any) -> None:
-    """Installs packed attention, and checks on two short sequences that the model still computes the same: scaled or
-    capped logits, recurrent states and the like live outside the attention, where no keyword betrays them."""
-    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
-    first = tuple(range(PROBE_TOKENS))
-    second = first[::-1]
-    expected_TV = model(torch.tensor([second], device=device)).logits[0].float()
-    if dtype == torch.float16 and not bool(expected_TV.isfinite().all()):
-        raise ConfigurationError(
-            f"actor.dtype is float16, which ends at 65504, but {type(model).__name__} computes larger numbers: set "
-            "--actor.dtype bfloat16."
-        )
-    install_attention(model)
-    layout, _ = prefill_layout([first, second])
-    try:
-        hidden_MH = model.base_model(
-            input_ids=layout.tokens_M[None].to(device),
-            position_ids=layout.positions_M[None].to(device),
-            use_cache=False,
-            attention_plan=ForestAttention(layout.nodes, device=device, dtype=dtype),
-        ).last_hidden_state[0]
-    except TypeError as error:
-        raise _not_packable(model, str(error)) from error
-    found_TV = model.get_output_embeddings()(hidden_MH[PROBE_TOKENS:]).float()
-    allowed = PROBE_TOLERANCE[dtype] * float(expected_TV.abs().max())
-    gap = float((found_TV - expected_TV).abs().max())
-    if not gap <= allowed:
-        raise _not_packable(model, f"logits differ by {gap:.2g}, more than rounding's {allowed:.2g}")
-
-
-def _not_packable(model: Any, reason: str) -> ConfigurationError:
+def _unsupported(model: Any, name_or_path: str, flag: str, reason: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{type(model).__name__} gives other results when sequences are packed without padding ({reason}); choose "
-        "another --actor.model_name_or_path."
+        f"{flag} is {name_or_path!r}, whose {type(model).__name__} packed training does not compute as it is "
+        f"({reason.rstrip('.')}): choose another {flag}."
     )
 
 
@@ -169,15 +168,14 @@ def load_tokenizer(name_or_path: str, *, flag: str) -> Any:
 
 
 def load_positions(name_or_path: str) -> int | None:
-    """Tokens that the model has positions for; None where its settings name no number.
+    """Tokens that a sequence may have (`usable_positions`); None where the model's settings name no number.
 
     Raises:
         CheckpointError: there is no such model.
     """
     from transformers import AutoConfig
 
-    settings = _from_pretrained(AutoConfig, name_or_path, "--actor.model_name_or_path").get_text_config()
-    return getattr(settings, "max_position_embeddings", None)
+    return usable_positions(_from_pretrained(AutoConfig, name_or_path, "--actor.model_name_or_path"))
 
 
 def load_generation_settings(name_or_path: str) -> Any:
@@ -192,7 +190,6 @@ def load_generation_settings(name_or_path: str) -> Any:
 
 
 def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) -> Any:
-    from safetensors import SafetensorError
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -202,8 +199,10 @@ def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) 
         raise CheckpointError(f"{flag} is {name_or_path!r}: there is no such directory.")
     try:
         return factory.from_pretrained(str(path) if path.exists() else name_or_path, **kwargs)
-    except (OSError, ValueError, SafetensorError) as error:
-        first_line = str(error).strip().split("\n")[0]
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the code of a model's class and its files may raise anything
+        first_line = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(":.")
         raise CheckpointError(
-            f"{flag} is {name_or_path!r}, which cannot be loaded as a Hugging Face model: {first_line}"
+            f"{flag} is {name_or_path!r}, which cannot be loaded as a Hugging Face model: {first_line}."
         ) from error

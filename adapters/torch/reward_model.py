@@ -16,6 +16,7 @@ import torch
 from attrs import frozen
 
 from rollgrad.adapters.torch.allocator import keep_freed_memory
+from rollgrad.adapters.torch.compatibility import usable_positions
 from rollgrad.adapters.torch.loading import _from_pretrained, load_tokenizer
 from rollgrad.application.model_config import REWARD_TOKENS
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
@@ -93,7 +94,7 @@ class RewardModel:
         batch_tokens: int = REWARD_TOKENS,
         moments: tuple[float, float] | None = None,
     ) -> None:
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        positions = usable_positions(model.config) or sys.maxsize
         if max_length is not None and not 2 <= max_length <= positions:
             raise ConfigurationError(
                 f"--max_length is {max_length}, but must be between 2 and the model's {positions} positions: correct "
@@ -147,7 +148,9 @@ class RewardModel:
                 num_labels=1,
                 output_loading_info=True,
             )
-        except RuntimeError as error:  # transformers: a tensor has another shape
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, RuntimeError):  # transformers: a tensor has another shape
+                raise
             raise _not_scalar(flag, name_or_path, "the head gives several numbers") from error
         if not hasattr(model, "score"):
             raise _not_scalar(flag, name_or_path, f"{type(model).__name__} has no head `score` at the last token")

@@ -10,28 +10,85 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from rollgrad.adapters.torch.attention import ForestAttention
+from rollgrad.adapters.torch.attention import ForestAttention, backbone
+from rollgrad.adapters.torch.compatibility import (
+    TOLERANCE,
+    foreign_code,
+    logit_form,
+    logit_gap,
+    lowered_limits,
+    packed_logits,
+    probe_tokens,
+)
 from rollgrad.adapters.torch.layout import prefill_layout
 from rollgrad.adapters.transformers.kv_cache import KVCache
+from rollgrad.domain.errors import ConfigurationError
 
 FEW_ROWS = 48
 """Rows up to which `_WeightsFirst` pays: measured on AVX-512, 2.2 times faster at 32 rows, no difference at 64."""
+
+
+def check_decoding(model: Any, flag: str, *, other_engine: str = "") -> None:
+    """Compares prefill, single steps and extension with one forward pass over whole sequences, in eight passes of a few
+    tokens (see `compatibility.py`).
+
+    Args:
+        model: causal language model with packed attention installed.
+        flag: command-line flag that names it.
+        other_engine: flag and value that choose another engine, where there is one.
+
+    Raises:
+        ConfigurationError: they differ by more than rounding, or the model's code fails.
+    """
+    sequences = probe_tokens(model)
+    begun = [len(tokens) // 2 - 1 for tokens in sequences]
+    found: dict[str, list[list[Tensor]]] = {"prefill": [], "decoding": [], "extension": []}
+    try:
+        with torch.no_grad(), foreign_code(), lowered_limits(model):
+            expected = packed_logits(model, sequences)
+            decoder = Decoder(model)
+            decoder.cache.reserve(len(sequences), max(map(len, sequences)))
+            logits_AV = decoder.prefill([t[:n] for t, n in zip(sequences, begun, strict=True)], [[0], [1]])
+            found["prefill"].append([*logits_AV])
+            lengths = begun
+            for _ in range(3):
+                logits_AV = decoder.step([t[n] for t, n in zip(sequences, lengths, strict=True)], lengths)
+                found["decoding"].append([*logits_AV])
+                lengths = [n + 1 for n in lengths]
+            suffixes = [t[n:] for t, n in zip(sequences, lengths, strict=True)]
+            found["extension"].append([*decoder.extend(suffixes, 0, lengths)])
+        ends = {
+            "prefill": [begun],
+            "decoding": [[n + i for n in begun] for i in (1, 2, 3)],
+            "extension": [[*map(len, sequences)]],
+        }
+        for kind, passes in found.items():
+            mine = torch.stack([row for rows in passes for row in rows])
+            theirs = torch.stack(
+                [logits_TV[n - 1] for row in ends[kind] for logits_TV, n in zip(expected, row, strict=True)]
+            )
+            gap, allowed = logit_gap(mine, theirs), TOLERANCE[decoder.dtype]
+            if not gap <= allowed:
+                raise ConfigurationError(
+                    f"logits of {kind} differ by {gap:.2g} of their spread, more than rounding's {allowed:.2g}"
+                )
+    except ConfigurationError as error:
+        other = f", or set {other_engine}" if other_engine else ""
+        raise ConfigurationError(
+            f"{flag} names a {type(model).__name__}, from which the embedded engine cannot sample exactly "
+            f"({str(error).rstrip('.')}): choose another {flag}{other}."
+        ) from error
 
 
 class Decoder:
     """Runs a causal language model with packed attention installed."""
 
     def __init__(self, model: Any) -> None:
-        config = model.config.get_text_config()
         parameter = next(model.parameters())
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._model = model
+        self._model, self._body, self._form = model, backbone(model), logit_form(model)
         self.device: torch.device = parameter.device
         self.dtype: torch.dtype = parameter.dtype
-        self.cache = KVCache(
-            layers=config.num_hidden_layers, heads=heads, dim=dim, dtype=parameter.dtype, device=parameter.device
-        )
+        self.cache = KVCache()
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Sequence[int]]) -> Tensor:
         """Runs each prompt once and stores its keys in each of its rows; what all prompts begin with is run once.
@@ -88,7 +145,7 @@ class Decoder:
             return self._logits(hidden_A1H[:, 0])
 
     def _hidden(self, tokens: Tensor, positions: Tensor, plan: Any) -> Tensor:
-        hidden: Tensor = self._model.base_model(
+        hidden: Tensor = self._body(
             input_ids=tokens.to(self.device),
             position_ids=positions.to(self.device),
             use_cache=False,
@@ -97,8 +154,8 @@ class Decoder:
         return hidden
 
     def _logits(self, hidden_AH: Tensor) -> Tensor:
-        logits: Tensor = self._model.get_output_embeddings()(hidden_AH).float()
-        return logits
+        head = self._model.get_output_embeddings()
+        return self._form.logits(hidden_AH, head.weight, head.bias)
 
 
 class _WeightsFirst(TorchFunctionMode):
@@ -109,31 +166,47 @@ class _WeightsFirst(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         x, weight, *rest = args
         bias = rest[0] if rest else (kwargs or {}).get("bias")
-        out = torch.mm(weight, x.reshape(-1, x.shape[-1]).t()).t().reshape(*x.shape[:-1], weight.shape[0])
+        # Contiguous, as models expect it of a linear layer.
+        out = torch.mm(weight, x.reshape(-1, x.shape[-1]).t()).t().contiguous().view(*x.shape[:-1], weight.shape[0])
         return out if bias is None else out + bias
 
 
-class _Prefill:
-    """Attends within prompts and stores keys and values on the way."""
+class _Cached:
+    """A plan of one pass that stores keys and values on the way."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._calls = 0
+
+    def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(keys, values) of this call's own, whichever layer calls: some call several times, some run several times."""
+        self._calls += 1
+        return self._cache.pair(self._calls - 1, key, value)
+
+
+class _Prefill(_Cached):
+    """Attends within prompts."""
 
     def __init__(self, cache: KVCache, forest: ForestAttention, index: tuple[Tensor, ...]) -> None:
-        self._cache, self._forest = cache, forest
+        super().__init__(cache)
+        self._forest = forest
         self._row, self._position, self._token = index
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        keys, values = self._cache.layer(layer)
+        keys, values = self._stored(key, value)
         keys[self._row, :, self._position] = key[0].transpose(0, 1)[self._token]
         values[self._row, :, self._position] = value[0].transpose(0, 1)[self._token]
         return self._forest.attend(layer, query, key, value, scaling, window)
 
 
-class _Decode:
+class _Decode(_Cached):
     """One query a row against everything the row has stored."""
 
     def __init__(self, cache: KVCache, lengths_A: Tensor, time: int, dtype: torch.dtype) -> None:
-        self._cache, self._lengths_A, self._time = cache, lengths_A, time
+        super().__init__(cache)
+        self._lengths_A, self._time = lengths_A, time
         self._rows_A = torch.arange(len(lengths_A), device=lengths_A.device)
         self._dtype = dtype
         self._masks: dict[int | None, Tensor] = {}
@@ -141,7 +214,7 @@ class _Decode:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        keys, values = self._cache.layer(layer)
+        keys, values = self._stored(key, value)
         keys[self._rows_A, :, self._lengths_A] = key[:, :, 0]
         values[self._rows_A, :, self._lengths_A] = value[:, :, 0]
         count, heads, _, dim = query.shape
@@ -154,7 +227,7 @@ class _Decode:
             attn_mask=self._mask(window),
             scale=scaling,
         )
-        return out.reshape(count, 1, heads, dim)
+        return out.reshape(count, 1, heads, values.shape[3])
 
     def _mask(self, window: int | None) -> Tensor:
         """Additive mask [A, 1, 1, time]."""
@@ -168,11 +241,12 @@ class _Decode:
         return self._masks[window]
 
 
-class _Extend:
+class _Extend(_Cached):
     """Several queries a row against what the row has stored and the queries' own tokens."""
 
     def __init__(self, cache: KVCache, first_row: int, lengths_A: Tensor, added_A: Tensor, dtype: torch.dtype) -> None:
-        self._cache, self._dtype = cache, dtype
+        super().__init__(cache)
+        self._dtype = dtype
         self._rows = slice(first_row, first_row + len(lengths_A))
         steps = torch.arange(int(added_A.max()), device=lengths_A.device)
         self._position_AT = lengths_A[:, None] + steps
@@ -185,7 +259,7 @@ class _Extend:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        keys, values = (stored[self._rows] for stored in self._cache.layer(layer))
+        keys, values = (stored[self._rows] for stored in self._stored(key, value))
         keys[self._row, :, self._place] = key[self._row, :, self._step]
         values[self._row, :, self._place] = value[self._row, :, self._step]
         out = functional.scaled_dot_product_attention(

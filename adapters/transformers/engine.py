@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from attrs import define, field
 
+from rollgrad.adapters.torch.compatibility import usable_positions
 from rollgrad.adapters.transformers.decoding import Decoder
-from rollgrad.adapters.transformers.kv_cache import KeptSequences
+from rollgrad.adapters.transformers.kv_cache import KeptSequences, StoredKeys
 from rollgrad.adapters.transformers.sampler import sample
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
@@ -85,7 +86,7 @@ class EmbeddedEngine(RolloutEngine):
     """See `RolloutEngine`.
 
     Args:
-        model: causal language model with packed attention installed.
+        model: causal language model with packed attention installed, from which `check_decoding` lets sample.
         eos_token_ids: tokens that end every reply.
         max_batch_size: sequences decoded together.
         decode: token ids to text; needed for stop strings only.
@@ -104,8 +105,8 @@ class EmbeddedEngine(RolloutEngine):
         self._eos = frozenset(eos_token_ids)
         self._max_batch_size = max_batch_size
         self._decode = decode
-        self.max_tokens: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        """Positions of the model: tokens of a prompt and its reply at most; None if it does not say."""
+        self.max_tokens: int | None = usable_positions(model.config)
+        """Tokens of a prompt and its reply at most; None if the model does not say."""
         self._waiting: deque[_Row] = deque()
         self._active: list[_Row] = []
         self._kept = KeptSequences(KEPT_BYTES)
@@ -279,7 +280,7 @@ class EmbeddedEngine(RolloutEngine):
     def _admit(self) -> list[_Row]:
         """Computes the prompts of waiting requests into free rows and samples their first token."""
         prompts: dict[tuple[int, ...], list[_Row]] = {}
-        continued: list[tuple[_Row, torch.Tensor]] = []
+        continued: list[tuple[_Row, StoredKeys]] = []
         tokens = taken = 0
         while self._waiting and not self._draining and len(self._active) + taken < self._max_batch_size:
             row = self._waiting[0]
@@ -288,10 +289,10 @@ class EmbeddedEngine(RolloutEngine):
                 continue
             ids = row.request.prompt_token_ids
             stored = self._kept.take(ids) if ids not in prompts else None
-            new = 0 if ids in prompts else len(ids) - (0 if stored is None else stored.shape[3])
+            new = 0 if ids in prompts else len(ids) - (0 if stored is None else stored.length)
             if taken and tokens + new > PREFILL_TOKENS:
                 if stored is not None:
-                    self._kept.keep(ids[: stored.shape[3]], stored)
+                    self._kept.keep(ids[: stored.length], stored)
                 break
             self._waiting.popleft()
             tokens, taken = tokens + new, taken + 1
@@ -312,11 +313,11 @@ class EmbeddedEngine(RolloutEngine):
         self._active.extend(members)
         return self._append(members, logits.repeat_interleave(repeats, dim=0))
 
-    def _continue(self, continued: Sequence[tuple[_Row, torch.Tensor]]) -> list[_Row]:
+    def _continue(self, continued: Sequence[tuple[_Row, StoredKeys]]) -> list[_Row]:
         """Takes up sequences whose beginning is stored."""
         first, rows = len(self._active), [row for row, _ in continued]
         prompts = [row.request.prompt_token_ids for row in rows]
-        lengths = [stored.shape[3] for _, stored in continued]
+        lengths = [stored.length for _, stored in continued]
         self._decoder.cache.reserve(first + len(rows), max(len(ids) for ids in prompts) + 1)
         for offset, (_, stored) in enumerate(continued):
             self._decoder.cache.copy_in(first + offset, stored)

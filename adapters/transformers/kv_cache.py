@@ -6,65 +6,86 @@ never reads a hole. Grows on demand; `release` gives everything back.
 
 from collections import OrderedDict
 
-import torch
+from attrs import frozen
 from torch import Tensor
 
 LENGTH_STEP = 64
 """Capacity along time grows in multiples of this."""
 
 
-class KVCache:
-    """[layers, 2, rows, key heads, time, head dim] in one tensor."""
+@frozen(eq=False)
+class StoredKeys:
+    """Keys and values of one sequence's first `length` tokens: a pair of [heads, length, width] for each attention."""
 
-    def __init__(self, *, layers: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape = (layers, heads, dim)
-        self._dtype, self._device = dtype, device
-        self._data: Tensor | None = None
-
-    def reserve(self, rows: int, length: int) -> None:
-        """Makes room for `rows` sequences of `length` tokens, keeping what is stored."""
-        layers, heads, dim = self._shape
-        old = self._data
-        old_rows, old_length = (0, 0) if old is None else (old.shape[2], old.shape[4])
-        if rows <= old_rows and length <= old_length:
-            return
-        new_rows = max(rows, old_rows)
-        new_length = max(-(-length // LENGTH_STEP) * LENGTH_STEP, old_length)
-        shape = (layers, 2, new_rows, heads, new_length, dim)
-        data = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        if old is not None:
-            data[:, :, :old_rows, :, :old_length] = old
-        self._data = data
-
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """(keys, values) of one layer, each [rows, key heads, time, head dim]."""
-        assert self._data is not None
-        return self._data[index, 0], self._data[index, 1]
-
-    def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copies rows `sources` over rows `targets`."""
-        if sources:
-            assert self._data is not None
-            self._data[:, :, targets] = self._data[:, :, sources]
-
-    def copy_out(self, row: int, length: int) -> Tensor:
-        """A copy of the first `length` tokens of a row."""
-        assert self._data is not None
-        return self._data[:, :, row, :, :length].clone()
-
-    def copy_in(self, row: int, stored: Tensor) -> None:
-        """Puts what `copy_out` gave at the beginning of a row."""
-        assert self._data is not None
-        self._data[:, :, row, :, : stored.shape[3]] = stored
-
-    def release(self) -> None:
-        """Frees the memory."""
-        self._data = None
+    pairs: tuple[tuple[Tensor, Tensor], ...]
+    length: int
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return 0 if self._data is None else self._data.nbytes
+        return sum(part.nbytes for pair in self.pairs for part in pair)
+
+
+class KVCache:
+    """For each attention of a forward pass, in the order in which the model calls them, its keys and its values, both
+    [rows, heads, time, width]. Heads and widths are those of the first that are seen: they may differ from attention
+    to attention, and keys may be wider than values."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._rows = self._length = 0
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Makes room for `rows` sequences of `length` tokens, keeping what is stored."""
+        if rows <= self._rows and length <= self._length:
+            return
+        self._rows = max(rows, self._rows)
+        self._length = max(-(-length // LENGTH_STEP) * LENGTH_STEP, self._length)
+        self._pairs = [(self._grown(keys), self._grown(values)) for keys, values in self._pairs]
+
+    def _grown(self, stored: Tensor) -> Tensor:
+        grown = self._room(stored)
+        grown[: stored.shape[0], :, : stored.shape[2]] = stored
+        return grown
+
+    def _room(self, like: Tensor) -> Tensor:
+        """Zeros for tensors with the heads and the width of `like`, [.., heads, .., width]."""
+        return like.new_zeros(self._rows, like.shape[1], self._length, like.shape[3])
+
+    def pair(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """(keys, values) of the attention that is called as the `index`-th of a pass with `key` and `value`, each
+        [.., heads, .., width]."""
+        if index == len(self._pairs):
+            self._pairs.append((self._room(key), self._room(value)))
+        return self._pairs[index]
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copies rows `sources` over rows `targets`."""
+        if sources:
+            for pair in self._pairs:
+                for part in pair:
+                    part[targets] = part[sources]
+
+    def copy_out(self, row: int, length: int) -> StoredKeys:
+        """A copy of the first `length` tokens of a row."""
+        pairs = tuple((k[row, :, :length].clone(), v[row, :, :length].clone()) for k, v in self._pairs)
+        return StoredKeys(pairs, length)
+
+    def copy_in(self, row: int, stored: StoredKeys) -> None:
+        """Puts what `copy_out` gave at the beginning of a row."""
+        for index, pair in enumerate(stored.pairs):
+            places = self.pair(index, *(part[None] for part in pair))
+            for place, part in zip(places, pair, strict=True):
+                place[row, :, : stored.length] = part
+
+    def release(self) -> None:
+        """Frees the memory."""
+        self._pairs, self._rows, self._length = [], 0, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(part.nbytes for pair in self._pairs for part in pair)
 
 
 class KeptSequences:
@@ -77,9 +98,9 @@ class KeptSequences:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._kept: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, ...], StoredKeys] = OrderedDict()
 
-    def keep(self, tokens: tuple[int, ...], stored: Tensor) -> None:
+    def keep(self, tokens: tuple[int, ...], stored: StoredKeys) -> None:
         """Keeps what `KVCache.copy_out` gave for `tokens`."""
         self._remove(tokens)
         self._kept[tokens] = stored
@@ -87,7 +108,7 @@ class KeptSequences:
         while self._bytes > self._max_bytes:
             self._remove(next(iter(self._kept)))
 
-    def take(self, prompt: tuple[int, ...]) -> Tensor | None:
+    def take(self, prompt: tuple[int, ...]) -> StoredKeys | None:
         """Removes and returns the longest kept sequence that `prompt` begins with and goes on after; None if there is
         none."""
         for length in sorted({len(tokens) for tokens in self._kept if len(tokens) < len(prompt)}, reverse=True):
@@ -101,7 +122,7 @@ class KeptSequences:
         self._kept.clear()
         self._bytes = 0
 
-    def _remove(self, tokens: tuple[int, ...]) -> Tensor | None:
+    def _remove(self, tokens: tuple[int, ...]) -> StoredKeys | None:
         stored = self._kept.pop(tokens, None)
         if stored is not None:
             self._bytes -= stored.nbytes

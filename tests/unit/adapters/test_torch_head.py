@@ -9,7 +9,7 @@ from attrs import define, frozen
 from torch import Tensor
 
 from rollgrad.adapters.torch import head
-from rollgrad.adapters.torch.head import VocabularyShare, token_logprobs
+from rollgrad.adapters.torch.head import LogitForm, VocabularyShare, token_logprobs
 
 VOCABULARY, HIDDEN = 37, 16
 
@@ -58,6 +58,41 @@ def test_values_and_gradients_equal_log_softmax(chunk_rows: int, rows: int, bias
     for mine, theirs in zip((*found, *gradients), (*expected, *expected_gradients), strict=True):
         assert mine.dtype == torch.float32
         torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    "form", [LogitForm(scale=0.25), LogitForm(cap=2.0), LogitForm(scale=3.0, cap=5.0)], ids=["scale", "cap", "both"]
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_scaled_and_capped_logits(chunk_rows: int, form: LogitForm, bias: bool) -> None:
+    hidden, weight, offset, targets = leaves(7, bias=bias)
+    inputs = [x for x in (hidden, weight, offset) if x is not None]
+    pull = torch.randn(2, 7, generator=torch.Generator().manual_seed(1))
+    raw = torch.nn.functional.linear(hidden.double(), weight.double(), None if offset is None else offset.double())
+    logits = form.scale * raw
+    if form.cap is not None:
+        logits = form.cap * torch.tanh(logits / form.cap)
+    table = (logits / 0.7).log_softmax(-1)
+    expected = table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+    expected_gradients = torch.autograd.grad((pull.double() * torch.stack(expected)).sum(), inputs)
+    found = token_logprobs(hidden, weight, offset, targets, 0.7, form=form)
+    gradients = torch.autograd.grad((pull * torch.stack(found)).sum(), inputs)
+    for mine, theirs in zip((*found, *gradients), (*expected, *expected_gradients), strict=True):
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_float32_head_rounds_no_logit(bias: bool) -> None:
+    hidden, weight, offset, targets = leaves(64, bias=bias, dtype=torch.bfloat16)
+    with torch.no_grad():
+        hidden.mul_(2.5)  # logits of a standard deviation of 5
+    expected = plain(hidden, weight, offset, targets, 1.0)
+    rounded = token_logprobs(hidden, weight, offset, targets, 1.0)
+    found = token_logprobs(hidden, weight, offset, targets, 1.0, form=LogitForm(float32=True))
+    for mine, coarse, theirs in zip(found, rounded, expected, strict=True):
+        assert (mine - theirs).abs().max() < 5e-5
+        assert (coarse - theirs).abs().max() > 1e-3
+    assert torch.autograd.grad(found[0].sum(), [hidden, weight])[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("used", [0, 1])

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from rollgrad.adapters.torch.attention import ATTENTION, attention_forward, install_attention
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer, resolve_dtype
+from rollgrad.adapters.torch.compatibility import logit_form, usable_positions
+from rollgrad.adapters.torch.head import LogitForm
+from rollgrad.adapters.torch.loading import load_causal_lm, load_critic, load_tokenizer, resolve_dtype
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
 SIZES = {
@@ -81,18 +83,6 @@ def bloom_alibi() -> Any:
     return BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=2))
 
 
-def granite_scaled_logits() -> Any:
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    return GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0))
-
-
-def cohere_scaled_logits() -> Any:
-    from transformers import CohereConfig, CohereForCausalLM
-
-    return CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.0625))
-
-
 def mamba_recurrence() -> Any:
     from transformers import MambaConfig, MambaForCausalLM
 
@@ -130,8 +120,6 @@ def gpt2_learned_positions() -> Any:
         (gemma2_softcap, "softcap"),
         (gpt_oss_sinks, "s_aux"),
         (bloom_alibi, "attention interface"),
-        (granite_scaled_logits, "logits differ"),
-        (cohere_scaled_logits, "logits differ"),
         (mamba_recurrence, "packed"),
         (qwen3_next_linear_attention, "linear_attention"),
     ],
@@ -143,6 +131,109 @@ def test_a_model_that_packing_would_change_is_refused(family: Any, message: str,
     with pytest.raises(ConfigurationError, match=message) as caught:
         load(tmp_path)
     assert FLAG in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--critic.model_name_or_path", "--ref.model_name_or_path", "--model"])
+def test_a_refusal_names_the_setting_that_named_the_model(flag: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    gemma2_softcap().save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError) as caught:
+        load_causal_lm(str(tmp_path), dtype=torch.float32, device=CPU, flag=flag)
+    assert str(caught.value).startswith(f"{flag} is ")
+    assert FLAG not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("left_out", ["lm_head.weight", "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"])
+def test_weights_that_would_be_random_are_refused(left_out: str, tmp_path: Path) -> None:
+    lacking(tmp_path, left_out)
+    with pytest.raises(CheckpointError, match=f"lack weights.*{left_out}"):
+        load(tmp_path)
+
+
+def test_a_critic_needs_no_output_embedding_but_all_layers(tmp_path: Path) -> None:
+    lacking(tmp_path / "headless", "lm_head.weight")
+    lacking(tmp_path / "lacking", "model.layers.0.mlp.up_proj.weight")
+    flag = "--critic.model_name_or_path"
+    _, head = load_critic(str(tmp_path / "headless"), dtype=torch.float32, device=CPU, flag=flag)
+    assert head == {}
+    with pytest.raises(CheckpointError, match="up_proj"):
+        load_critic(str(tmp_path / "lacking"), dtype=torch.float32, device=CPU, flag=flag)
+
+
+def test_a_reward_model_is_no_policy_but_a_critic(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    LlamaForSequenceClassification(LlamaConfig(**SIZES, num_labels=1)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        load(tmp_path)
+    _, head = load_critic(str(tmp_path), dtype=torch.float32, device=CPU, flag="--critic.model_name_or_path")
+    assert head["weight"].shape == (1, SIZES["hidden_size"])
+
+
+def lacking(path: Path, name: str) -> None:
+    """Saves a Llama without the weight `name`."""
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    del weights[name]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_weights_of_another_shape_are_one_sentence(tmp_path: Path) -> None:
+    import json
+
+    lacking(tmp_path, "lm_head.weight")
+    settings = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"intermediate_size": 48}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="cannot be loaded") as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "settings", "form"),
+    [
+        ("Llama", {}, LogitForm()),
+        ("Granite", {"logits_scaling": 8.0}, LogitForm(scale=0.125)),
+        ("Cohere", {"logit_scale": 0.0625}, LogitForm(scale=0.0625)),
+        ("Gemma3Text", {"final_logit_softcapping": 30.0, "head_dim": 16}, LogitForm(cap=30.0)),
+        ("NanoChat", {"final_logit_softcapping": 15.0}, LogitForm(cap=15.0)),
+    ],
+)
+def test_the_form_of_logits_is_measured(family: str, settings: Any, form: LogitForm, dtype: torch.dtype) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    assert logit_form(model) == form
+    assert "forward" not in vars(model.model), "the model is left as it was"
+
+
+def test_the_limits_of_a_model_are_what_they_were(tmp_path: Path) -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    MistralForCausalLM(MistralConfig(**SIZES, sliding_window=40)).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert model.config.sliding_window == 40
+    assert {part.config.sliding_window for part in model.modules() if hasattr(part, "config")} == {40}
+
+
+def test_longrope_ends_where_its_angles_change() -> None:
+    from transformers import Phi3Config
+
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    limit = {"original_max_position_embeddings": 24}
+    config = Phi3Config(**SIZES, **limit, rope_parameters=rope | limit)
+    assert usable_positions(config) == 24
+    assert usable_positions(Phi3Config(**SIZES)) == 64
 
 
 def test_learned_positions_load(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from rollgrad.domain.batch import PackedBatch
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.sharding import weightless
+from tests import tiny_architectures
 from tests.fakes import cluster
 from tests.tiny_models import saved, tiny_model
 
@@ -73,6 +74,43 @@ def test_loss_and_gradient_are_transformers_in_any_split(mixture: str) -> None:
         for name, parameter in theirs.named_parameters():
             wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             torch.testing.assert_close(moments[f"model.{name}"]["exp_avg"], 0.5 * COEF * wanted, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2", "afmoe"]
+)
+def test_the_experts_that_were_chosen_are_counted(family: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """Some routers choose by the logits plus a correction."""
+    model = tiny_architectures.tiny_model(family, vocab_size=len(tiny_tokenizer))
+    path = str(saved(model, tiny_tokenizer, tmp_path))
+    batch = cluster.batch()
+    mine = policy(path)
+    tokens_E, probabilities_E = mine._trained(batch, True)[2:]
+
+    theirs = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag="--model")
+    theirs.set_attn_implementation("eager")
+    experts = [part for name, part in theirs.named_modules() if name.rpartition(".")[2] == "experts"]
+    expected_E, expected_probabilities_E = torch.zeros_like(tokens_E), torch.zeros_like(tokens_E)
+
+    def count(module: Any, inputs: Any, output: Any) -> None:
+        expected_E.add_(torch.bincount(inputs[1].flatten(), minlength=len(tokens_E)))
+
+    for part in experts:
+        part.register_forward_hook(count)
+    for start, length in zip(batch.starts_S.tolist(), batch.lengths_S.tolist(), strict=True):
+        row = batch.tokens_N[None, start : start + length]
+        with torch.no_grad():
+            for logits in theirs.base_model(input_ids=row, output_router_logits=True).router_logits:
+                expected_probabilities_E += logits.reshape(length, -1).softmax(-1).sum(0)
+    assert experts
+    assert torch.equal(tokens_E, expected_E)
+    torch.testing.assert_close(probabilities_E, expected_probabilities_E, rtol=1e-4, atol=1e-4)
+
+
+def test_routers_that_do_not_show_their_choices_are_refused(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny_architectures.tiny_model("jetmoe", vocab_size=len(tiny_tokenizer))
+    with pytest.raises(ConfigurationError, match=r"does not show.*--actor\.aux_loss_coef"):
+        policy(str(saved(model, tiny_tokenizer, tmp_path)))
 
 
 def test_it_joins_the_objective_under_checkpointing(mixture: str) -> None:
