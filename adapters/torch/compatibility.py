@@ -42,17 +42,14 @@ def install_and_compare(model: Any) -> None:
     Raises:
         ConfigurationError: the model cannot be packed, or its results differ; the message is a reason, which names
             neither the model nor a setting.
+        FloatingPointError: its own logits are not finite.
     """
     check_layers(model)
     sequences = probe_tokens(model)
     with torch.no_grad(), foreign_code(), lowered_limits(model):
         expected = [plain_logits(model, tokens) for tokens in sequences]
         if not all(bool(logits_TV.isfinite().all()) for logits_TV in expected):
-            number = str(next(model.parameters()).dtype).removeprefix("torch.")
-            raise ConfigurationError(
-                f"its logits are not finite in {number}: weights that are broken, or numbers too large for the format"
-                f"{', for which --actor.dtype bfloat16 has room' if number == 'float16' else ''}."
-            )
+            raise FloatingPointError
         install_attention(model)
         found = packed_logits(model, sequences)
     gap = max(logit_gap(f_TV, e_TV) for f_TV, e_TV in zip(found, expected, strict=True))
@@ -137,7 +134,7 @@ def foreign_code() -> Iterator[None]:
     """Whatever a model's code raises becomes a reason in one sentence; lack of memory stays what it is."""
     try:
         yield
-    except (ConfigurationError, torch.OutOfMemoryError, MemoryError):
+    except (ConfigurationError, FloatingPointError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
         line = str(error).strip().split("\n")[0][:200]

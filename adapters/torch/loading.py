@@ -77,8 +77,20 @@ def load_causal_lm(
         )
     try:
         install_and_compare(model)
+    except FloatingPointError as error:
+        remedy = (
+            "float16 ends at 65504, so set --actor.dtype bfloat16"
+            if dtype == torch.float16
+            else f"its weights are broken, so choose another {flag}"
+        )
+        raise ConfigurationError(
+            f"{flag} is {name_or_path!r}, whose logits are not finite in {str(dtype).removeprefix('torch.')}: {remedy}."
+        ) from error
     except ConfigurationError as error:
-        raise _unsupported(model, name_or_path, flag, str(error)) from error
+        raise ConfigurationError(
+            f"{flag} is {name_or_path!r}, whose {type(model).__name__} packed training does not compute as it is "
+            f"({str(error).rstrip('.')}): choose another {flag}."
+        ) from error
     return model
 
 
@@ -147,13 +159,6 @@ def _scalar_head(name_or_path: str) -> dict[str, torch.Tensor]:
             if head:
                 return head
     return {}
-
-
-def _unsupported(model: Any, name_or_path: str, flag: str, reason: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{flag} is {name_or_path!r}, whose {type(model).__name__} packed training does not compute as it is "
-        f"({reason.rstrip('.')}): choose another {flag}."
-    )
 
 
 def load_tokenizer(name_or_path: str, *, flag: str) -> Any:

@@ -184,6 +184,18 @@ def lacking(path: Path, name: str) -> None:
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"not finite in float32: its weights are broken.*--actor\.model"):
+        load(tmp_path)
+
+
 def test_weights_of_another_shape_are_one_sentence(tmp_path: Path) -> None:
     import json
 
