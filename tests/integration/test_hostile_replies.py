@@ -1,0 +1,89 @@
+"""Replies that attack their judges: each has no effect but its own verdict. The full form is tests.hostile_replies."""
+
+from collections.abc import Iterator
+from itertools import cycle, islice
+
+import pytest
+
+from rollgrad.adapters.reasoning_gym.source import ReasoningGymReward
+from rollgrad.application.choices import Verifier
+from rollgrad.domain.rewards import Reward
+from tests.hostile_replies import (
+    EVALUATING,
+    LENIENT,
+    NUMBERS,
+    Traps,
+    ask,
+    certain,
+    entry,
+    forms,
+    replies,
+    score,
+    tasks,
+    traps,
+    verifiers,
+)
+
+TIMEOUT = 1.0
+"""Some replies use all of it. What must not be late is asked again."""
+
+
+@pytest.fixture
+def set_traps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traps]:
+    monkeypatch.setenv("ROLLGRAD_TEST_SECRET", "hunter2")
+    with traps() as made:
+        yield made
+
+
+def earned(reply: str, reward: Reward) -> bool:
+    """Whether an attack is worth as much as a right answer."""
+    return reward.value >= 1.0 and reply not in NUMBERS
+
+
+def test_there_are_enough_replies(set_traps: Traps) -> None:
+    assert len(replies(set_traps)) >= 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(Verifier))
+def test_verifiers(kind: Verifier, set_traps: Traps) -> None:
+    judge, right, wrong = verifiers(TIMEOUT)[kind]
+    asked = [ask(forms(reply)[n % 4], "7") for n, reply in enumerate(replies(set_traps))]
+    rewards = score(judge, asked)
+    assert len(rewards) == len(asked)
+    assert {reward.value for reward in rewards} <= {0.0, 1.0}
+    assert set_traps.sprung() == []
+    for _ in range(4):  # on every process
+        assert certain(judge, ask(right, "7")).value == 1.0
+        assert certain(judge, ask(wrong, "7")).value == 0.0
+    judge.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_scorers_that_evaluate(set_traps: Traps) -> None:
+    """Each reply goes to three of them."""
+    judge = ReasoningGymReward("reasoning_gym:chain_sum", timeout=TIMEOUT)
+    every = replies(set_traps)
+    for n, task in enumerate(EVALUATING):
+        made = entry(task)
+        asked = [ask(f"<answer>{reply}</answer>", "", task=task, entry=made) for reply in every[n % 3 :: 3]]
+        assert max(reward.value for reward in score(judge, asked)) < 1.0
+        assert set_traps.sprung() == [], task
+        for _ in range(2):
+            right = certain(judge, ask(f"<answer>{made['answer']}</answer>", "", task=task, entry=made))
+            assert right.value == 1.0 or task == "bitwise_arithmetic", task
+            assert certain(judge, ask("<answer>no</answer>", "", task=task, entry=made)).value < 1.0
+    judge.close()
+
+
+@pytest.mark.slow
+def test_all_other_scorers(set_traps: Traps) -> None:
+    judge = ReasoningGymReward("reasoning_gym:chain_sum", timeout=TIMEOUT)
+    source = cycle(replies(set_traps))
+    for task in sorted({*tasks()} - {*EVALUATING, *LENIENT}):
+        made = entry(task)
+        given = list(islice(source, 3))
+        rewards = score(judge, [ask(f"<answer>{reply}</answer>", "", task=task, entry=made) for reply in given])
+        assert not [reply for reply, reward in zip(given, rewards, strict=True) if earned(reply, reward)], task
+        assert set_traps.sprung() == [], task
+    judge.close()
