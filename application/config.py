@@ -109,10 +109,11 @@ class AlgoConfig:
     correction: CorrectionConfig = Factory(CorrectionConfig)
     """Off-policy correction."""
     dynamic_filtering_enable: bool = False
-    """Train only on groups whose mean score lies within dynamic_filtering_range; each other one is replaced by a new
-    prompt at once (DAPO's dynamic sampling)."""
-    dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
-    """Mean scores between which, both excluded, a group is kept."""
+    """Train only on groups whose scores differ, so that they are neither all right nor all wrong; each other one is
+    replaced by a new prompt at once (DAPO's dynamic sampling)."""
+    dynamic_filtering_range: tuple[float, float] | None = None
+    """Mean scores between which, both excluded, a group is kept instead; mind how scores are coded (0 1 finds no middle
+    between -1 and 1)."""
     dynamic_filtering_spread: bool = False
     """Train only on groups whose rewards differ; each other one is replaced by a new prompt."""
     dynamic_filtering_budget: float = 10.0

@@ -11,7 +11,8 @@ MAX_ERROR = 0.2
 
 @frozen(kw_only=True)
 class KLController:
-    """Holds `coef`; with a `target` (KL per action token) it adapts, reacting over `horizon` samples."""
+    """Holds `coef`; with a `target` (KL per action token) it adapts, reacting over `horizon` samples. One update
+    changes it by a fifth at most, also where that has more samples than the horizon: it stays above 0."""
 
     coef: float
     target: float | None = None
@@ -23,7 +24,7 @@ class KLController:
         if self.target is None or not math.isfinite(kl):
             return self
         error = min(max(kl / self.target - 1.0, -MAX_ERROR), MAX_ERROR)
-        return evolve(self, coef=self.coef * (1.0 + error * samples / self.horizon))
+        return evolve(self, coef=self.coef * (1.0 + error * min(1.0, samples / self.horizon)))
 
     def state_dict(self) -> dict[str, float]:
         """The part that changes."""

@@ -120,6 +120,8 @@ def make_sampling_plan(config: RLConfig) -> SamplingPlan:
         in_flight=rollout.generate_batch_size or rollout.batch_size * ahead,
         budget=algo.dynamic_filtering_budget,
         group_filter=GroupFilter(
+            score_spread=algo.dynamic_filtering_enable and algo.dynamic_filtering_range is None,
+            pass_threshold=config.reward.pass_threshold,
             score_range=algo.dynamic_filtering_range if algo.dynamic_filtering_enable else None,
             need_spread=algo.dynamic_filtering_spread,
         ),

@@ -10,6 +10,9 @@ from torch import Tensor
 from rollgrad.domain.losses.ratios import binary_kl, bounded, ratio, sequence_mean, sequence_sum
 from rollgrad.domain.losses.registry import PolicyLoss, PolicyLossInput, PolicyLossParams, policy_loss
 
+MAX_WEIGHT = 20.0
+"""What a token's ratio weighs at most in the losses of a trust region, as in verl."""
+
 
 @policy_loss("ppo")
 def ppo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
@@ -22,7 +25,8 @@ def ppo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
 @policy_loss("sequence_ppo")
 def sequence_ppo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     """PPO's clip on the ratio of whole sequences, the product of the tokens' ratios (Ahmadian et al. 2024, the sequence
-    as one action; what TRL's RLOOTrainer minimises)."""
+    as one action; what TRL's RLOOTrainer minimises). A sequence whose log-ratios sum to more than
+    20 has no gradient."""
     sums_S = sequence_sum(_log_ratio(inputs), inputs.action_mask_N, inputs.sequence_N, inputs.sequences)
     return _clipped(bounded(sums_S).exp()[inputs.sequence_N], inputs, params)
 
@@ -118,7 +122,7 @@ def kl_cov(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
 def dppo_tv(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     """-rho A, without a gradient where a step would lead further from the old policy than the trust region: p - p_old
     above clip_high for a positive advantage, p_old - p above clip_low for a negative one (Qi et al. 2026, "DPPO", eq.
-    11 and 12)."""
+    11 and 12). A rho above `MAX_WEIGHT` weighs as much as that: a token may rise from 1e-6 to 0.1 inside the region."""
     moved_N = (inputs.logprobs_N.exp() - inputs.old_logprobs_N.exp()).detach()
     return _trust_region(inputs, -moved_N > params.clip_low, moved_N > params.clip_high)
 
@@ -169,9 +173,11 @@ def _clipped(ratio_N: Tensor, inputs: PolicyLossInput, params: PolicyLossParams)
 def _trust_region(inputs: PolicyLossInput, outside_low_N: Tensor, outside_high_N: Tensor) -> PolicyLoss:
     """-rho A where the step does not lead further outside."""
     ratio_N = ratio(inputs.logprobs_N, inputs.old_logprobs_N)
+    own_N = (inputs.logprobs_N - inputs.logprobs_N.detach()).exp()  # 1, with the gradient of log pi
+    weight_N = ratio_N.detach().clamp(max=MAX_WEIGHT) * own_N
     low_N, high_N = outside_low_N & (inputs.advantages_N < 0), outside_high_N & (inputs.advantages_N > 0)
     return PolicyLoss(
-        loss_N=torch.where(low_N | high_N, 0.0, -ratio_N * inputs.advantages_N),
+        loss_N=torch.where(low_N | high_N, 0.0, -weight_N * inputs.advantages_N),
         ratio_N=ratio_N,
         clipped_low_N=low_N,
         clipped_high_N=high_N,

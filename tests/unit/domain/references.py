@@ -458,7 +458,8 @@ def policy_loss(
                 size = abs(change) if kind == "dppo_tv" else bernoulli_kl(old, anchor[t])
                 leaves_up = change > 0 and advantage > 0 and size > settings.clip_high
                 leaves_down = change < 0 and advantage < 0 and size > settings.clip_low
-                loss = 0.0 if leaves_up or leaves_down else -rho * advantage
+                weight = min(fixed, 20.0) * math.exp(logprobs[t] - anchor[t])
+                loss = 0.0 if leaves_up or leaves_down else -weight * advantage
             case "policy_gradient":
                 loss = -advantage * logprobs[t]
             case _:
@@ -482,11 +483,13 @@ def policy_loss_gradient(
 
 
 def kl_estimate(kind: str, logprob: float, reference: float, old: float) -> float:
-    """One token; k3_unbiased takes the importance ratio over `old`."""
+    """One token; k3_unbiased takes the importance ratio over `old`, and alone has no bound."""
     x = logprob - reference
     bounded = clamp(x, -20.0, 20.0)
     k3 = math.exp(-bounded) - 1 + bounded
-    return {"k1": x, "k2": x * x / 2, "k3": k3, "k3_unbiased": ratio_of(logprob - old) * k3}[kind]
+    if kind == "k3_unbiased":
+        return ratio_of(logprob - old) * k3
+    return clamp({"k1": x, "k2": x * x / 2, "k3": k3}[kind], -10.0, 10.0)
 
 
 def loss_weights(mode: str, batch: list[Sequence], max_length: int) -> list[float]:

@@ -18,10 +18,25 @@ def test_filter_by_range(scores: list[float], reason: str | None) -> None:
     assert GroupFilter(score_range=(0.0, 1.0)).rejection(scores, scores) == reason
 
 
+@pytest.mark.parametrize(("wrong", "right"), [(0.0, 1.0), (-1.0, 1.0), (0.0, 10.0), (-2.0, -1.0)])
+@pytest.mark.parametrize("rewards", [[0.0, 0.0, 0.0], [0.0, 1.0, 2.0]])
+def test_groups_that_are_all_right_or_all_wrong_are_rejected_however_scores_are_coded(
+    wrong: float, right: float, rewards: list[float]
+) -> None:
+    """DAPO's condition is on how many are right, whatever the number that says so, and whatever rewards are besides."""
+    dapo = GroupFilter(score_spread=True, pass_threshold=right)
+    assert dapo.rejection([wrong] * 3, rewards) == "too_hard"
+    assert dapo.rejection([right] * 3, rewards) == "too_easy"
+    assert dapo.rejection([wrong, wrong, right], rewards) is None
+    assert dapo.rejection([wrong, right, right], rewards) is None
+
+
 def test_filter_by_spread_looks_at_rewards() -> None:
     spread = GroupFilter(need_spread=True)
     assert spread.rejection([0.0, 1.0], [0.5, 0.5]) == "no_spread"
     assert spread.rejection([1.0, 1.0], [0.5, 0.6]) is None
+    assert spread.rejection([1.0, 1.0], [0.1 + 0.2, 0.3]) == "no_spread", "as the estimators see it"
+    assert spread.rejection([1.0, 1.0], [1e-7, 0.0]) is None
 
 
 def test_without_rules_only_empty_groups_are_rejected() -> None:

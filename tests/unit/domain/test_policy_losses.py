@@ -321,6 +321,38 @@ def test_kl_value_and_gradient_equal_the_reference(kind: str, seed: int) -> None
         assert float(gradient[t]) == pytest.approx((up - down) / 2e-6, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("x", [-60.0, -12.0, -3.0, 5.0, 12.0, 60.0])
+def test_no_token_outweighs_all_others(kind: str, x: float) -> None:
+    """At any distance from the reference a token's KL is at most 10, and its gradient at most that of k3 at 10."""
+    leaf = torch.tensor([x], requires_grad=True)
+    found = kl_estimate(leaf, torch.zeros(1), kind)
+    (gradient,) = torch.autograd.grad(found.sum(), leaf)
+    assert abs(float(found.detach())) <= 10.0
+    assert abs(float(gradient)) <= 13.0
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_the_weight_inside_a_trust_region_is_bounded(name: str) -> None:
+    """From a probability of 1e-6 to 0.1 is inside the region of total variation, and was a gradient of 1e5."""
+    old = torch.tensor([1e-6, 1e-6, 0.1, 0.1], dtype=torch.float64).log()
+    leaf = torch.tensor([0.1, 2e-5, 0.11, 0.1], dtype=torch.float64).log().requires_grad_()
+    loss = POLICY_LOSSES[name](
+        PolicyLossInput(
+            logprobs_N=leaf,
+            old_logprobs_N=old,
+            advantages_N=torch.ones(4, dtype=torch.float64),
+            action_mask_N=torch.ones(4, dtype=torch.bool),
+            sequence_N=torch.zeros(4, dtype=torch.int64),
+            sequences=1,
+        ),
+        PolicyLossParams(clip_low=0.15, clip_high=0.15),
+    )
+    (gradient,) = torch.autograd.grad(loss.loss_N.sum(), leaf)
+    torch.testing.assert_close(gradient, torch.tensor([-20.0, -20.0, -1.1, -1.0], dtype=torch.float64))
+    assert float(loss.ratio_N[0].detach()) == pytest.approx(1e5), "what is logged is the ratio itself"
+
+
 def test_unbiased_k3_is_the_exact_divergence_and_its_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, reference, sampler = torch.randn(3, 12, generator=generator, dtype=torch.float64)

@@ -183,6 +183,14 @@ def test_adaptive_kl_by_hand() -> None:
     assert controller.load_state_dict(controller.update(0.12, 10).state_dict()) == controller.update(0.12, 10)
 
 
+@pytest.mark.parametrize("horizon", [1e-3, 1.0, 100.0, 1e4])
+@pytest.mark.parametrize("samples", [1, 8, 1024, 10**6])
+def test_no_horizon_turns_the_kl_weight_into_a_bonus(horizon: float, samples: int) -> None:
+    for kl in (-1.0, 0.0, 0.05, 100.0):
+        coef = KLController(coef=0.1, target=0.1, horizon=horizon).update(kl, samples).coef
+        assert 0.08 - 1e-12 <= coef <= 0.12 + 1e-12
+
+
 def test_schedules() -> None:
     def at(kind: str, step: int) -> float:
         return lr_factor(kind, step, total_steps=100, warmup_ratio=0.1, min_ratio=0.1)
