@@ -13,6 +13,11 @@ from torch import Tensor, distributed
 
 CHUNK_BYTES = 64 * 2**20
 """Float32 logits held at a time."""
+NO_CHANCE = -1000.0
+"""Log-probs are held above this where they are multiplied by their probability, which in float32 is 0 below -104:
+-inf, a token that is masked out of the vocabulary, would make NaN of it."""
+NO_MASS = -1e30
+"""The same for the logsumexp of a process's rows, all of which may be masked."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -129,12 +134,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logits.div_(temperature)
             lse = torch.logsumexp(logits, dim=-1)
             target = torch.where(mine[part], logits.gather(1, index[part, None])[:, 0], 0.0)
-            probs = (logits - lse[:, None]).exp_()
-            columns[:, part] = torch.stack([lse, target, torch.linalg.vecdot(probs, logits)])
-        lse, target, mean = vocabulary.gathered(columns).unbind(1)
+            log_probs = logits.sub_(lse.clamp(min=NO_MASS)[:, None]).clamp_(min=NO_CHANCE, max=0.0)
+            # The mean of the logits instead of the log-probs would cancel against lse: entropies of logits beyond 100.
+            columns[:, part] = torch.stack([lse, target, -torch.linalg.vecdot(log_probs.exp(), log_probs)])
+        lse, target, own = vocabulary.gathered(columns).unbind(1)
         normaliser = torch.logsumexp(lse, dim=0)
         logprobs = target.sum(0) - normaliser
-        entropy = normaliser - ((lse - normaliser).exp() * mean).sum(0)
+        entropy = ((lse - normaliser).exp() * (own + normaliser - lse.clamp(min=NO_MASS))).sum(0)
         ctx.save_for_backward(hidden, weight, bias, index, mine, normaliser, entropy)
         ctx.temperature, ctx.rows, ctx.vocabulary, ctx.form = temperature, rows, vocabulary, form
         ctx.set_materialize_grads(False)
@@ -181,6 +187,7 @@ def _logit_gradient(
     entropy: Tensor,
 ) -> Tensor:
     """g_l (onehot - p) - g_H p (log p + H), at the scaled logits. Overwrites `log_softmax`; the others are columns."""
+    log_softmax.clamp_(min=NO_CHANCE, max=0.0)
     coefficient: Tensor | float = 0.0 if grad_logprobs is None else grad_logprobs
     if grad_entropy is None:
         grad = log_softmax.exp_().mul_(-coefficient)

@@ -95,6 +95,43 @@ def test_a_float32_head_rounds_no_logit(bias: bool) -> None:
     assert torch.autograd.grad(found[0].sum(), [hidden, weight])[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
+def test_entropies_of_large_logits_do_not_cancel(chunk_rows: int, scale: float) -> None:
+    """They are never negative, and off by no more than a few roundings of the logits."""
+    hidden, weight, _, targets = leaves(9, bias=False)
+    with torch.no_grad():
+        hidden.mul_(scale)
+    largest = float((hidden.double() @ weight.double().t()).abs().max().detach())
+    slack = 8 * largest * torch.finfo(torch.float32).eps
+    expected = plain(hidden, weight, None, targets, 1.0)
+    found = token_logprobs(hidden, weight, None, targets, 1.0)
+    assert (found[1] >= 0).all()
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=slack)
+    wanted = torch.autograd.grad(expected[1].sum(), [hidden, weight])
+    for mine, theirs, factor in zip(
+        torch.autograd.grad(found[1].sum(), [hidden, weight]), wanted, (weight, hidden), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=slack * float(factor.detach().abs().max()))
+
+
+@pytest.mark.parametrize("masked", [1, 20, VOCABULARY - 1])
+def test_a_masked_vocabulary_has_an_entropy_and_a_gradient(chunk_rows: int, masked: int) -> None:
+    """Logits of -inf, as a bias makes them, are those of a smaller vocabulary."""
+    hidden, weight, offset, _ = leaves(5, bias=True)
+    assert offset is not None
+    rest = VOCABULARY - masked
+    targets = torch.arange(5) % rest
+    with torch.no_grad():
+        offset[rest:] = -torch.inf
+    wanted = plain(hidden, weight[:rest], offset[:rest], targets, 0.7)
+    found = token_logprobs(hidden, weight, offset, targets, 0.7)
+    wanted_gradients = torch.autograd.grad(torch.stack(wanted).sum(), [hidden, weight, offset])
+    gradients = torch.autograd.grad(torch.stack(found).sum(), [hidden, weight, offset])
+    for mine, theirs in zip((*found, *gradients), (*wanted, *wanted_gradients), strict=True):
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_either_result_alone_may_be_differentiated(used: int) -> None:
     hidden, weight, _, targets = leaves(5, bias=False)
@@ -161,10 +198,16 @@ class ThreadShare(VocabularyShare):
         tensor.copy_(self.gathered(tensor.clone()).sum(0))
 
 
+@pytest.mark.parametrize("masked", [0, 19])
 @pytest.mark.parametrize("bounds", [(0, 19, 37), (0, 1, 30, 37)])
-def test_shares_of_the_vocabulary_give_what_the_whole_gives(chunk_rows: int, bounds: tuple[int, ...]) -> None:
+def test_shares_of_the_vocabulary_give_what_the_whole_gives(
+    chunk_rows: int, bounds: tuple[int, ...], masked: int
+) -> None:
+    """Also where all rows of a share are masked out of the vocabulary."""
     hidden, weight, offset, targets = leaves(9, bias=True)
     assert offset is not None
+    offset.data[:masked] = -torch.inf
+    targets = targets.clamp(min=masked)
     pull = torch.randn(2, 9, generator=torch.Generator().manual_seed(1))
     expected = token_logprobs(hidden, weight, offset, targets, 0.7)
     expected_gradients = torch.autograd.grad((pull * torch.stack(expected)).sum(), [hidden, weight, offset])
