@@ -76,7 +76,13 @@ def _kl(draft: Draft) -> None:
         draft.lose("algo.kl.horizon", "the KL weight is fixed without --kl_target")
         return
     draft.set("algo.kl.target", target)
-    draft.set("algo.kl.horizon", draft.value("algo.kl.horizon", 10000.0))
+    horizon = draft.value("algo.kl.horizon", 10000.0)
+    draft.set("algo.kl.horizon", horizon)
+    if horizon < draft.value("rollout.batch_size", 1024) * draft.value("rollout.n_samples_per_prompt", 1):
+        draft.change(
+            "algo.kl.target",
+            "the horizon is shorter than a rollout, after which the KL weight moves by a fifth at most",
+        )
 
 
 def _policy_loss(draft: Draft) -> None:

@@ -385,6 +385,9 @@ def test_kl() -> None:
     assert (kl.init_coef, kl.use_loss, kl.estimator) == (0.001, True, "k3")
     kl = config_of("--kl_target", "0.1", "--kl_horizon", "5000").algo.kl
     assert (kl.target, kl.horizon) == (0.1, 5000)
+    short = ("--kl_target", "0.1", "--kl_horizon", "100", "--rollout_batch_size", "64", "--n_samples_per_prompt")
+    assert not any("shorter" in note for note in notes_of(*short, "1"))
+    assert any("by a fifth at most" in note for note in notes_of(*short, "8"))
     assert config_of("--use_kl_loss").algo.kl.estimator == "k2"
     assert "becomes k2" in notes_of("--use_kl_loss")[0]
     off = ("--init_kl_coef", "0", "--use_kl_loss", "--kl_estimator", "k3", "--kl_target", "1", "--kl_horizon", "9")
