@@ -264,18 +264,12 @@ def _show_result(config: RLConfig, result: "TrainResult") -> None:
     columns = {name: metrics for name, metrics in (("before", result.before), ("after", result.after)) if metrics}
     if columns and config.logger.console:
         _show_metrics("Evaluation", columns)
+    named = Path(config.ckpt.output_dir)  # as the settings have it: the result's is absolute
     if result.interrupted:
-        sys.stderr.write(
-            f"interrupted after {result.steps} rollouts; what was trained is in {_near(result.output_dir)}\n"
-        )
-    sys.stdout.write(f"{_near(result.report or result.output_dir)}\n")
+        sys.stderr.write(f"interrupted after {result.steps} rollouts; what was trained is in {named}\n")
+    sys.stdout.write(f"{named / result.report.name if result.report else named}\n")
     sys.stdout.flush()
     sys.stderr.writelines(f"warning: {finding}\n" for finding in result.findings)
-
-
-def _near(path: Path) -> Path:
-    """The path as it is from the current directory, if it lies below."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _show_metrics(title: str, columns: Mapping[str, Mapping[str, float]]) -> None:

@@ -23,8 +23,10 @@ from rollgrad.domain.errors import CheckpointError, ConfigurationError, Rollgrad
 from rollgrad.domain.prompts import Prompt
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.container import Container
+from rollgrad.entrypoints.description import check_continues
 from rollgrad.entrypoints.dry_run import count_table, file_problems, show_plan
 from rollgrad.entrypoints.reward_factories import reward_kind
+from rollgrad.entrypoints.run_directory import begun, continues
 
 Made = TypeVar("Made")
 
@@ -86,6 +88,9 @@ class _Trial:
         if prompts is not None:
             self._console.print(count_table(config, len(prompts)))
         self._attempt(container.tool_box)
+        if continues(config.ckpt):
+            read = ("actor.model_name_or_path", "data.prompt_dataset")
+            self._attempt(lambda: check_continues(begun(config.ckpt), container.description()), *read)
         shown: list[Prompt] = []
         if prompts is not None:
             shown += self._attempt(lambda: prompts.take(1)) or []

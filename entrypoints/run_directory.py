@@ -6,9 +6,10 @@ Importable without torch.
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.checkpoints.lock import locked
@@ -20,6 +21,7 @@ from rollgrad.adapters.checkpoints.names import (
     TRAINING_STATE,
     state_paths,
 )
+from rollgrad.adapters.checkpoints.states import load_description
 from rollgrad.application.choices import Resume
 from rollgrad.application.config import CheckpointConfig
 from rollgrad.domain.errors import CheckpointError
@@ -77,9 +79,13 @@ def has_state(ckpt: CheckpointConfig) -> bool:
     return bool(state_paths(_state_directory(ckpt)))
 
 
-def newest_state(ckpt: CheckpointConfig) -> Path:
-    """The newest training state, which is there."""
-    return state_paths(_state_directory(ckpt))[0]
+def begun(ckpt: CheckpointConfig) -> Mapping[str, Any] | None:
+    """The description of the run that continues, as it is in its training state; None where that has none.
+
+    Raises:
+        CheckpointError: no training state can be used.
+    """
+    return load_description(_state_directory(ckpt))
 
 
 def continues(ckpt: CheckpointConfig) -> bool:

@@ -62,6 +62,8 @@ def locked(directory: Path, flag: str) -> Iterator[None]:
         yield
     finally:
         _held.discard(descriptor)
+        with suppress(OSError):  # where there are no locks, there is none to give up
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

@@ -10,9 +10,9 @@ import hashlib
 import json
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import structlog
 
@@ -22,6 +22,8 @@ from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 
 log = structlog.get_logger(__name__)
+
+Read = TypeVar("Read")
 
 FORMAT = 1
 """Version of what a state's directory holds."""
@@ -69,10 +71,27 @@ def load_state(directory: Path) -> TrainingState | None:
     Raises:
         CheckpointError: all are broken, or one is of a later version.
     """
+    return _newest(directory, read_state)
+
+
+def load_description(directory: Path) -> Mapping[str, Any] | None:
+    """Returns the description of the newest state without reading its tensors, None without any, or where an earlier
+    version saved it. Fast, and importable without torch.
+
+    Raises:
+        CheckpointError: all are broken, or one is of a later version.
+    """
+    return _newest(
+        directory, lambda path: None if path.name == OLD_TRAINING_STATE else _read_description(path, whole=False)
+    )
+
+
+def _newest(directory: Path, read: Callable[[Path], Read]) -> Read | None:
+    """What `read` makes of the newest state that it does not find broken."""
     broken: list[str] = []
     for path in state_paths(directory):
         try:
-            state = read_state(path)
+            found = read(path)
         except BrokenStateError as error:
             broken.append(str(error))
             continue
@@ -80,7 +99,7 @@ def load_state(directory: Path) -> TrainingState | None:
             log.warning(
                 "a training state is broken: the one before it is used", broken="; ".join(broken), used=path.name
             )
-        return state
+        return found
     if not broken:
         return None
     raise CheckpointError(
@@ -98,7 +117,7 @@ def read_state(path: Path) -> TrainingState:
     """
     if path.name == OLD_TRAINING_STATE:
         return _read_old(path)
-    description = read_description(path)
+    description = _read_description(path, whole=True)
     return TrainingState(
         step=int(path.name.removeprefix(TRAINING_STATE)),
         state=_unpickled(path, path / STATE_FILE),
@@ -106,13 +125,8 @@ def read_state(path: Path) -> TrainingState:
     )
 
 
-def read_description(path: Path, *, whole: bool = True) -> Mapping[str, Any]:
-    """Returns the description of the state at `path`, a directory, once all its files are what was written; without
-    `whole` only those that are small are looked at. Importable and fast without torch.
-
-    Raises:
-        BrokenStateError, CheckpointError: see `read_state`.
-    """
+def _read_description(path: Path, *, whole: bool) -> Mapping[str, Any]:
+    """The description of a state whose files are what was written; without `whole` the tensors are not looked at."""
     step, files = _manifest(path)
     if path.name != f"{TRAINING_STATE}{step}":
         raise BrokenStateError(f"{path.name} is the state of step {step}, renamed")

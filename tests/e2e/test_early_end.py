@@ -212,6 +212,103 @@ def test_the_training_state_may_lie_elsewhere(workspace: Path) -> None:
     assert step() == STEPS
 
 
+def test_a_run_continues_as_what_it_began(
+    workspace: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other rows, or a model of the same shapes, are found by what they hold; the same in another place is the same."""
+    shutil.copytree(tiny_model_dir, "moved")
+    shutil.copy("prompts.jsonl", "moved.jsonl")
+    assert train("--train.max_steps", "1") == 0
+    kept = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file() and path.name != ".lock"}
+    other_model = weights("moved")
+    from safetensors.torch import save_file
+
+    Path("rows.jsonl").write_text("\n".join(json.dumps({"input": f"Say {n}!"}) for n in range(8)))
+    shutil.copytree("moved", "other")
+    noise = {name: tensor + 0.01 for name, tensor in other_model.items() if name != "lm_head.weight"}
+    save_file(noise, "other/model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()
+    for flags, said in {
+        ("--train.seed", "7"): "train.seed is 7, but was 42 when the run began",
+        ("--actor.adam.lr", "0.5"): "actor.adam.lr is 0.5, but was 0.001 when",
+        ("--rollout.temperature", "0.5"): "rollout.temperature is 0.5, but was 1.0 when",
+        ("--data.prompt_dataset", "rows.jsonl"): "data.prompt_dataset is 'rows.jsonl', but was 'prompts.jsonl' when",
+        ("--actor.model_name_or_path", "./other"): "actor.model_name_or_path is './other', but was",
+    }.items():
+        for last in ((), ("--dry_run",)):
+            assert train("--ckpt.resume", *flags, *last) == 2
+            errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+            assert len(errors) == 1, errors
+            assert said in errors[0]
+    assert {path: path.read_bytes() for path in kept} == kept, "what is refused changes nothing"
+    Path("prompts.jsonl").unlink()
+    moved = ("--data.prompt_dataset", "moved.jsonl", "--actor.model_name_or_path", "./moved")
+    assert train("--ckpt.resume", *moved, "--train.max_tokens_per_micro_batch", "300") == 0
+    assert "train_max_tokens_per_micro_batch=" in capsys.readouterr().err
+    assert logged() == list(range(1, STEPS + 1))
+    assert yaml.safe_load(Path("out/config.yaml").read_text())["train"]["max_tokens_per_micro_batch"] == 300
+
+
+def test_a_state_of_an_earlier_version_continues_after_a_warning(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--train.max_steps", "2") == 0
+    state = torch.load("out/training_state_2/state.pt", weights_only=True)
+    shutil.rmtree("out/training_state_2")
+    state.pop("evaluated", None)
+    torch.save(state, "out/training_state.pt")
+    assert train("--ckpt.resume") == 0
+    assert "nothing is compared" in capsys.readouterr().err
+    assert logged() == list(range(1, STEPS + 1))
+    assert train("--ckpt.output_dir", "whole") == 0
+    assert same("out/model", "whole/model")
+
+
+def test_a_broken_state_costs_the_steps_after_the_one_before(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--train.max_steps", "3", "--ckpt.state_steps", "1") == 0
+    file = Path("out/training_state_3/state.pt")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert train("--ckpt.resume") == 0
+    assert "state.pt of training_state_3 is not what was written" in capsys.readouterr().err
+    assert logged() == list(range(1, STEPS + 1))
+    assert train("--ckpt.output_dir", "whole") == 0
+    assert same("out/model", "whole/model")
+
+
+def test_a_run_that_was_over_repeats_nothing(workspace: Path) -> None:
+    evaluates = ("--eval.dataset", "prompts.jsonl", "--eval.max_samples", "2")
+    assert train(*evaluates) == 0
+    first = Path("out/metrics.jsonl").read_text()
+    assert train(*evaluates, "--ckpt.resume") == 0
+    assert Path("out/metrics.jsonl").read_text() == first
+
+
+WANDERING = """
+import os
+os.chdir("/tmp")
+
+def reward_func(queries, prompts, labels):
+    os.chdir("/")
+    return [len(query) % 5 for query in queries]
+"""
+
+
+def test_a_reward_that_changes_the_directory_moves_nothing(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("wandering.py").write_text(WANDERING)
+    assert train("--reward.function_path", "wandering.py", "--ckpt.save_steps", "2", "--ckpt.state_steps", "1") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "out/report.html"
+    os.chdir(workspace)
+    assert logged() == list(range(1, STEPS + 1))
+    assert {path.name for path in Path("out").iterdir() if not path.name.startswith(".")} == {
+        *("config.yaml", "curves.png", "metrics.jsonl", "model", "model.state.json", "report.html", "samples.jsonl"),
+        *("step_2", "step_2.state.json", "training_state_3", "training_state_4"),
+    }
+
+
 def test_a_log_whose_last_line_was_cut_off_is_continued(workspace: Path) -> None:
     assert train("--train.max_steps", "2") == 0
     with Path("out/metrics.jsonl").open("a") as file:

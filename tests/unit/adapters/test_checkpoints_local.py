@@ -104,3 +104,14 @@ def test_a_directory_that_cannot_be_made_names_its_flag(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_names_its_flag() -> None:
     with pytest.raises(CheckpointError, match=r"--ckpt\.output_dir is '/proc'"):
         LocalCheckpointStore(Path("/proc"))
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 9, 10, 11]), (1, [11]), (3, [9, 10, 11])])
+def test_of_the_models_of_steps_the_newest_are_kept_if_asked(keep: int | None, left: list[int], tmp_path: Path) -> None:
+    store = LocalCheckpointStore(tmp_path, keep_models=keep)
+    (tmp_path / "step_by_step").mkdir()
+    for name in ("model", *(f"step_{step}" for step in (1, 2, 9, 10, 11))):
+        store.save_model(cast("PolicyModel", Policy("a", tmp_path / name)), name)
+        store.save_state({"step": 1}, name)
+    expected = {name for step in left for name in (f"step_{step}", f"step_{step}.state.json")}
+    assert set(visible(tmp_path)) == expected | {"model", "model.state.json", "step_by_step"}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
-from rollgrad.adapters.checkpoints.states import FORMAT, read_state
+from rollgrad.adapters.checkpoints.states import FORMAT, load_description, read_state
 from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 
@@ -272,9 +272,7 @@ def test_what_a_killed_run_left_half_written_is_removed(two: Path) -> None:
 
 
 def test_a_description_is_read_without_the_tensors(two: Path) -> None:
-    from rollgrad.adapters.checkpoints.states import read_description
-
     (two / "training_state_4" / "state.pt").unlink()
-    assert read_description(two / "training_state_4", whole=False) == state(4).description
+    assert load_description(two) == state(4).description
     with pytest.raises(CheckpointError, match=r"state\.pt of training_state_4 cannot be read"):
         read_state(two / "training_state_4")

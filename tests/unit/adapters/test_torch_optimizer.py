@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.domain.errors import NonFiniteUpdateError
+from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.schedule import lr_factor
 
 
@@ -176,3 +176,24 @@ def test_frozen_parameters_are_left_alone() -> None:
     optimizer.step()
     assert torch.equal(model[0].weight, before)
     assert "0.weight" not in optimizer.masters()
+
+
+def test_a_state_without_moments_or_with_those_of_another_shape_is_refused() -> None:
+    """An optimizer that has taken steps would start anew without a word."""
+    module = nn.Linear(4, 2)
+    optimizer = MasterOptimizer(module, OptimizerSettings(lr=0.1))
+    fresh = optimizer.state_dict()
+    module(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    for change in (
+        {"moments": {}},
+        {"moments": {"weight": state["moments"]["weight"]}},
+        {"moments": state["moments"] | {"bias": {}}},
+        {"moments": state["moments"] | {"bias": state["moments"]["weight"]}},
+    ):
+        with pytest.raises(CheckpointError):
+            MasterOptimizer(nn.Linear(4, 2), OptimizerSettings(lr=0.1)).load_state_dict({**state, **change})
+    other = MasterOptimizer(nn.Linear(4, 2), OptimizerSettings(lr=0.1))
+    other.load_state_dict(fresh)
+    other.load_state_dict(state)

@@ -1,0 +1,30 @@
+"""Runs that are killed at random moments and continued are, where a run is repeatable, what they would have been.
+
+The long form of it is `python -m tests.kills`.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KILLS = 8
+"""Two of each kind of run."""
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_runs_that_are_killed_and_continued_come_to_the_same(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.kills", "--kills", str(KILLS)]
+    found = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count("nothing differs") == 4

@@ -1,0 +1,68 @@
+"""A model that cannot be written is one sentence, whichever library writes the file for which there is no room."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
+from rollgrad.adapters.torch.loading import load_causal_lm
+from rollgrad.adapters.torch.lora import add_lora
+from rollgrad.adapters.torch.models import TorchPolicy, TorchValue
+from rollgrad.adapters.torch.optimizer import OptimizerSettings
+from rollgrad.application.model_config import LoraConfig
+from rollgrad.domain.errors import CheckpointError
+
+
+@contextmanager
+def room_for_files_of(size: int) -> Iterator[None]:
+    """Inside, no file of this process can become larger, as on a disk that is nearly full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def policy(path: Path, tokenizer: Any, *, rank: int = 0, ema: bool = False) -> TorchPolicy:
+    model = load_causal_lm(str(path), dtype=torch.float32, device=torch.device("cpu"), flag="path")
+    if rank:
+        add_lora(model, LoraConfig(rank=rank), seed=0)
+    return TorchPolicy(model, tokenizer, OptimizerSettings(lr=0.1, ema_beta=0.9 if ema else None))
+
+
+@pytest.mark.parametrize("settings", [{}, {"rank": 4}, {"ema": True}], ids=["plain", "lora", "ema"])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.99])
+def test_a_model_for_which_there_is_no_room(
+    settings: dict[str, Any], share: float, tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """The older one is still there, and nothing of the newer one."""
+    store = LocalCheckpointStore(tmp_path)
+    trained = policy(tiny_model_dir, tiny_tokenizer, **settings)
+    saved = store.save_model(trained, "model")
+    before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
+    size = (saved / "model.safetensors").stat().st_size
+    with room_for_files_of(int(share * size)), pytest.raises(CheckpointError, match="cannot be written") as caught:
+        store.save_model(trained, "model")
+    assert "\n" not in str(caught.value)
+    assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    store.save_model(trained, "model")
+
+
+def test_a_critics_head_for_which_there_is_no_room(
+    tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written last, in a file of its own."""
+    model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="path")
+    critic = TorchValue(model, tiny_tokenizer, OptimizerSettings(lr=0.1))
+    from rollgrad.adapters.torch import models
+
+    monkeypatch.setattr(models, "save_pretrained", lambda model, tokenizer, path, weights: path.mkdir())
+    with room_for_files_of(10), pytest.raises(CheckpointError, match="cannot be written"):
+        critic.save(tmp_path / "critic")

@@ -1,0 +1,111 @@
+"""What of a run's description may change when it continues: each setting is either listed or refused by name."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgrad.application.config import RLConfig
+from rollgrad.application.rules_resume import DATA, MAY_DIFFER, MODELS, changes, may_differ, refusals
+from rollgrad.entrypoints.config_io import setting_names
+from rollgrad.entrypoints.description import flat_settings
+from rollgrad.entrypoints.redaction import is_secret_name
+
+DEFAULTS = flat_settings(RLConfig())
+NAMES = list(setting_names())
+CONTENT = {"config": "c", "weights": "w"}
+
+
+def description(**settings: Any) -> dict[str, Any]:
+    return {
+        "settings": DEFAULTS | {"actor.model_name_or_path": "m", DATA: "d"} | settings,
+        "versions": {"rollgrad": "1", "torch": "2"},
+        "models": {"actor.model_name_or_path": CONTENT},
+        "data": "rows",
+    }
+
+
+def refused(begun: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return list(refusals(begun, now, DEFAULTS))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_is_listed_or_refused_by_name_with_both_values(name: str) -> None:
+    """Whatever is added later is refused until it is listed."""
+    begun, now = description(**{name: "one"}), description(**{name: "other"})
+    if name == DATA:
+        now["data"] = "other rows"
+    if name in MODELS:
+        now["models"] = {}
+    found = refused(begun, now)
+    if may_differ(name):
+        assert found == []
+        assert name.startswith("ckpt.") or changes(begun, now, DEFAULTS) == {name: "one -> other"}
+    else:
+        assert len(found) == 1
+        assert f"{name} is 'other', but was 'one' when the run began" in found[0]
+        assert f"--{name}" in found[0]
+    assert refused(begun, begun) == []
+
+
+def test_every_listed_setting_exists_and_is_in_the_guide() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guide.md").read_text()
+    said = guide[guide.index("A run continues as what it began") :]
+    said = said[: said.index("is refused with both values")]
+    patterns = set(re.findall(r"`([\w.*]+)`", said))
+    for entry in MAY_DIFFER:
+        assert any(name == entry or f"{name.partition('.')[0]}.*" == entry for name in NAMES), entry
+        wanted = {entry, entry.removesuffix(".*"), f"*.{entry.rpartition('.')[2]}"}
+        assert wanted & patterns or any(p.endswith("_*") and entry.startswith(p[:-1]) for p in patterns), entry
+
+
+def test_no_name_of_a_setting_hides_its_value() -> None:
+    assert [name for name in NAMES if is_secret_name(name)] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_may_move_but_not_change(name: str) -> None:
+    begun, now = description(**{name: "here"}), description(**{name: "there"})
+    begun["models"] = {name: CONTENT}
+    for found, count in (
+        (CONTENT, 0),
+        ({"config": "c", "weights": None}, 0),
+        ({"config": "c", "weights": "other"}, 1),
+        ({"config": "other", "weights": "w"}, 1),
+        ({"config": None, "weights": None}, 1),
+        (None, 1),
+    ):
+        now["models"] = {} if found is None else {name: found}
+        assert len(refused(begun, now)) == count, found
+    same = description(**{name: "here"})
+    same["models"] = {name: {"config": "c", "weights": "other"}}
+    (said,) = refused(begun, same)
+    assert f"{name} is 'here' as when the run began, but holds something else than then" in said
+
+
+def test_a_dataset_may_move_but_not_change() -> None:
+    begun, moved = description(), description(**{DATA: "elsewhere"})
+    assert refused(begun, moved) == []
+    for now in (description(), moved):
+        now["data"] = "other rows"
+        assert len(refused(begun, now)) == 1
+    moved["data"] = None
+    assert len(refused(begun, moved)) == 1, "what cannot be looked at goes by its name"
+
+
+def test_settings_that_were_not_there_yet_had_their_defaults() -> None:
+    begun, now = description(), description()
+    del begun["settings"]["train.seed"]
+    assert refused(begun, now) == []
+    now["settings"]["train.seed"] = 3
+    assert len(refused(begun, now)) == 1
+    begun["settings"]["train.gone"] = 1
+    assert len(refused(begun, now)) == 1
+
+
+def test_other_versions_are_told() -> None:
+    begun, now = description(), description()
+    now["versions"] = {"rollgrad": "2", "torch": "2", "vllm": "3"}
+    assert refused(begun, now) == []
+    assert changes(begun, now, DEFAULTS) == {"rollgrad": "1 -> 2", "vllm": "None -> 3"}

@@ -1,0 +1,255 @@
+"""A run's directory: one run at a time, logs that are continued whatever they hold, and its settings."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollgrad.adapters.tracking.samples import SampleWriter
+from rollgrad.application.choices import Resume
+from rollgrad.application.config import CheckpointConfig, RLConfig
+from rollgrad.application.rollout import RolloutGroup
+from rollgrad.domain.errors import CheckpointError
+from rollgrad.domain.prompts import Prompt
+from rollgrad.entrypoints.config_io import load_config
+from rollgrad.entrypoints.description import settings_file
+from rollgrad.entrypoints.run_directory import alone, keep_steps, output_problem, remove_run, write_config
+
+WAIT_SECONDS = 200.0
+HOLD = """
+import sys, time
+from rollgrad.application.config import CheckpointConfig
+from rollgrad.entrypoints.run_directory import alone
+
+with alone(CheckpointConfig(output_dir=sys.argv[1])):
+    print("here", flush=True)
+    time.sleep(1000)
+"""
+
+
+def holder(directory: Path) -> "subprocess.Popen[str]":
+    """Another process that has the directory."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    return process
+
+
+def test_of_two_runs_at_once_the_second_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """Also by its directory of states; a lock ends with its process, however that ends."""
+    first = CheckpointConfig(output_dir=str(tmp_path / "out"))
+    process = holder(tmp_path / "out")
+    try:
+        for second in (first, CheckpointConfig(output_dir=str(tmp_path / "b"), state_dir=first.output_dir)):
+            with pytest.raises(CheckpointError) as caught, alone(second):
+                pytest.fail("two runs in one directory")
+            said = str(caught.value)
+            assert "another run is writing" in said
+            assert f"process {process.pid} on " in said
+            assert "\n" not in said
+            assert ("--ckpt.state_dir is" in said) == (second is not first)
+        with alone(CheckpointConfig(output_dir=str(tmp_path / "b"))):
+            pass
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(WAIT_SECONDS)
+    for _ in range(2):
+        with alone(first):
+            pass
+
+
+def test_two_runs_of_one_process_do_not_share_a_directory_either(tmp_path: Path) -> None:
+    ckpt = CheckpointConfig(output_dir=str(tmp_path))
+    with alone(ckpt), pytest.raises(CheckpointError, match=rf"process {os.getpid()} "), alone(ckpt):
+        pytest.fail("two runs in one directory")
+    with alone(CheckpointConfig(output_dir=str(tmp_path), state_dir=str(tmp_path / "." / "x" / ".."))):
+        pass
+
+
+FORKING = """
+import os, signal, sys
+from rollgrad.application.config import CheckpointConfig
+from rollgrad.entrypoints.run_directory import alone
+
+with alone(CheckpointConfig(output_dir=sys.argv[1])):
+    if os.fork():
+        signal.pause()
+    else:
+        print("here", flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_a_child_that_outlives_its_run_holds_no_lock(tmp_path: Path) -> None:
+    """A process that was forked has a copy of the lock, which would hold it when its parent is killed."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FORKING, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    try:
+        assert parent.stdout.readline() == "here\n"
+        parent.kill()
+        parent.wait(WAIT_SECONDS)
+        with alone(CheckpointConfig(output_dir=str(tmp_path))):
+            pass
+    finally:
+        parent.kill()
+        parent.stdin.close()  # which ends the child
+
+
+def test_what_cannot_be_locked_is_said(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    ckpt = CheckpointConfig(output_dir=str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"\.lock cannot be opened"), alone(ckpt):
+        pytest.fail("no lock")
+
+
+def test_a_file_system_without_locks_is_written_after_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import errno
+    import fcntl
+
+    def none(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with alone(CheckpointConfig(output_dir=str(tmp_path))):
+        assert "make sure that no other run writes there" in capsys.readouterr().out
+
+
+# Logs.
+
+BROKEN = (
+    b"",
+    b'{"step": 3, "reward/me',
+    bytes(4096),
+    b"\xff\xfe",
+    b"[1, 2]",
+    b"null",
+    b"7",
+    b'"step"',
+    b'{"step": null}',
+    b'{"step": Infinity}',
+    b'{"step": NaN}',
+    b'{"step": ' + b"1" * 5001 + b"}",
+    b"[" * 100_000,
+    b'{"a": ' * 100_000,
+    b"\xe2\x80\xa8",
+)
+"""Lines that no run writes, or not to their end."""
+TEXTS = ("\u2028", "\u2029", "\x85", "\x0b\x0c\x1c\x1d\x1e", "\r\n", "\ud800", "\0", "日本語", '"}\n{"step": 9}')
+"""What a prompt, a reply or a label may hold."""
+
+
+def test_logs_are_continued_whatever_they_hold(tmp_path: Path) -> None:
+    """Half a line, zeros after a power loss, foreign lines, all that tools take for a line's end."""
+    log = tmp_path / "samples.jsonl"
+    write = SampleWriter(log, lambda tokens: "".join(TEXTS), 1)
+    prompt = Prompt(token_ids=(1,), text="".join(TEXTS), label="".join(TEXTS))
+    for step in range(1, 5):
+        write(step, [group(prompt)])
+    whole = log.read_bytes()
+    lines = whole.split(b"\n")[:-1]
+    assert [json.loads(line)["prompt"] for line in lines] == ["".join(TEXTS)] * 4
+    assert len(whole.decode().splitlines()) == 4, "whatever reads it by lines"
+    for index in range(100):
+        mixed = list(lines) + random.Random(index).sample(BROKEN, 4)
+        random.Random(index).shuffle(mixed)
+        ordered = [line for line in mixed if line in lines]
+        log.write_bytes(b"\n".join(mixed))
+        keep_steps(log, until=3)
+        assert log.read_bytes() == b"".join(line + b"\n" for line in ordered if json.loads(line)["step"] <= 3)
+    for line in BROKEN:
+        log.write_bytes(line)
+        keep_steps(log, until=3)
+        assert not log.exists()
+
+
+def group(prompt: Prompt) -> RolloutGroup:
+    from tests.fakes.pipeline import make_run
+
+    run = make_run(Path("/nonexistent"), steps=1)
+    run.train()
+    from attrs import evolve
+
+    return evolve(run.sampled[0][1][0], prompt=prompt)
+
+
+def test_samples_that_cannot_be_written_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    played = group(Prompt(token_ids=(1,), text="a"))
+    write = SampleWriter(tmp_path / "missing" / "samples.jsonl", lambda tokens: "", 1)
+    for step in (1, 2):
+        write(step, [played])
+    assert capsys.readouterr().out.count("no more samples are written") == 1
+
+
+def test_a_report_is_made_of_what_can_be_read(tmp_path: Path) -> None:
+    from rollgrad.adapters.tracking.report import read_metrics
+
+    good = [b'{"step": 1, "reward/mean": 0.5}', b'{"step": 2, "reward/mean": null}', b'{"step": 3, "reward/mean": 1}']
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*BROKEN, good[0], *BROKEN, *good[1:], *BROKEN]))
+    assert read_metrics(tmp_path / "metrics.jsonl") == {"reward/mean": {1: 0.5, 3: 1.0}}
+
+
+# What a run is.
+
+
+def test_the_settings_of_a_run_read_back_without_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "hunter2-hunter2")
+    config = RLConfig()
+    config.reward.remote_url = "http://me:pass@host/score"
+    config.agent.system_prompt = "Say hunter2-hunter2: *** \x85"
+    config.data.chat_template_kwargs = {"api_token": "hunter3", "thinking": True}
+    config.train.seed = 7
+    write_config(tmp_path, settings_file(config))
+    text = (tmp_path / "config.yaml").read_text()
+    assert not any(secret in text for secret in ("hunter", "me:pass"))
+    assert "rollgrad 0." in text
+    assert "torch 2." in text
+    read = load_config(tmp_path / "config.yaml")
+    assert read.train.seed == 7
+    assert read.reward.remote_url == "http://***@host/score"
+    assert read.agent.system_prompt == "Say ***: *** \x85"
+    assert read.data.chat_template_kwargs == {"api_token": "***", "thinking": True}
+
+
+def test_settings_of_somebody_else_stay(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("# mine\ntrain: {seed: 3}\n")
+    for seed in (1, 2):
+        write_config(tmp_path, f"train: {{seed: {seed}}}\n")
+    assert (tmp_path / "config.yaml").read_text().startswith("# mine")
+    assert load_config(tmp_path / "config.run.yaml").train.seed == 2
+
+
+def test_a_state_of_either_kind_tells_of_a_run_and_goes_with_it(tmp_path: Path) -> None:
+    ckpt = CheckpointConfig(output_dir=str(tmp_path))
+    assert output_problem(ckpt) is None
+    for name in ("training_state.pt", "training_state_3"):
+        path = tmp_path / name
+        path.touch() if name.endswith(".pt") else path.mkdir()
+        assert "continue it with --ckpt.resume" in str(output_problem(ckpt))
+        assert output_problem(CheckpointConfig(output_dir=str(tmp_path), resume=Resume.ALWAYS)) is None
+        remove_run(ckpt)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_changed_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        keep_steps(tmp_path / "metrics.jsonl", until=3)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        write_config(tmp_path, "")
+    monkeypatch.undo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
