@@ -4,9 +4,13 @@
 #
 # VENV    the environment's directory (default .venv)
 # PYTHON  the interpreter it is made from, 3.11 or newer (default: the newest of python3.13, 3.12, 3.11, python3)
+# CONSTRAINTS  a file with the versions to install (default: constraints.txt, those that the tests passed with; with an
+#         NVIDIA GPU none, for those are of the CPU builds). Empty: the newest that pyproject.toml allows.
 #
 # With an NVIDIA GPU (nvidia-smi answers) torch and vLLM are the CUDA builds, otherwise the CPU builds. uv installs, in a
-# quarter of pip's time, from where pip is configured to; what it cannot, pip does.
+# quarter of pip's time, from where pip is configured to; what it cannot, pip does. Of several indexes a package is taken
+# from the first that has it, so that none can slip in a newer one of the same name; only where that leaves a package
+# without its version, from all of them together, as pip does.
 set -eu
 
 VENV=${VENV:-.venv}
@@ -43,7 +47,13 @@ pip_setting() {
 
 # packages ARGUMENTS...: as `pip install` takes them
 packages() {
-    "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" "$@" 2>/dev/null || pip_install "$@"
+    # shellcheck disable=SC2086 # an option and its file
+    uv_install $constrain "$@" || uv_install --index-strategy unsafe-best-match $constrain "$@" ||
+        pip_install $constrain "$@"
+}
+
+uv_install() {
+    "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" "$@" 2>/dev/null
 }
 
 find_python() {
@@ -68,6 +78,10 @@ install_torch() {
         packages "torch==$TORCH+cpu" 2>/dev/null || packages "torch==$TORCH" --index-url "$PYTORCH_CPU_INDEX"
     fi
 }
+
+has_gpu && tested= || tested=constraints.txt
+constraints=${CONSTRAINTS-$tested}
+constrain=${constraints:+--constraint $constraints}
 
 install_demo() {
     step "torch $TORCH" install_torch
@@ -106,7 +120,7 @@ if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 [ -x "$VENV/bin/uv" ] || pip_install uv || echo "  without uv, pip takes several times as long"
 pip_settings=$("$VENV/bin/python" -m pip config list)
-export UV_INDEX_STRATEGY=unsafe-best-match UV_SYSTEM_CERTS=true
+export UV_SYSTEM_CERTS=true
 UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX-$(pip_setting index-url)}
 UV_INDEX=${UV_INDEX-$(pip_setting extra-index-url)}
 UV_FIND_LINKS=${UV_FIND_LINKS-$(pip_setting find-links)}

@@ -35,7 +35,7 @@ FOREIGN = {
     *("address", "head", "block", "exclude", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node"),  # Ray, Slurm
     *("cpus-per-task", "job-name", "time", "runtime-env-json"),
     *("shm-size", "ipc", "cap-add", "security-opt"),  # Docker
-    *("no-deps", "module"),  # pip, deepspeed
+    *("no-deps", "constraint", "index-url", "module"),  # pip, deepspeed
     *("enable-scale-out", "api-key", "logprobs-mode", "weight-transfer-config", "generate", "max-num-seqs"),  # vLLM
     *("no-enable-chunked-prefill", "max-num-batched-tokens", "kv-cache-memory-bytes"),
     *("query-gpu", "format"),  # nvidia-smi
