@@ -1,4 +1,4 @@
-# Everything runs in one virtual environment, made on first use and reused while pyproject.toml and scripts/setup.sh stand.
+# Everything runs in one virtual environment, made on first use and reused while pyproject.toml, constraints.txt and scripts/setup.sh stand.
 VENV ?= .venv
 export VENV
 # Processes that start often read compiled modules, which the first one writes.
@@ -56,7 +56,7 @@ clean:
 	rm -rf build dist *.egg-info .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-$(VENV)/.%-stamp: pyproject.toml scripts/setup.sh
+$(VENV)/.%-stamp: pyproject.toml constraints.txt scripts/setup.sh
 	@scripts/setup.sh $*
 
 $(VENV)/.cluster-stamp: $(VENV)/.demo-stamp
