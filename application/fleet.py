@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from rollgrad.application.fleet_member import FleetMember, GaveUpError, Listener, MemberCalls, Taker
+from rollgrad.application.fleet_member import FleetMember, GaveUpError, Listener, MemberCalls, Taker, engine_work
+from rollgrad.application.foreign import told
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.fleet import Death, EngineState, FleetBounds, FleetHealth, LeastLoaded, Recent
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
@@ -80,6 +81,8 @@ class EngineFleet(RolloutEngine):
         self._gate = asyncio.Event()
         self._now = 0.0
         """Seconds of rounds of pings."""
+        self._defect: EngineError | None = None
+        """Why nobody watches the engines any more."""
         self._requests = self._aborts = 0
         self._paused = self._asleep = self._closed = False
 
@@ -309,6 +312,8 @@ class EngineFleet(RolloutEngine):
     def _hope(self) -> None:
         if self._closed:
             raise EngineError("The engines are closed: no request can be made of them.")
+        if self._defect is not None:
+            raise self._defect
         if (failure := self.health.failure) is not None:
             raise EngineError(failure)
 
@@ -330,14 +335,27 @@ class EngineFleet(RolloutEngine):
             ) from error
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(engine_work(work))
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._ended)
 
     def _watch(self) -> None:
         """Starts the rounds of pings, of which there are none before the fleet is first used, nor when it is closed."""
         if not self._closed and (self._watching is None or self._watching.done()):
-            self._watching = asyncio.create_task(self._rounds())
+            self._watching = asyncio.create_task(engine_work(self._rounds()))
+            self._watching.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A task that looks after the engines ended. By an error: nobody would find a dead engine any more, so all who
+        wait for one learn of it."""
+        self._background.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self._defect = EngineError(f"What watches the engines failed: {told(error)}")
+        self._defect.__cause__ = error
+        for calls in self._calls:
+            calls.give_up()
+        self._changed()
 
     async def _rounds(self) -> None:
         loop = asyncio.get_running_loop()
@@ -373,7 +391,7 @@ class EngineFleet(RolloutEngine):
         member = self._members[engine]
         try:
             async with asyncio.timeout(self._restart_seconds):
-                await member.restart()
+                await engine_work(member.restart())
         except Exception as error:  # however it fails, this member has no engine
             slow = f"it took more than {self._restart_seconds:g} s"
             reason = f"engine {engine} did not start again: {slow if isinstance(error, TimeoutError) else error}"

@@ -1,11 +1,12 @@
 """One engine of a fleet: what it must be able to do, and calls to it that end when it is given up."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from attrs import define, field, frozen
 
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
@@ -43,6 +44,12 @@ class GaveUpError(Exception):
     """The engine that was asked has been given up."""
 
 
+async def engine_work(work: Awaitable[T]) -> T:
+    """The result of `work`, of whose errors Ray's, a library's and those of a strange answer are made rollgrad's."""
+    with foreign_code(lambda words: EngineError(f"The engine raised {words}")):
+        return await work
+
+
 @define
 class MemberCalls:
     """The calls to one member that wait for its answer."""
@@ -58,7 +65,7 @@ class MemberCalls:
             GaveUpError: `give_up` was called meanwhile.
         """
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(engine_work(work))
 
         def pass_on(done: asyncio.Task[T]) -> None:
             error = EngineError("The engine cancelled the call.") if done.cancelled() else done.exception()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rollgrad.application.dealing import Deal, PromptDealer
+from rollgrad.application.foreign import told
 from rollgrad.application.rollout import FailureBudget, RolloutGroup, RolloutService
 from rollgrad.application.sampling import SamplingPlan, exhausted, sampling_metrics
 from rollgrad.domain.curriculum import Curriculum
@@ -176,6 +177,8 @@ class GroupStream:
             self._error = EngineError(f"The episodes of group {group_id} were cancelled from outside.")
         except Exception as error:  # a callback's errors reach nobody
             self._error = self._error or error
+        except BaseException as error:
+            self._error = self._error or EngineError(f"The episodes of group {group_id} ended by {told(error)}.")
         self._changed.set()
 
     def _receive(self, group: RolloutGroup) -> None:

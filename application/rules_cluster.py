@@ -7,6 +7,7 @@ from rollgrad.application.cluster_config import PARAMETERS, ClusterConfig, DeepS
 from rollgrad.application.config import RLConfig
 from rollgrad.application.rules_common import first_change, longest_sequence, ranks
 from rollgrad.application.sync_backend import engines_without_actor, shares_gpus
+from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.catalogue import estimator_traits
 
 PROCESSES = ("num_nodes", "num_gpus_per_node")
@@ -78,11 +79,8 @@ def server_problems(config: RLConfig) -> Iterator[str]:
     if not urls:
         yield "rollout.engine is server, but none is named: set --rollout.server_urls to their addresses."
     for index, url in enumerate(urls):
-        if not url.startswith(("http://", "https://")):
-            yield (
-                f"rollout.server_urls has {url!r}, but a server's address starts with http:// or https://: correct "
-                "--rollout.server_urls."
-            )
+        if (problem := address_problem(url, "rollout.server_urls")) is not None:
+            yield problem
         if url in urls[:index]:
             yield (
                 f"rollout.server_urls names {url} twice, but each server is one engine: name it once in "

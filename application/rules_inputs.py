@@ -19,6 +19,7 @@ from rollgrad.application.model_config import ActorConfig, CriticConfig
 from rollgrad.application.ranges import RANGES
 from rollgrad.application.rules_common import first_change
 from rollgrad.application.train_config import TrainConfig
+from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.catalogue import estimator_traits
 
 REASONING_GYM = "reasoning_gym:"
@@ -216,6 +217,10 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
                 f"reward.{key} is {getattr(reward, key)}, but there is no reward server: set --reward.remote_url, or "
                 f"leave --reward.{key} out."
             )
+    for key, value in (("remote_url", reward.remote_url), ("judge_url", reward.judge_url)):
+        for url in (value or "").split(","):
+            if url.strip() and (problem := address_problem(url.strip(), f"reward.{key}")) is not None:
+                yield problem
     for key, meaning in (("judge_model", "the name of the model"), ("judge_prompt", "a text file with {response}")):
         if reward.judge_url is not None and getattr(reward, key) is None:
             yield (

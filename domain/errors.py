@@ -48,6 +48,10 @@ class EngineError(RollgradError, RuntimeError):
     """A rollout engine failed, or did not answer before its deadline."""
 
 
+class ForeignError(RollgradError, RuntimeError):
+    """Code that is not rollgrad's failed: an environment, an agent, a tool."""
+
+
 class NonFiniteUpdateError(RollgradError, FloatingPointError):
     """Loss or gradient norm became NaN or infinite; the step was not applied."""
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
+from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.errors import ForeignError
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
 
 
@@ -24,17 +26,15 @@ class FunctionAgent(AgentProgram):
         """See `AgentProgram.run`.
 
         Raises:
-            TypeError, ValueError: the function returned something else.
-            RuntimeError: it called `sys.exit`, which must not end the training run.
+            ForeignError: the function returned something else, or raised, be it by `sys.exit`, which must not end the
+                training run.
         """
-        try:
+        with foreign_code(lambda words: ForeignError(f"The agent raised {words}")):
             asynchronous = inspect.iscoroutinefunction(self._function)
             value = (
                 self._function(task) if asynchronous else await in_daemon_thread(lambda: self._function(task), "agent")
             )
             return _result(await value if inspect.isawaitable(value) else value)
-        except SystemExit as error:
-            raise RuntimeError(f"it called sys.exit({error.code!r})") from error
 
 
 def _result(value: Any) -> AgentResult:

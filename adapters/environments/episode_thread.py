@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 
 import structlog
 
+from rollgrad.application.foreign import told
+from rollgrad.domain.errors import ForeignError
+
 CLOSE_SECONDS = 5.0
 """Longest wait for an environment to release what it holds."""
 
@@ -55,8 +58,8 @@ class EpisodeThread:
             if release is not None:
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self._submit(release)
-        except Exception as error:  # a user's environment raises what it likes
-            log.warning("environment_close_failed", environment=self._name, error=f"{type(error).__name__}: {error}")
+        except Exception as error:
+            log.warning("environment_close_failed", environment=self._name, error=told(error))
         finally:
             jobs, self._jobs = self._jobs, None
             if jobs is not None:
@@ -78,4 +81,6 @@ def _work(jobs: "SimpleQueue[_Job | None]") -> None:
             try:
                 future.set_result(func())
             except BaseException as error:  # whatever it is, the caller waits for it
-                future.set_exception(error)
+                # An event loop takes no StopIteration, and ends by others that are no Exception.
+                plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+                future.set_exception(error if plain else ForeignError(told(error)))

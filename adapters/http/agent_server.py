@@ -34,7 +34,8 @@ from rollgrad.application.agents.service import (
     RecordedSession,
     RefusedError,
 )
-from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
+from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, ForeignError
 from rollgrad.domain.ports.chat_codec import ChatCodec
 
 KEEP_ALIVE_SECONDS = 3.0
@@ -153,10 +154,11 @@ class AgentServer:
             gone.cancel()
 
     async def _sampled(self, asked: _Asked, on_piece: OnPiece | None) -> ChatReply:
-        if asked.session is not None:
-            return await asked.session.reply(asked.call.request, origin=asked.origin, on_piece=on_piece)
-        assert self._answer is not None
-        return await self._answer(asked.call.request, on_piece)
+        with foreign_code(ForeignError):  # of a template, a tokenizer, a tool: a task must not die of it
+            if asked.session is not None:
+                return await asked.session.reply(asked.call.request, origin=asked.origin, on_piece=on_piece)
+            assert self._answer is not None
+            return await self._answer(asked.call.request, on_piece)
 
     async def _streaming(self, wire: Wire, asked: _Asked, request: Request) -> Response:
         """A refusal that comes soon, before any piece, is a status as without streaming: clients act on those."""

@@ -4,10 +4,12 @@ Invariants: a server on the loopback interface answers no web page; every error 
 "code"}}`, and one that nobody expected tells the client nothing but that. Does not own: sockets (`serving.py`).
 """
 
+import asyncio
 import contextlib
 import hmac
 import ipaddress
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +38,9 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 """OpenAI's and Anthropic's names; any other status is an `invalid_request_error` below 500, else an `api_error`."""
+
+_SECRET = re.compile(r"^/s/[^/]*")
+"""The beginning of a path with a session's key, which no log may show."""
 
 _log = structlog.get_logger()
 
@@ -154,8 +159,10 @@ class Guard:
             return
         except HttpError as error:
             response = error_response(error)
-        except Exception:  # a defect: the log says which, the client does not learn it
-            _log.exception("request_failed", method=scope["method"], path=scope["path"])
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException:  # a defect: the log says which, the client does not learn it
+            _log.exception("request_failed", method=scope["method"], path=_SECRET.sub("/s/...", scope["path"]))
             response = error_response(internal_error())
         if not started:
             await response(scope, receive, send)

@@ -6,14 +6,15 @@ Does not own: what is asked, and how the answers are read.
 """
 
 import asyncio
-import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
+from rollgrad.application.foreign import foreign_code, told
+from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.circuit import Circuit
 from rollgrad.domain.errors import ConfigurationError, RewardError
 
@@ -51,7 +52,7 @@ class JudgeServers:
         circuit: when a server is left alone.
 
     Raises:
-        ConfigurationError: a URL has no http or https scheme.
+        ConfigurationError: a URL is none that a request can be sent to.
     """
 
     def __init__(
@@ -65,10 +66,8 @@ class JudgeServers:
         circuit: Circuit | None = None,
     ) -> None:
         for url in urls:
-            if not url.startswith(("http://", "https://")):
-                raise ConfigurationError(
-                    f"{flag} is {url!r}, but a server's address starts with http:// or https://: correct --{flag}."
-                )
+            if (problem := address_problem(url, flag)) is not None:
+                raise ConfigurationError(problem)
         self._servers = [_Server(url, circuit or Circuit()) for url in urls]
         self._name = name
         self._flag = flag
@@ -138,10 +137,13 @@ class JudgeServers:
 
         server.in_flight += 1
         try:
-            response = await self._http().post(server.url, json=body)
-        except httpx2.HTTPError as error:
+            with foreign_code(self._refusal(server, "cannot be asked")):
+                response = await self._http().post(server.url, json=body)
+        except RewardError as error:
             server.circuit = server.circuit.failed(time.monotonic())
-            raise _TransientError(f"{server.url}: {type(error).__name__} {error}".strip()) from error
+            if isinstance(error.__cause__, httpx2.HTTPError):
+                raise _TransientError(f"{server.url}: {told(error.__cause__)}") from error
+            raise
         except asyncio.CancelledError:  # the deadline: a server that hangs is a broken one
             server.circuit = server.circuit.failed(time.monotonic())
             raise
@@ -156,13 +158,13 @@ class JudgeServers:
                 f"The {self._name} {server.url} answered {response.status_code} ({response.text[:QUOTED]!r}): check "
                 f"--{self._flag} and what the server expects."
             )
-        try:
+        with foreign_code(self._refusal(server, f"answered {response.text[:QUOTED]!r}, which is no JSON")):
             return response.json()
-        except json.JSONDecodeError as error:
-            raise RewardError(
-                f"The {self._name} {server.url} answered {response.text[:QUOTED]!r}, which is no JSON: check "
-                f"--{self._flag}."
-            ) from error
+
+    def _refusal(self, server: _Server, what: str) -> Callable[[str], RewardError]:
+        return lambda words: RewardError(
+            f"The {self._name} {server.url} {what} ({words}): check --{self._flag} and the server."
+        )
 
     def _http(self) -> "httpx2.AsyncClient":
         import httpx2

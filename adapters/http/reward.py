@@ -10,6 +10,7 @@ from attrs import evolve
 
 from rollgrad.adapters.http.posting import JudgeServers
 from rollgrad.adapters.rewards.answers import RewardParser, replies
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.circuit import Circuit
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
@@ -82,6 +83,9 @@ class HttpReward(RewardSource):
         tasks = [*self._batches, *([self._sender] if self._sender else [])]
         for task in tasks:
             task.cancel()
+        for _, answer in self._waiting:
+            answer.cancel()
+        self._waiting.clear()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._servers.aclose()
 
@@ -95,12 +99,13 @@ class HttpReward(RewardSource):
             task.add_done_callback(self._batches.discard)
 
     async def _settle(self, batch: list[tuple[RewardRequest, "asyncio.Future[Reward]"]]) -> None:
-        """Gives every request of a batch its answer."""
+        """Gives every request of a batch its answer, however the batch ends: nobody else would."""
         waiting = [answer for _, answer in batch]
         try:
-            rewards = await self._judge([request for request, _ in batch])
-            if self._failure_value is not None:
-                rewards = [evolve(reward, metrics={**reward.metrics, FAILED: 0.0}) for reward in rewards]
+            with foreign_code(lambda words: RewardError(f"The reward server's answer cannot be used: {words}.")):
+                rewards = await self._judge([request for request, _ in batch])
+                if self._failure_value is not None:
+                    rewards = [evolve(reward, metrics={**reward.metrics, FAILED: 0.0}) for reward in rewards]
         except RewardError as error:
             if self._failure_value is None:
                 for answer in waiting:
@@ -108,6 +113,10 @@ class HttpReward(RewardSource):
                         answer.set_exception(error)
                 return
             rewards = [Reward(value=self._failure_value, metrics={FAILED: 1.0}) for _ in batch]
+        except BaseException:  # a cancellation
+            for answer in waiting:
+                answer.cancel()
+            raise
         for answer, reward in zip(waiting, rewards, strict=True):
             if not answer.done():
                 answer.set_result(reward)

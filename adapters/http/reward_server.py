@@ -21,6 +21,8 @@ from starlette.routing import Route
 
 from rollgrad.adapters.http.guard import HttpError, read_json
 from rollgrad.adapters.http.serving import create_app, health_route
+from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.errors import RewardError
 
 QUEUE_TEXTS = 4096
 """Texts that wait at most by default; those being scored not counted."""
@@ -119,16 +121,22 @@ class ScoreQueue:
 
     def close(self) -> None:
         """Cancels what waits, and waits (JOIN_SECONDS at most) for what is being scored. Idempotent."""
+        self._cancel_all()
+        self._thread.join(JOIN_SECONDS)
+
+    def _cancel_all(self) -> None:
         with self._changed:
             self._closed = True
             for job in list(self._jobs):
                 self.cancel(job)
             self._changed.notify()
-        self._thread.join(JOIN_SECONDS)
 
     def _work(self) -> None:
-        while (jobs := self._next_round()) is not None:
-            self._settle(jobs)
+        try:
+            while (jobs := self._next_round()) is not None:
+                self._settle(jobs)
+        finally:  # nobody else would ever settle what waits, or comes
+            self._cancel_all()
 
     def _next_round(self) -> list[Job] | None:
         """What is scored next; None once the queue is closed."""
@@ -148,8 +156,10 @@ class ScoreQueue:
 
     def _settle(self, jobs: Sequence[Job]) -> None:
         try:
-            texts = [self._scorer.encode(text) for job in jobs for text in job.texts]
-            values = self._scorer.score_encoded(texts)
+            with foreign_code(lambda words: RewardError(f"The reward model cannot score the texts: {words}")):
+                encoded = [self._scorer.encode(text) for job in jobs for text in job.texts]
+                values = self._scorer.score_encoded(encoded)
+                scored = iter([Scored(value, text.truncated) for value, text in zip(values, encoded, strict=True)])
         except Exception as error:  # the model's, the tokenizer's or the text's: the thread goes on
             if len(jobs) == 1:
                 jobs[0].answer.set_exception(error)
@@ -157,7 +167,6 @@ class ScoreQueue:
             for job in jobs:  # one of them may be to blame: the others get their scores
                 self._settle([job])
             return
-        scored = iter([Scored(value, text.truncated) for value, text in zip(values, texts, strict=True)])
         for job in jobs:
             job.answer.set_result([next(scored) for _ in job.texts])
 

@@ -16,7 +16,15 @@ from rollgrad.adapters.openrlhf.segments import (
 )
 from rollgrad.adapters.openrlhf.shim import CompletionOutput, Logprob, RequestOutput
 from rollgrad.application.executors.judging import judge_request, judged
-from rollgrad.domain.errors import ConfigurationError, EngineError, RewardError, RollgradError, TrajectoryError
+from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.errors import (
+    ConfigurationError,
+    EngineError,
+    ForeignError,
+    RewardError,
+    RollgradError,
+    TrajectoryError,
+)
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.reward_source import RewardSource
@@ -65,22 +73,21 @@ class CustomAgentExecutor(AgentExecutor):
         """See `AgentExecutor.run`."""
         engine = _EngineFacade(self._engine, self._codec, request.params)
         try:
-            answer = await self._agent.execute(
-                prompt=request.prompt.text,
-                label=request.prompt.label,
-                sampling_params=to_agent(request.params),
-                max_length=self._max_length,
-                hf_tokenizer=self._tokenizer,
-                llm_engine=engine,
-                **self._extra,
-            )
-            segments = read_segments(answer, max_length=self._max_length)
+            with foreign_code(lambda words: ForeignError(f"The agent raised {words}")):
+                answer = await self._agent.execute(
+                    prompt=request.prompt.text,
+                    label=request.prompt.label,
+                    sampling_params=to_agent(request.params),
+                    max_length=self._max_length,
+                    hf_tokenizer=self._tokenizer,
+                    llm_engine=engine,
+                    **self._extra,
+                )
+                segments = read_segments(answer, max_length=self._max_length)
         except EngineError as error:
             return request.failure(FailureKind.INFRASTRUCTURE, str(error))
         except RollgradError as error:
             return request.failure(FailureKind.ENVIRONMENT, str(error))
-        except Exception as error:  # whatever a user's agent raises costs its own episode only
-            return request.failure(FailureKind.ENVIRONMENT, f"The agent raised {type(error).__name__}: {error}")
         try:
             if all(segment.reward is None for segment in segments):
                 segments = rewarded(segments, await self._judge(segments[-1], engine.calls, request))

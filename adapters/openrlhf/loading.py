@@ -9,6 +9,7 @@ from attrs import frozen
 from rollgrad.adapters.openrlhf.finder import install
 from rollgrad.adapters.openrlhf.shim import MultiTurnAgentExecutor
 from rollgrad.adapters.system.python_file import load_python_file
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError
 
 FLAG = "--train.agent_func_path"
@@ -90,7 +91,5 @@ def _made(cls: Any, path: str) -> Any:
             f"{FLAG} {path}: AgentExecutor.execute does not take {', '.join(missing)}, as in OpenRLHF 0.8, but they "
             f"are now its arguments rather than the constructor's: write execute(self, {', '.join(EXECUTE)})."
         )
-    try:
+    with foreign_code(lambda words: ConfigurationError(f"{FLAG} {path}: AgentExecutor() raised {words}")):
         return cls()
-    except Exception as error:  # a user's class raises what it likes
-        raise ConfigurationError(f"{FLAG} {path}: AgentExecutor() raised {type(error).__name__}: {error}") from error

@@ -9,7 +9,8 @@ import structlog
 
 from rollgrad.adapters.openrlhf_agent.tools import FinalTool, ThinkTool, ToolRegistry, call_tool, schema
 from rollgrad.adapters.openrlhf_agent.types import Hint, ToolCall, ToolResult
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.application.foreign import foreign_code, told
+from rollgrad.domain.errors import ConfigurationError, ForeignError, RollgradError
 
 MAX_STEPS = 66
 """Turns of an episode unless told otherwise."""
@@ -109,9 +110,10 @@ class ReActEnvironment(Environment):
         """Runs one tool. A tool's defect is its own: the model is told no details of what it raised."""
         call_id = str(context.get("tool_call_id", ""))
         try:
-            result = call_tool(self.registry.get(name), args, context)
-        except Exception as error:  # whatever the user's tool raises
-            log.warning("tool_failed", tool=name, error=f"{type(error).__name__}: {error}")
+            with foreign_code(ForeignError):
+                result = call_tool(self.registry.get(name), args, context)
+        except RollgradError as error:
+            log.warning("tool_failed", tool=name, error=told(error.__cause__ or error))
             return ToolResult(call_id, f"The tool {name!r} failed.", is_error=True)
         return ToolResult(call_id, result.content, is_error=result.is_error)
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rollgrad.application.foreign import foreign_code, shown, told
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.rewards import Reward
 
@@ -20,11 +21,15 @@ class RewardParser:
         self._weights = weights
 
     def parse(self, result: Any, count: int) -> list[Reward]:
-        """One reward for each of `count` replies.
+        """Returns one reward for each of `count` replies.
 
         Raises:
             RewardError: the answer has another form or length, or a number that is not finite.
         """
+        with foreign_code(lambda words: RewardError(f"{self._name} returned what cannot be read: {words}.")):
+            return self._parse(result, count)
+
+    def _parse(self, result: Any, count: int) -> list[Reward]:
         answer = result if isinstance(result, Mapping) else {"rewards": result}
         if "rewards" not in answer:
             raise RewardError(
@@ -47,9 +52,15 @@ class RewardParser:
                         f"{self._name} returned the {what} {number} for reply {index} of {count}: "
                         "each must be a finite number."
                     )
+        given_logs = answer.get("extra_logs")
+        if not isinstance(given_logs, Mapping | None):
+            raise RewardError(
+                f"{self._name} returned extra_logs that are no mapping ({shown(given_logs)}): return a mapping from "
+                "names to numbers, one each or one for all replies."
+            )
         logs = {
             str(key): self._numbers(value, f"extra_logs[{key!r}]", count, broadcast=True)
-            for key, value in (answer.get("extra_logs") or {}).items()
+            for key, value in (given_logs or {}).items()
         }
         return [
             Reward(
@@ -89,8 +100,10 @@ class RewardParser:
             if any(isinstance(item, str) for item in items):
                 raise TypeError("text is not a number")
             numbers = [float(item) for item in items]
-        except (TypeError, ValueError) as error:
-            raise RewardError(f"{self._name} returned {what} that are not numbers ({value!r}): {error}.") from error
+        except Exception as error:  # of a user's own class, or of an integer that no float holds
+            raise RewardError(
+                f"{self._name} returned {what} that are not numbers ({shown(value)}): {told(error)}."
+            ) from error
         if broadcast and len(numbers) == 1:
             numbers *= count
         if len(numbers) != count:

@@ -21,6 +21,7 @@ from rollgrad.adapters.rewards.answers import RewardParser, replies
 from rollgrad.adapters.rewards.signatures import Call, Convention, Notes, Signature, conversational
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.adapters.system.python_file import load_python_file
+from rollgrad.application.foreign import foreign_code
 from rollgrad.application.function_path import FunctionPath
 from rollgrad.domain.errors import ConfigurationError, NotApplicableError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
@@ -107,26 +108,32 @@ class FunctionReward(RewardSource):
         notes = Notes()
         calls = self._signature.calls(requests, notes)
         try:
-            async with asyncio.timeout(self._timeout) as deadline:
-                results = await self._run(calls)
-        except (Exception, SystemExit) as error:  # whatever the user's function raises is one sentence
-            if deadline.expired():
-                raise RewardError(
-                    f"{self._name} gave no answer for {replies(len(requests))} within {self._timeout:g} s: "
-                    "make it faster, or raise --reward.timeout."
-                ) from error
-            raise RewardError(f"{self._name} raised {type(error).__name__}: {error}{self._hint(requests)}") from error
-        if self._signature.convention is Convention.VERL:
-            return [self._one(result) for result in results]
-        return self._noted(self._parser.parse(self._applicable(results[0]), len(requests)), notes)
+            async with asyncio.timeout(self._timeout):
+                results = await self._run(
+                    calls, lambda words: RewardError(f"{self._name} raised {words}{self._hint(requests)}")
+                )
+        except TimeoutError as error:
+            raise RewardError(
+                f"{self._name} gave no answer for {replies(len(requests))} within {self._timeout:g} s: "
+                "make it faster, or raise --reward.timeout."
+            ) from error
+        with foreign_code(lambda words: RewardError(f"{self._name} returned what cannot be read: {words}")):
+            if self._signature.convention is Convention.VERL:
+                return [self._one(result) for result in results]
+            return self._noted(self._parser.parse(self._applicable(results[0]), len(requests)), notes)
 
-    async def _run(self, calls: Sequence[Call]) -> list[Any]:
+    async def _run(self, calls: Sequence[Call], refusal: Callable[[str], RewardError]) -> list[Any]:
+        async def one(call: Call) -> Any:
+            with foreign_code(refusal):  # within the task that gather makes of it: SystemExit would end the event loop
+                return await self._func(*call.positional, **call.keywords)
+
         if self._is_async:
-            return list(await asyncio.gather(*(self._func(*call.positional, **call.keywords) for call in calls)))
-        results = await in_daemon_thread(
-            lambda: [self._func(*call.positional, **call.keywords) for call in calls], "reward-function"
-        )
-        return [await result if inspect.isawaitable(result) else result for result in results]
+            return list(await asyncio.gather(*map(one, calls)))
+        with foreign_code(refusal):
+            results = await in_daemon_thread(
+                lambda: [self._func(*call.positional, **call.keywords) for call in calls], "reward-function"
+            )
+            return [await result if inspect.isawaitable(result) else result for result in results]
 
     def _hint(self, requests: Sequence[RewardRequest]) -> str:
         """Why a function that was written for messages may fail here."""

@@ -13,6 +13,7 @@ from attrs import define, field, frozen
 
 from rollgrad.adapters.rewards.answers import RewardParser, replies
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import RewardError, RollgradError
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.rewards import Reward, RewardInput, RewardRequest
@@ -83,6 +84,10 @@ class ModelReward(RewardSource):
                 batch = [self._waiting.popleft() for _ in range(count)]
                 if wanted := [job for job in batch if not job.answer.done()]:
                     await self._settle(copy, wanted)
+        except BaseException:  # a cancellation, or a defect: what waits would be forgotten
+            while self._waiting:
+                self._waiting.popleft().answer.cancel()
+            raise
         finally:
             self._idle.append(copy)
 
@@ -91,33 +96,39 @@ class ModelReward(RewardSource):
         replies_to_score = [job.reply for job in jobs]
         self._scoring += 1
         try:
-            async with asyncio.timeout(self.timeout) as deadline:
-                judged = await in_daemon_thread(lambda: copy.judge(replies_to_score), "reward-model", copy.slot)
-        except Exception as error:  # whatever the model raises, or the process that it runs in
-            judged = [self._failure(error, len(jobs), late=deadline.expired())] * len(jobs)
+            async with asyncio.timeout(self.timeout):
+                with foreign_code(lambda words: RewardError(f"The reward model raised {words}")):
+                    judged = await in_daemon_thread(lambda: copy.judge(replies_to_score), "reward-model", copy.slot)
+                    rewards: list[Reward | RewardError] = [
+                        self._reward(*verdict) for _, verdict in zip(jobs, judged, strict=True)
+                    ]
+        except TimeoutError:
+            rewards = [self._late(len(jobs))] * len(jobs)
+        except RollgradError as error:
+            rewards = [error if isinstance(error, RewardError) else RewardError(str(error))] * len(jobs)
+        except BaseException:  # a cancellation
+            for job in jobs:
+                job.answer.cancel()
+            raise
         finally:
             self._scoring -= 1
-        for job, verdict in zip(jobs, judged, strict=True):
-            self._answer(job.answer, verdict)
+        for job, reward in zip(jobs, rewards, strict=True):
+            if job.answer.done():  # nobody waits any more
+                continue
+            if isinstance(reward, RewardError):
+                job.answer.set_exception(reward)
+            else:
+                job.answer.set_result(reward)
 
-    def _failure(self, error: Exception, count: int, *, late: bool) -> RewardError:
-        if late:
-            return RewardError(
-                f"The reward model did not score {replies(count)} within {self.timeout:g} s: raise --reward.timeout."
-            )
-        told = isinstance(error, RollgradError)
-        return RewardError(str(error) if told else f"The reward model raised {type(error).__name__}: {error}")
-
-    def _answer(self, answer: "asyncio.Future[Reward]", verdict: tuple[float, bool] | RewardError) -> None:
-        if answer.done():  # nobody waits any more
-            return
-        if isinstance(verdict, RewardError):
-            answer.set_exception(verdict)
-            return
-        value, truncated = verdict
+    def _reward(self, value: float, truncated: bool) -> Reward | RewardError:
+        """The reward of one reply, or why the model's number is none: the others of the batch have theirs."""
         try:
-            answer.set_result(
-                *self._parser.parse({"rewards": value, "extra_logs": {"query_truncated": float(truncated)}}, 1)
-            )
+            (reward,) = self._parser.parse({"rewards": value, "extra_logs": {"query_truncated": float(truncated)}}, 1)
+            return reward
         except RewardError as error:
-            answer.set_exception(error)
+            return error
+
+    def _late(self, count: int) -> RewardError:
+        return RewardError(
+            f"The reward model did not score {replies(count)} within {self.timeout:g} s: raise --reward.timeout."
+        )

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from rollgrad.application.foreign import told
+
 
 async def in_daemon_thread(call: Callable[[], Any], name: str, slots: asyncio.Semaphore | None = None) -> Any:
     """What `call` returns or raises, in a thread of its own that sees the caller's context variables.
@@ -21,7 +23,7 @@ async def in_daemon_thread(call: Callable[[], Any], name: str, slots: asyncio.Se
 
     Raises:
         RuntimeError: `call` raised what means something else to its caller (KeyboardInterrupt, CancelledError,
-            StopIteration), or no thread can be started.
+            StopIteration, any other that is neither an Exception nor SystemExit), or no thread can be started.
     """
     loop = asyncio.get_running_loop()
     slots = asyncio.Semaphore() if slots is None else slots
@@ -52,5 +54,5 @@ async def in_daemon_thread(call: Callable[[], Any], name: str, slots: asyncio.Se
     if error is None:
         return value
     if isinstance(error, StopIteration) or not isinstance(error, Exception | SystemExit):
-        raise RuntimeError(repr(error)) from error
+        raise RuntimeError(told(error)) from error
     raise error

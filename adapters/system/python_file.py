@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError
 
 
@@ -24,8 +25,9 @@ def load_python_file(path: str, *, flag: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's file raises what it likes
-        del sys.modules[name]
-        raise ConfigurationError(f"{flag} {path} cannot be imported: {type(error).__name__}: {error}") from error
+        with foreign_code(lambda words: ConfigurationError(f"{flag} {path} cannot be imported: {words}")):
+            spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
     return module

@@ -15,7 +15,8 @@ import structlog
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools.function_arguments import FunctionArguments, summary
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.application.foreign import foreign_code, told
+from rollgrad.domain.errors import ConfigurationError, ForeignError, RollgradError
 from rollgrad.domain.messages import ToolResult
 from rollgrad.domain.ports.environment import Tool
 
@@ -93,19 +94,20 @@ class FunctionTool(Tool):
         except ValueError as error:
             return ToolResult(content=str(error), is_error=True)
         try:
-            async with asyncio.timeout(self._timeout) as deadline:
-                if self._asynchronous:
-                    value = await self._function(**values)
-                else:
-                    value = await in_daemon_thread(lambda: self._function(**values), self._name, self._slots.here())
-            return value if isinstance(value, ToolResult) else ToolResult(content=_text(value))
-        except (Exception, SystemExit) as error:
-            if isinstance(error, TimeoutError) and deadline.expired():
-                text = f"The tool {self._name!r} gave no answer within {self._timeout:g} s."
-            else:
-                _log.warning("tool_failed", tool=self._name, exc_info=error)
-                text = f"The tool {self._name!r} failed: {type(error).__name__}."
-            return ToolResult(content=text, is_error=True)
+            async with asyncio.timeout(self._timeout):
+                with foreign_code(ForeignError):
+                    if self._asynchronous:
+                        value = await self._function(**values)
+                    else:
+                        value = await in_daemon_thread(lambda: self._function(**values), self._name, self._slots.here())
+                    return value if isinstance(value, ToolResult) else ToolResult(content=_text(value))
+        except TimeoutError:
+            text = f"The tool {self._name!r} gave no answer within {self._timeout:g} s."
+        except RollgradError as error:
+            cause = error.__cause__ or error
+            _log.warning("tool_failed", tool=self._name, error=told(cause), exc_info=cause)
+            text = f"The tool {self._name!r} failed: {type(cause).__name__}."
+        return ToolResult(content=text, is_error=True)
 
     async def close(self) -> None:
         """Does nothing: threads that still run end with their functions, and never keep the program from ending."""

@@ -19,6 +19,7 @@ from rollgrad.adapters.torch.compatibility import usable_positions
 from rollgrad.adapters.transformers.decoding import Decoder
 from rollgrad.adapters.transformers.kv_cache import KeptSequences, StoredKeys
 from rollgrad.adapters.transformers.sampler import sample
+from rollgrad.application.foreign import foreign_code, told
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
@@ -72,7 +73,7 @@ class _Row:
             while self.heard < len(self.tokens):
                 self.heard += 1
                 self.on_token(self.tokens[self.heard - 1])
-        except Exception as error:  # the listener's own fault must not stop the others' replies
+        except BaseException as error:  # the listener's own fault must not stop the others' replies
             self.on_token = None
             self.future.set_exception(error)
 
@@ -107,6 +108,8 @@ class EmbeddedEngine(RolloutEngine):
         self._decode = decode
         self.max_tokens: int | None = usable_positions(model.config)
         """Tokens of a prompt and its reply at most; None if the model does not say."""
+        self._unanswered: set[_Row] = set()
+        """Rows whose callers wait, wherever the rows are: what fails tells all of them."""
         self._waiting: deque[_Row] = deque()
         self._active: list[_Row] = []
         self._kept = KeptSequences(KEPT_BYTES)
@@ -166,9 +169,13 @@ class EmbeddedEngine(RolloutEngine):
         """See `RolloutEngine.generate`."""
         self._check(request)
         row = _Row(request, asyncio.get_running_loop().create_future(), on_token)
+        self._unanswered.add(row)
         self._waiting.append(row)
-        self._start()
-        return await row.future
+        try:
+            self._start()
+            return await row.future
+        finally:
+            self._unanswered.discard(row)
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""
@@ -234,31 +241,40 @@ class EmbeddedEngine(RolloutEngine):
     async def _run(self) -> None:
         """Steps until nothing is left or someone pauses."""
         loop = asyncio.get_running_loop()
-        while self._busy:
-            try:
-                finished = await loop.run_in_executor(self._worker, self._step)
-            except Exception as error:  # whoever waits for a reply is told, not this task's owner
-                self._fail(error)
-                return
-            for row in (*self._active, *finished):
-                row.tell()
-            self._resolve(finished)
+        try:
+            while self._busy:
+                finished = await loop.run_in_executor(self._worker, self._told_step)
+                for row in (*self._active, *finished):
+                    row.tell()
+                self._resolve(finished)
+        except asyncio.CancelledError as error:
+            self._fail(error)
+            raise
+        except BaseException as error:  # whoever waits for a reply is told, not this task's owner
+            self._fail(error)
 
     def _resolve(self, rows: Sequence[_Row]) -> None:
         for row in rows:
             if not row.future.done():
                 row.future.set_result(row.generation())
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Every request in flight learns of the failure; the engine is empty afterwards."""
-        rows = [*self._active, *self._waiting]
         self._active.clear()
         self._waiting.clear()
-        for row in rows:
+        self._kept.clear()  # the step may have ended in the midst of a copy
+        for row in self._unanswered:
             if not row.future.done():
-                failure = EngineError(f"Generation failed: {type(error).__name__}: {error}")
+                failure = EngineError(
+                    str(error) if isinstance(error, EngineError) else f"Generation failed: {told(error)}"
+                )
                 failure.__cause__ = error
                 row.future.set_exception(failure)
+
+    def _told_step(self) -> list[_Row]:
+        """`_step`, whose errors are such as a future takes (it takes no StopIteration)."""
+        with foreign_code(lambda words: EngineError(f"Generation failed: {words}")):
+            return self._step()
 
     @torch.inference_mode()
     def _step(self) -> list[_Row]:

@@ -18,7 +18,8 @@ from attrs import evolve, field, frozen
 from rollgrad.application.agents.ledger import Prepared, TokenLedger
 from rollgrad.application.agents.reply import ChatReply, OnPiece, sample_reply
 from rollgrad.application.agents.stop_text import StopText
-from rollgrad.domain.errors import ConfigurationError, RollgradError
+from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.errors import ConfigurationError, ForeignError, RollgradError
 from rollgrad.domain.messages import Message, ParsedReply
 from rollgrad.domain.ports.chat_codec import ChatCodec, ToolSchema
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
@@ -255,12 +256,15 @@ class RecordedSession:
         task = asyncio.current_task()
         assert task is not None
         try:
-            prepared = self.ledger.prepare(request.messages, request.tools)
-            params = self._settings(request, prepared, number)
-            reply = await self._sampled(prepared, params, request, on_piece)
-            if self._sealed:
-                self._refuse("The session is closed: its episode has ended.", "sealed")
-            self._recorded[task] = self.ledger.commit(prepared, reply.generation, reply.parsed.message)
+            with foreign_code(
+                ForeignError
+            ):  # of a template, a tokenizer, an engine's library: a task must not die of it
+                prepared = self.ledger.prepare(request.messages, request.tools)
+                params = self._settings(request, prepared, number)
+                reply = await self._sampled(prepared, params, request, on_piece)
+                if self._sealed:
+                    self._refuse("The session is closed: its episode has ended.", "sealed")
+                self._recorded[task] = self.ledger.commit(prepared, reply.generation, reply.parsed.message)
         except BaseException:  # also a cancellation
             self._numbers.discard(number)
             raise

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import structlog
 from attrs import evolve
 
+from rollgrad.application.foreign import foreign_code, told
+from rollgrad.domain.errors import ForeignError, RollgradError
 from rollgrad.domain.messages import Action, Message, ToolCall, ToolResult, tool_message
 from rollgrad.domain.ports.environment import Environment, StepResult, Tool
 from rollgrad.domain.ports.reward_source import RewardSource
@@ -121,9 +123,10 @@ class ToolEnvironment(Environment):
             known = ", ".join(self._by_name)
             return ToolResult(content=f"There is no function {call.name!r}; the functions are {known}.", is_error=True)
         try:
-            return await tool.call(call.arguments)
-        except Exception as error:  # a tool's defect is its own: the model is told no details
-            log.warning("tool_failed", tool=call.name, error=f"{type(error).__name__}: {error}")
+            with foreign_code(ForeignError):
+                return await tool.call(call.arguments)
+        except RollgradError as error:  # a tool's defect is its own: the model is told no details
+            log.warning("tool_failed", tool=call.name, error=told(error.__cause__ or error))
             return ToolResult(content=f"The tool {call.name!r} failed.", is_error=True)
 
     async def _finish(self, answer: str, results: Sequence[Message] = ()) -> StepResult:

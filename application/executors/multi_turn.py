@@ -12,7 +12,8 @@ from rollgrad.application.agents.ledger import TokenLedger
 from rollgrad.application.agents.runtime import AgentRuntime
 from rollgrad.application.agents.session import AgentSession
 from rollgrad.application.executors.judging import judge_request, judged
-from rollgrad.domain.errors import DataError, EngineError, RewardError, RollgradError
+from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.errors import DataError, EngineError, ForeignError, RewardError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.environment import Environment
@@ -63,22 +64,21 @@ class MultiTurnExecutor(AgentExecutor):
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         """See `AgentExecutor.run`; `close` runs however the episode ends."""
         try:
-            made = self._environment(request.params)
-            environment = await made if isinstance(made, Awaitable) else made
-            try:
-                return await self._play(environment, request)
-            finally:
-                await environment.close()
+            with foreign_code(lambda words: ForeignError(f"The environment raised {words}")):
+                made = self._environment(request.params)
+                environment = await made if isinstance(made, Awaitable) else made
+                try:
+                    return await self._play(environment, request)
+                finally:
+                    await environment.close()
+        except ForeignError as error:  # it costs its own episode only
+            return request.failure(FailureKind.ENVIRONMENT, str(error))
         except EngineError as error:
             return request.failure(FailureKind.INFRASTRUCTURE, str(error))
         except RewardError as error:
             return request.unjudged(error)
         except DataError as error:
             return request.failure(FailureKind.DATA, str(error))
-        except RollgradError:
-            raise
-        except Exception as error:  # whatever a user's environment raises costs its own episode only
-            return request.failure(FailureKind.ENVIRONMENT, f"The environment raised {type(error).__name__}: {error}")
 
     async def _play(self, environment: Environment, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         session, ledger = AgentSession(environment), TokenLedger(self._codec)

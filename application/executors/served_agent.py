@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 
 from rollgrad.application.agents.service import ChatService, RecordedSession, SessionLimits
 from rollgrad.application.executors.judging import answer_request, judge_request, judged
-from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, RewardError
+from rollgrad.application.foreign import foreign_code, told
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, ForeignError, RewardError, RollgradError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
 from rollgrad.domain.ports.chat_codec import ChatCodec
@@ -63,15 +64,17 @@ class ServedAgentExecutor(AgentExecutor):
         )
         stop_reason, result = StopReason.ENVIRONMENT, AgentResult(reward=0.0)
         try:
-            async with asyncio.timeout(self._max_seconds) as deadline:
-                result = await self._program.run(task)
+            async with asyncio.timeout(self._max_seconds):
+                with foreign_code(lambda words: ForeignError(f"The agent raised {words}")):
+                    result = await self._program.run(task)
+        except TimeoutError:
+            stop_reason = StopReason.TIMEOUT
         except ConfigurationError:
             raise  # every other episode would fail alike
-        except Exception as error:  # whatever the agent raises costs its own episode only
-            if isinstance(error, TimeoutError) and deadline.expired():
-                stop_reason = StopReason.TIMEOUT
-            elif session.stopped is None:
-                return request.failure(FailureKind.ENVIRONMENT, f"The agent raised {type(error).__name__}: {error}")
+        except RollgradError as error:  # it costs its own episode only
+            if session.stopped is None:
+                words = str(error) if isinstance(error, ForeignError) else f"The agent raised {told(error)}"
+                return request.failure(FailureKind.ENVIRONMENT, words)
         finally:
             await session.seal()
         if session.ledger.is_empty:
