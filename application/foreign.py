@@ -15,7 +15,7 @@ from typing import Any, Literal
 import structlog
 from attrs import define, field
 
-from rollgrad.domain.errors import RollgradError
+from rollgrad.domain.errors import ForeignError, RollgradError
 
 LONGEST = 1000
 """Characters of a foreign error or value that a sentence quotes at most."""
@@ -39,6 +39,13 @@ def shown(value: Any) -> str:
         return _cut(" ".join(repr(value).split()))
     except BaseException as error:
         return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+
+
+def harmless(error: BaseException) -> Exception:
+    """Returns the error, or a ForeignError of its words where a future does not take it, or an event loop ends by it."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return ForeignError(told(error))
 
 
 def _cut(text: str) -> str:

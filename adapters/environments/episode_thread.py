@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from rollgrad.application.foreign import told
-from rollgrad.domain.errors import ForeignError
+from rollgrad.application.foreign import harmless, told
 
 CLOSE_SECONDS = 5.0
 """Longest wait for an environment to release what it holds."""
@@ -81,6 +80,4 @@ def _work(jobs: "SimpleQueue[_Job | None]") -> None:
             try:
                 future.set_result(func())
             except BaseException as error:  # whatever it is, the caller waits for it
-                # An event loop takes no StopIteration, and ends by others that are no Exception.
-                plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-                future.set_exception(error if plain else ForeignError(told(error)))
+                future.set_exception(harmless(error))

@@ -19,8 +19,8 @@ from rollgrad.adapters.torch.compatibility import usable_positions
 from rollgrad.adapters.transformers.decoding import Decoder
 from rollgrad.adapters.transformers.kv_cache import KeptSequences, StoredKeys
 from rollgrad.adapters.transformers.sampler import sample
-from rollgrad.application.foreign import foreign_code, told
-from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.application.foreign import foreign_code, harmless, told
+from rollgrad.domain.errors import ConfigurationError, EngineError, RollgradError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 
@@ -75,7 +75,7 @@ class _Row:
                 self.on_token(self.tokens[self.heard - 1])
         except BaseException as error:  # the listener's own fault must not stop the others' replies
             self.on_token = None
-            self.future.set_exception(error)
+            self.future.set_exception(harmless(error))
 
     def generation(self) -> Generation:
         """What the caller gets."""
@@ -265,11 +265,9 @@ class EmbeddedEngine(RolloutEngine):
         self._kept.clear()  # the step may have ended in the midst of a copy
         for row in self._unanswered:
             if not row.future.done():
-                failure = EngineError(
-                    str(error) if isinstance(error, EngineError) else f"Generation failed: {told(error)}"
-                )
+                failure = EngineError(f"Generation failed: {told(error)}")
                 failure.__cause__ = error
-                row.future.set_exception(failure)
+                row.future.set_exception(error if isinstance(error, RollgradError) else failure)
 
     def _told_step(self) -> list[_Row]:
         """`_step`, whose errors are such as a future takes (it takes no StopIteration)."""

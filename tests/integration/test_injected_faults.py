@@ -163,7 +163,7 @@ def test_the_embedded_engine(
 
 @each_fault
 def test_a_listener_of_the_embedded_engine(model: Any, fault: Callable[[], BaseException]) -> None:
-    engine = EmbeddedEngine(model, eos_token_ids=())
+    engine = EmbeddedEngine(model, eos_token_ids=(), decode=lambda ids: "text")
 
     def listen(token: int) -> None:
         raise fault()
