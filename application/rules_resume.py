@@ -36,6 +36,8 @@ MAY_DIFFER = (
     "rollout.server_urls",
     "rollout.max_batch_size",
     "rollout.max_concurrent",
+    "agent.python_isolation",
+    "reward.isolation",
     # what ends a run that somebody then mends
     "rollout.max_failures",
     "algo.dynamic_filtering_budget",
