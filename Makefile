@@ -1,4 +1,5 @@
-# Everything runs in one virtual environment, made on first use and reused while pyproject.toml, constraints.txt and scripts/setup.sh stand.
+# Everything runs in one virtual environment, made on first use and reused while pyproject.toml, constraints.txt and
+# scripts/setup.sh stand.
 VENV ?= .venv
 export VENV
 # Processes that start often read compiled modules, which the first one writes.

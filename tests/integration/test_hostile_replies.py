@@ -71,7 +71,7 @@ def test_scorers_that_evaluate(set_traps: Traps) -> None:
         assert set_traps.sprung() == [], task
         for _ in range(2):
             right = certain(judge, ask(f"<answer>{made['answer']}</answer>", "", task=task, entry=made))
-            assert right.value == 1.0 or task == "bitwise_arithmetic", task
+            assert right.value == 1.0, task
             assert certain(judge, ask("<answer>no</answer>", "", task=task, entry=made)).value < 1.0
     judge.close()
 

@@ -1,6 +1,7 @@
 """reasoning-gym tasks: specification, prompts, and scoring in processes of their own."""
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +16,11 @@ from rollgrad.adapters.reasoning_gym.source import (
 )
 from rollgrad.adapters.reasoning_gym.worker import extract_answer
 from rollgrad.application.config import DataConfig
-from rollgrad.domain.errors import DataError, RewardError
+from rollgrad.domain.errors import DataError, MissingExtraError, RewardError
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.rewards import Reward, RewardRequest
 from rollgrad.domain.sampling import StopReason
+from tests.hostile_replies import ask, score, tasks
 
 SPEC = "reasoning_gym:basic_arithmetic?min_terms=2&max_terms=2&operators=['+']"
 
@@ -129,3 +131,32 @@ def test_a_scorer_that_breaks_down_gives_nothing_and_is_counted(
 def test_a_prompt_from_elsewhere_is_refused(reward: ReasoningGymReward) -> None:
     with pytest.raises(RewardError, match=r"'gsm8k' is no reasoning-gym task"):
         judge(reward, Prompt(token_ids=(1,), text="?", datasource="gsm8k"), "7")
+
+
+@pytest.mark.slow
+def test_the_sandbox_changes_no_score() -> None:
+    """Right, wrong and half right answers of every task are worth what its scorer says outside of the sandbox."""
+    import reasoning_gym
+
+    requests, expected, names = [], [], []
+    for task in tasks():
+        dataset = reasoning_gym.create_dataset(task, size=1, seed=5)
+        made = dict(dataset[0])
+        answer = str(made["answer"])
+        for reply in (answer, answer + " 1", "no", ""):
+            requests.append(ask(f"<answer>{reply}</answer>", None, task=task, entry=made))
+            try:
+                expected.append(float(dataset.score_answer(reply.strip(), made)))
+            except Exception:  # which the sandbox counts as a failed judgement
+                expected.append(0.0)
+            names.append(f"{task}: {reply}")
+    patient = ReasoningGymReward(SPEC, timeout=120.0)
+    scores = [reward.value for reward in score(patient, requests)]
+    patient.close()
+    assert dict(zip(names, scores, strict=True)) == dict(zip(names, expected, strict=True))
+
+
+def test_reasoning_gym_is_asked_for_by_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(MissingExtraError, match=r"reasoning_gym:chain_sum needs .*rollgrad\[reasoning-gym\]"):
+        ReasoningGymReward("reasoning_gym:chain_sum", timeout=1.0)
