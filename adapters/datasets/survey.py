@@ -5,6 +5,7 @@ a prompt is (`PromptBuilder`).
 """
 
 import hashlib
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ log = structlog.get_logger(__name__)
 
 BATCH = 512
 """Rows tokenised together: enough for the tokenizer's threads, and few enough for a smooth bar."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 LARGE = 2000
 """Rows from which it takes seconds, so that a terminal is shown a progress bar."""
 
@@ -76,8 +78,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
         drafts: list[Draft] = []
         for index in range(start, min(start + BATCH, size)):
             row = rows[index]
-            # repr, as a column may hold what is no JSON; its order is that of the file's columns.
-            content.update(repr([(key, value) for key, value in row.items() if key != "datasource"]).encode())
+            content.update(_lasting({key: value for key, value in row.items() if key != "datasource"}).encode())
             try:
                 drafts.append(builder.draft(row, datasource_of(row)))
             except DataError as error:
@@ -89,6 +90,18 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     found = Survey(setting, tuple(lengths), builder.data.prompt_limit, content.hexdigest())
     _report(found, builder.data)
     return found
+
+
+def _lasting(value: Any) -> str:
+    """The text of a value that is the same in each process: sets have an order of their own in each, and objects whose
+    text is an address (images of a column that nobody reads) differ."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{_lasting(key)}:{_lasting(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_lasting, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"<{','.join(sorted(map(_lasting, value)))}>"
+    return _ADDRESS.sub("", repr(value))
 
 
 def datasource_of(row: Mapping[str, Any]) -> str:

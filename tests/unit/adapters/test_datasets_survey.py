@@ -1,6 +1,9 @@
 """Every row is looked at before the first step: what cannot be used is told by its number, what is too long is dropped
 and counted, or refused."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -161,3 +164,41 @@ def test_generated_tasks_are_measured_too(tiny_tokenizer: Any) -> None:
     )
     assert 0 < len(source) < 30
     assert all(len(prompt.token_ids) <= limit for prompt in source.take(60))
+
+
+FINGERPRINT = """
+import sys
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
+from rollgrad.adapters.datasets.survey import survey
+from rollgrad.application.config import DataConfig
+from tests.tiny_models import make_tiny_tokenizer
+
+class Picture:
+    pass
+
+builder = PromptBuilder(TemplateCodec(make_tiny_tokenizer()), DataConfig(apply_chat_template=False))
+row = {"input": "a", "seen": {"x", "y", "z"}, "image": Picture(), "datasource": sys.argv[1]}
+print(survey([row], 1, builder, setting="s").fingerprint)
+"""
+
+
+def test_rows_have_one_fingerprint_in_every_process_and_under_every_name() -> None:
+    """Whatever their columns hold: objects without a text of their own, and sets, whose order each process draws."""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", FINGERPRINT, f"name_{seed}"],
+            env=os.environ | {"PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()[-1]
+        for seed in range(1, 3)
+    }
+    assert len(found) == 1
+
+
+def test_other_rows_or_another_order_have_another_fingerprint(make: Make) -> None:
+    texts = [["a", "b"], ["b", "a"], ["a", "c"], ["a"], ["a", "b", "c"], ["ab"]]
+    assert len({make(list(rows)).survey.fingerprint for rows in texts}) == len(texts)
+    assert make(["a", "b"], seed=1).survey.fingerprint == make(["a", "b"]).survey.fingerprint
