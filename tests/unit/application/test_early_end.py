@@ -118,6 +118,31 @@ def test_a_last_evaluation_that_fails_does_not_cost_the_training(make: Callable[
     assert run.checkpoints.states["model"]["step"] == STEPS
 
 
+def test_an_evaluation_is_neither_left_out_nor_repeated(tmp_path: Path) -> None:
+    """Whether it was what ended the run, or the run was over."""
+
+    def run(*, broken: bool = False) -> Run:
+        made = make_run(tmp_path, steps=STEPS, eval_steps=2, evaluation=True, state_steps=1)
+        if broken:
+            made.rewards._value = lambda request: float("nan") if len(made.steps) == 2 else 0.5
+        return made
+
+    def evaluated(made: Run) -> list[int]:
+        return [step for step, metrics in made.sink.records if "eval/pass@1" in metrics]
+
+    first, second, third = run(broken=True), run(), run()
+    with pytest.raises(RewardError):
+        first.train()
+    assert first.checkpoints.training is not None
+    second.pipeline.resume(first.checkpoints.training)
+    outcome = second.train()
+    assert (evaluated(first), evaluated(second)) == ([0], [2, 4, 6])
+    assert second.checkpoints.training is not None
+    third.pipeline.resume(second.checkpoints.training)
+    assert third.train() == outcome
+    assert evaluated(third) == []
+
+
 def test_optimizer_steps_of_an_unfinished_update_are_saved_in_the_model_alone(tmp_path: Path) -> None:
     """A training state in the middle of an update is of no use: the one before stays."""
     policy = BreakingPolicy(after=3)  # the second of two steps of the second update
