@@ -103,6 +103,7 @@ def model_shape(key: str, name: str, lora: LoraConfig | None = None) -> ModelSha
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from rollgrad.adapters.torch.attention import check_layers
     from rollgrad.adapters.torch.lora import adapter_numbers
     from rollgrad.adapters.torch.quantized import quantised_numbers
 
@@ -110,22 +111,38 @@ def model_shape(key: str, name: str, lora: LoraConfig | None = None) -> ModelSha
         settings = AutoConfig.from_pretrained(str(Path(name).expanduser()) if _is_path(name) else name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(settings)
-    except (OSError, ValueError) as error:
+        check_layers(model)
+        text = settings.get_text_config()
+        layers = [text.per_layer_config[index] for index in range(text.num_hidden_layers)]  # Gemma 4's are unlike
+        kv_heads, head_dim = max(map(_cache_shape, layers), key=math.prod)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"--{key} is {name!r}, which packed training does not compute as it is ({str(error).rstrip('.')}): choose "
+            f"another --{key}."
+        ) from error
+    except Exception as error:  # the code of a model's class and its settings may raise anything
         raise CheckpointError(f"{key} is {name!r}, which is no readable model: check --{key}.") from error
-    text = settings.get_text_config()
-    heads = text.num_attention_heads
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     return ModelShape(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         adapters=adapter_numbers(model, lora) if lora is not None and lora.rank else 0,
         quantised=quantised_numbers(model) if lora is not None and lora.load_in_4bit else 0,
         embedding=embedding.numel(),
         tied=head is not None and head.weight is embedding,
     )
+
+
+def _cache_shape(text: Any) -> tuple[int, int]:
+    """(heads, mean width of keys and values) that a token has in the cache of a layer with these settings."""
+    heads: int = text.num_attention_heads
+    if getattr(text, "kv_lora_rank", None) is not None:  # latent attention: the cache holds what each head computes
+        return heads, -(-(text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) // 2)
+    width: int = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return getattr(text, "num_key_value_heads", None) or heads, width
 
 
 def _machine() -> Machine:

@@ -2,7 +2,7 @@
 
 A freshly loaded model is compared with itself: its own forward pass over one sequence at a time against a pack of
 sequences of several lengths that share a beginning. Limits that the configuration sets, such as sliding windows, are
-lowered meanwhile, so that short sequences reach beyond them. The comparison costs four forward passes of at most 40
+lowered meanwhile, so that short sequences reach beyond them. The comparison costs three forward passes of at most 40
 tokens: each reads the weights once, which for a model of 7 billion parameters in bfloat16 takes about 10 ms on a GPU
 and 1 s on a CPU.
 Does not own: decoding, which the engine compares itself.
@@ -20,7 +20,7 @@ from rollgrad.adapters.torch.head import LogitForm
 from rollgrad.adapters.torch.layout import prefill_layout
 from rollgrad.domain.errors import ConfigurationError
 
-LONG, SHORT, SHARED = 24, 11, 3
+LONG, SHORT, SHARED = 24, 16, 3
 """Tokens of the two sequences that are compared, and of the beginning that they share."""
 
 LOWERED = 5
@@ -29,8 +29,11 @@ LOWERED = 5
 LIMITS = ("sliding_window", "sliding_window_size", "attention_window_size")
 """Names that configurations and layers give to the width of a window."""
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """How far logits may be off by rounding, see `logit_gap`."""
+
+NOISE = 3.0
+"""Times the effect of one rounding step of the embeddings that the roundings of all layers may add up to."""
 
 LENGTH_DEPENDENT = ("longrope", "dynamic")
 """Rotary embeddings whose angles depend on the longest sequence of a forward pass, once that is beyond a limit."""
@@ -52,13 +55,34 @@ def install_and_compare(model: Any) -> None:
             raise FloatingPointError
         install_attention(model)
         found = packed_logits(model, sequences)
-    gap = max(logit_gap(f_TV, e_TV) for f_TV, e_TV in zip(found, expected, strict=True))
-    allowed = TOLERANCE[next(model.parameters()).dtype]
+        gap = max(logit_gap(f_TV, e_TV) for f_TV, e_TV in zip(found, expected, strict=True))
+        allowed = allowed_gap(model, sequences, gap)
     if not gap <= allowed:
         raise ConfigurationError(
             f"logits of packed sequences differ from its own by {gap:.2g} of their spread, more than rounding's "
             f"{allowed:.2g}."
         )
+
+
+def allowed_gap(model: Any, sequences: Sequence[tuple[int, ...]], gap: float) -> float:
+    """What rounding may make of `logit_gap`. Where `gap` is beyond the usual in a coarse format it is measured: some
+    models (mixtures of experts with large random weights) multiply every rounding."""
+    dtype = next(model.parameters()).dtype
+    if gap <= TOLERANCE[dtype] or dtype == torch.float32:
+        return TOLERANCE[dtype]
+    exact = packed_logits(model, sequences)
+    step = torch.finfo(dtype).eps
+
+    def disturb(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        signs = (torch.arange(output.numel(), device=output.device) % 7 < 4).view(output.shape)
+        return torch.where(signs, output * (1 + step), output * (1 - step))
+
+    handle = model.get_input_embeddings().register_forward_hook(disturb)
+    try:
+        disturbed = packed_logits(model, sequences)
+    finally:
+        handle.remove()
+    return max(TOLERANCE[dtype], NOISE * max(map(logit_gap, disturbed, exact)))
 
 
 def probe_tokens(model: Any) -> list[tuple[int, ...]]:

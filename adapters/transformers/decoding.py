@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from rollgrad.adapters.torch.attention import ForestAttention, backbone
 from rollgrad.adapters.torch.compatibility import (
-    TOLERANCE,
+    allowed_gap,
     foreign_code,
     logit_form,
     logit_gap,
@@ -29,7 +29,7 @@ FEW_ROWS = 48
 
 
 def check_decoding(model: Any, flag: str, *, other_engine: str = "") -> None:
-    """Compares prefill, single steps and extension with one forward pass over whole sequences, in eight passes of a few
+    """Compares prefill, single steps and extension with one forward pass over whole sequences, in six passes of a few
     tokens (see `compatibility.py`).
 
     Args:
@@ -42,36 +42,33 @@ def check_decoding(model: Any, flag: str, *, other_engine: str = "") -> None:
     """
     sequences = probe_tokens(model)
     begun = [len(tokens) // 2 - 1 for tokens in sequences]
-    found: dict[str, list[list[Tensor]]] = {"prefill": [], "decoding": [], "extension": []}
     try:
         with torch.no_grad(), foreign_code(), lowered_limits(model):
             expected = packed_logits(model, sequences)
             decoder = Decoder(model)
             decoder.cache.reserve(len(sequences), max(map(len, sequences)))
-            logits_AV = decoder.prefill([t[:n] for t, n in zip(sequences, begun, strict=True)], [[0], [1]])
-            found["prefill"].append([*logits_AV])
+            prompts = [tokens[:n] for tokens, n in zip(sequences, begun, strict=True)]
+            found = [("prefill", decoder.prefill(prompts, [[0], [1]]), begun)]
             lengths = begun
             for _ in range(3):
                 logits_AV = decoder.step([t[n] for t, n in zip(sequences, lengths, strict=True)], lengths)
-                found["decoding"].append([*logits_AV])
                 lengths = [n + 1 for n in lengths]
-            suffixes = [t[n:] for t, n in zip(sequences, lengths, strict=True)]
-            found["extension"].append([*decoder.extend(suffixes, 0, lengths)])
-        ends = {
-            "prefill": [begun],
-            "decoding": [[n + i for n in begun] for i in (1, 2, 3)],
-            "extension": [[*map(len, sequences)]],
-        }
-        for kind, passes in found.items():
-            mine = torch.stack([row for rows in passes for row in rows])
-            theirs = torch.stack(
-                [logits_TV[n - 1] for row in ends[kind] for logits_TV, n in zip(expected, row, strict=True)]
-            )
-            gap, allowed = logit_gap(mine, theirs), TOLERANCE[decoder.dtype]
-            if not gap <= allowed:
-                raise ConfigurationError(
-                    f"logits of {kind} differ by {gap:.2g} of their spread, more than rounding's {allowed:.2g}"
-                )
+                found.append(("decoding", logits_AV, lengths))
+            suffixes = [tokens[n:] for tokens, n in zip(sequences, lengths, strict=True)]
+            found.append(("extension", decoder.extend(suffixes, 0, lengths), [*map(len, sequences)]))
+            for kind in ("prefill", "decoding", "extension"):
+                rows = [
+                    (mine_V, theirs_TV[end - 1])
+                    for name, mine_AV, ends in found
+                    if name == kind
+                    for mine_V, theirs_TV, end in zip(mine_AV, expected, ends, strict=True)
+                ]
+                gap = logit_gap(*map(torch.stack, zip(*rows, strict=True)))
+                allowed = allowed_gap(model, sequences, gap)
+                if not gap <= allowed:
+                    raise ConfigurationError(
+                        f"logits of {kind} differ by {gap:.2g} of their spread, more than rounding's {allowed:.2g}"
+                    )
     except ConfigurationError as error:
         other = f", or set {other_engine}" if other_engine else ""
         raise ConfigurationError(

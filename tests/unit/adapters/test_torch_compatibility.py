@@ -1,0 +1,106 @@
+"""The comparison at loading: it finds what is wrong in every format, and takes no rounding for a fault."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollgrad.adapters.torch import attention
+from rollgrad.adapters.torch.compatibility import check_positions
+from rollgrad.adapters.torch.loading import load_causal_lm
+from rollgrad.adapters.transformers import decoding
+from rollgrad.adapters.transformers.decoding import check_decoding
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.dry_run import model_shape
+from tests.tiny_architectures import tiny_model
+
+FLAG = "--critic.model_name_or_path"
+FORMATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return load_causal_lm(str(path), dtype=dtype, device=torch.device("cpu"), flag=FLAG)
+
+
+@pytest.fixture
+def windowed(tmp_path: Path) -> Path:
+    """A model whose window is wider than every sequence that is compared."""
+    tiny_model("mistral", sliding_window=100).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("fault", ["window", "scale", "neighbours"])
+def test_attention_that_sees_other_tokens_is_found(
+    windowed: Path, fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = attention.attention_forward
+
+    def wrong(module: Any, query: Any, key: Any, value: Any, mask: Any, **settings: Any) -> Any:
+        if fault == "window":
+            settings["sliding_window"], mask = None, None
+        elif fault == "scale":
+            settings["scaling"] = 0.1 * query.shape[-1] ** -0.5
+        else:  # keys of the neighbour in the pack
+            key, value = key.roll(9, dims=2), value.roll(9, dims=2)
+        return right(module, query, key, value, mask, **settings)
+
+    monkeypatch.setattr(attention, "attention_forward", wrong)
+    with pytest.raises(
+        ConfigurationError, match=r"--critic\.model_name_or_path is .*logits of packed sequences differ"
+    ):
+        load(windowed, dtype)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize(("plan", "kind"), [("_Prefill", "prefill"), ("_Decode", "decoding"), ("_Extend", "extension")])
+def test_an_engine_that_sees_other_tokens_is_found(
+    windowed: Path, plan: str, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(windowed, dtype)
+    check_decoding(model, FLAG)
+    right = getattr(decoding, plan).attend
+
+    def wrong(self: Any, layer: int, query: Any, key: Any, value: Any, scaling: float, window: int | None) -> Any:
+        return right(self, layer, query, key, value, scaling, 1)
+
+    monkeypatch.setattr(getattr(decoding, plan), "attend", wrong)
+    with pytest.raises(
+        ConfigurationError, match=rf"{kind} differ.*choose another --critic.*, or set --an\.engine vllm"
+    ):
+        check_decoding(model, FLAG, other_engine="--an.engine vllm")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_is_no_fault_where_every_layer_multiplies_it(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Large random weights and many routers, each of which chooses others for a rounding."""
+    tiny_model("qwen3_moe", num_hidden_layers=12, initializer_range=0.5, num_experts=16).save_pretrained(tmp_path)
+    check_decoding(load(tmp_path, dtype), FLAG)
+
+
+def test_a_pack_beyond_the_rotary_embedding_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    tiny_model("llama", max_position_embeddings=40, rope_parameters=rope).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    check_positions(model, 40)
+    with pytest.raises(ConfigurationError, match=r"beyond 40 .*dynamic.*--data\.max_len 40"):
+        check_positions(model, 41)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kv_heads", "head_dim"), [("llama", 2, 8), ("deepseek_v3", 4, 16), ("gemma4_text", 2, 512)]
+)
+def test_the_plan_knows_the_cache_of_every_kind_of_attention(
+    model_type: str, kv_heads: int, head_dim: int, tmp_path: Path
+) -> None:
+    tiny_model(model_type).save_pretrained(tmp_path)
+    shape = model_shape("actor.model_name_or_path", str(tmp_path))
+    assert (shape.kv_heads, shape.head_dim) == (kv_heads, head_dim)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "bloom", "qwen3_next", "llama4_text"])
+def test_a_plan_refuses_what_a_run_would_refuse(model_type: str, tmp_path: Path) -> None:
+    tiny_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"^--ref\.model_name_or_path is .*choose another --ref"):
+        model_shape("ref.model_name_or_path", str(tmp_path))
