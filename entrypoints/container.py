@@ -4,19 +4,16 @@ A flag's value is the key of its branch. Every provider can be overridden, by na
 its port: that is how the library face and the tests swap a piece.
 """
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 from dependency_injector import containers, providers
 
-from rollgrad.adapters.checkpoints.names import SAMPLES_FILE
 from rollgrad.adapters.reasoning_gym.source import ReasoningGymReward
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.rewards.none import NoReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
 from rollgrad.adapters.system.clock import SystemClock
 from rollgrad.adapters.torch.models import AdapterlessReference, TorchPolicy, TorchReference
-from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
 from rollgrad.adapters.vllm.cuda_ipc import cuda_ipc
 from rollgrad.adapters.vllm.disk import Disk
@@ -89,6 +86,7 @@ from rollgrad.entrypoints.factories import (
     make_optimizer,
     make_reference_model,
     make_rollouts,
+    make_sample_log,
     make_sinks,
     make_tool_executor,
     make_trained_actor,
@@ -340,12 +338,7 @@ class Container(containers.DeclarativeContainer):
         curriculum=providers.Callable(make_curriculum, config),
     )
     sink = providers.Singleton(make_sinks, config, rollouts)
-    sample_log = providers.Singleton(
-        SampleWriter,
-        providers.Callable(lambda output: Path(output) / SAMPLES_FILE, config.provided.ckpt.output_dir),
-        codec.provided.decode,
-        config.provided.logger.log_samples,
-    )
+    sample_log = providers.Singleton(make_sample_log, config, codec)
     services: ClassVar[dict[str, providers.Provider[Any]]] = {
         "schedule": providers.Callable(
             Schedule,

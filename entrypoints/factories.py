@@ -9,7 +9,7 @@ from rollgrad.adapters.agents.command import CommandAgent
 from rollgrad.adapters.agents.function import FunctionAgent
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
-from rollgrad.adapters.checkpoints.names import METRICS_FILE
+from rollgrad.adapters.checkpoints.names import METRICS_FILE, SAMPLES_FILE
 from rollgrad.adapters.openrlhf.environment import AgentInstanceEnvironment
 from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
 from rollgrad.adapters.openrlhf.loading import load_agent_file
@@ -27,6 +27,7 @@ from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.tracking.console import ConsoleSink
 from rollgrad.adapters.tracking.jsonl import JsonlSink
 from rollgrad.adapters.tracking.multi import MultiSink
+from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
 from rollgrad.adapters.transformers.decoding import check_decoding
 from rollgrad.adapters.transformers.engine import EmbeddedEngine
@@ -360,6 +361,11 @@ def make_checkpoints(config: RLConfig) -> LocalCheckpointStore:
         keep_states=ckpt.keep_states,
         keep_models=ckpt.keep_models,
     )
+
+
+def make_sample_log(config: RLConfig, codec: TemplateCodec) -> SampleWriter:
+    """Where sampled texts go."""
+    return SampleWriter(Path(config.ckpt.output_dir) / SAMPLES_FILE, codec.decode, config.logger.log_samples)
 
 
 def make_sinks(config: RLConfig, rollouts: int) -> MultiSink:
