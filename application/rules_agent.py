@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from rollgrad.application.agent_config import AgentConfig
+from rollgrad.application.choices import PythonIsolation
 from rollgrad.application.config import RLConfig
 from rollgrad.application.rules_common import first_change
 
@@ -26,6 +27,12 @@ def agent_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
         yield (
             f"agent.system_prompt is {agent.system_prompt!r}, but there are no tools and a single attempt: use "
             "--data.system_prompt, or set --agent.tools."
+        )
+    names = [name.strip() for name in (agent.tools or "").split(",")]
+    if agent.python_isolation is not PythonIsolation.NAMESPACES and "python" not in names:
+        yield (
+            f"agent.python_isolation is {agent.python_isolation}, which only the python tool reads: add python to "
+            "--agent.tools, or leave --agent.python_isolation out."
         )
     if agent.plays and not config.data.apply_chat_template:
         yield (

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from rollgrad.application.choices import (
+    JudgeIsolation,
     LRScheduler,
     Optim,
     Verifier,
@@ -248,6 +249,12 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
                 f"reward.format_pattern is {reward.format_pattern!r}, which is no regular expression ({error}): change "
                 "--reward.format_pattern."
             )
+    judged = reward.verifier in (Verifier.MATH, Verifier.FORMAT) or (generated and not sources and not has_reward)
+    if reward.isolation is not JudgeIsolation.SANDBOX and not judged:
+        yield (
+            f"reward.isolation is {reward.isolation}, which only the math and format verifiers and the scorers of "
+            f"{REASONING_GYM}TASK read: leave --reward.isolation out."
+        )
     unrewarded = not sources and not generated and not has_reward
     # Last, for the estimator may have a name that nobody knows.
     if unrewarded and "teacher" not in estimator_traits(config.algo.advantage.estimator).needs:

@@ -8,6 +8,7 @@ from rollgrad.application.choices import (
     CorrectionLevel,
     CorrectionMode,
     Engine,
+    JudgeIsolation,
     KLAgainst,
     KLEstimator,
     LRScheduler,
@@ -15,6 +16,7 @@ from rollgrad.application.choices import (
     OldLogprobs,
     Optim,
     Overlong,
+    PythonIsolation,
     Verifier,
     Whiten,
 )
@@ -98,6 +100,8 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"data.prompt_dataset": GYM, "data.size": 50, "reward.verifier": None, "data.label_key": None},
         {"data.prompt_dataset": "a.jsonl,b.jsonl", "data.prompt_probs": (0.3, 0.7)},
         {"reward.verifier": Verifier.FORMAT, "reward.format_pattern": "<a>.*</a>", "data.label_key": None},
+        {"reward.verifier": Verifier.MATH, "reward.isolation": JudgeIsolation.NONE},
+        {"agent.tools": "think, python", "agent.python_isolation": PythonIsolation.NONE},
         {"reward.verifier": None, "reward.function_path": "reward.py", "data.label_key": None},
         {"data.apply_chat_template": False, "data.input_template": "Q: {}\nA:"},
         {"data.system_prompt": "Be brief."},
@@ -223,6 +227,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reward.function_path": "r.py"}, "both set"),
     ({"reward.verifier": Verifier.FORMAT}, "--reward.format_pattern"),
     ({"reward.format_pattern": "a"}, "set --reward.verifier to format"),
+    ({"reward.isolation": JudgeIsolation.NONE}, "leave --reward.isolation out"),
+    (
+        {"agent.tools": "think", "agent.python_isolation": PythonIsolation.NONE},
+        "add python to --agent.tools, or leave --agent.python_isolation out",
+    ),
     ({"reward.verifier": Verifier.FORMAT, "reward.format_pattern": "("}, "no regular expression"),
     ({"data.max_len": 100, "data.max_prompt_tokens": 100}, "lower --data.max_prompt_tokens"),
     (
