@@ -42,7 +42,7 @@ def shown(value: Any) -> str:
 
 
 def harmless(error: BaseException) -> Exception:
-    """Returns the error, or a ForeignError of its words where a future does not take it, or an event loop ends by it."""
+    """Returns the error, or its words as a ForeignError where no future takes it or an event loop would end by it."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return ForeignError(told(error))

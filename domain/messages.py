@@ -6,7 +6,7 @@ alone; no user sees it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import field, frozen
@@ -15,6 +15,19 @@ from rollgrad.domain.sampling import Generation
 
 Message = Mapping[str, Any]
 """`role` and `content`, and what the role adds: `tool_calls`, `reasoning_content`, `tool_call_id`, `name`."""
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Yields every text in a JSON value, keys of mappings too."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            waiting += [*item, *item.values()]
+        elif isinstance(item, list | tuple):
+            waiting += item
 
 
 @frozen(kw_only=True)

@@ -28,6 +28,10 @@ class ServeAgentArguments(AssistantArguments):
     """Port to listen on; 0 picks a free one."""
     token_file: Path | None = None
     """File with the token that clients must send (default: the variable ROLLGRAD_TOKEN, else none)."""
+    ssl_certfile: Path | None = None
+    """Certificate (PEM) to serve HTTPS with; needs --ssl_keyfile."""
+    ssl_keyfile: Path | None = None
+    """Private key (PEM, without a password) of --ssl_certfile."""
 
 
 def serve_agent(arguments: ServeAgentArguments) -> None:
@@ -45,18 +49,21 @@ def serve_agent(arguments: ServeAgentArguments) -> None:
         host=arguments.host,
         port=arguments.port,
         token_file=arguments.token_file,
+        ssl_certfile=arguments.ssl_certfile,
+        ssl_keyfile=arguments.ssl_keyfile,
         name="agent server",
     )
 
 
 @contextlib.contextmanager
-def _loaded_app(arguments: ServeAgentArguments) -> "Iterator[Starlette]":
-    from rollgrad.adapters.http.agent_server import AgentServer
+def _loaded_app(arguments: ServeAgentArguments) -> "Iterator[tuple[Starlette, int]]":
+    from rollgrad.adapters.http.agent_server import AgentServer, max_body_bytes
     from rollgrad.entrypoints.assistant_factory import load_assistant
 
     loaded = load_assistant(arguments)
     assistant = loaded.assistant
     try:
-        yield AgentServer(assistant.service, loaded.codec, model=loaded.name, answer=assistant.answer).app()
+        app = AgentServer(assistant.service, loaded.codec, model=loaded.name, answer=assistant.answer).app()
+        yield app, max_body_bytes(assistant.service.max_tokens)
     finally:
         asyncio.run(loaded.tools.aclose())

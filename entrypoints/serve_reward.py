@@ -30,6 +30,10 @@ class ServeRewardArguments:
     """Port to listen on; 0 picks a free one."""
     token_file: Path | None = None
     """File with the token that clients must send (default: the variable ROLLGRAD_TOKEN, else none)."""
+    ssl_certfile: Path | None = None
+    """Certificate (PEM) to serve HTTPS with; needs --ssl_keyfile."""
+    ssl_keyfile: Path | None = None
+    """Private key (PEM, without a password) of --ssl_certfile."""
     max_length: int | None = None
     """Tokens of a text at most; longer ones lose their beginning (default: as many as the model has positions)."""
     batch_tokens: int = 16384
@@ -56,12 +60,15 @@ def serve_reward_model(arguments: ServeRewardArguments) -> None:
         host=arguments.host,
         port=arguments.port,
         token_file=arguments.token_file,
+        ssl_certfile=arguments.ssl_certfile,
+        ssl_keyfile=arguments.ssl_keyfile,
         name="reward server",
     )
 
 
 @contextlib.contextmanager
-def _loaded_app(arguments: ServeRewardArguments) -> "Iterator[Starlette]":
+def _loaded_app(arguments: ServeRewardArguments) -> "Iterator[tuple[Starlette, int]]":
+    from rollgrad.adapters.http.guard import MAX_BODY_BYTES
     from rollgrad.adapters.http.reward_server import ScoreQueue, create_reward_app
     from rollgrad.adapters.torch.loading import default_device, resolve_dtype
     from rollgrad.adapters.torch.reward_model import RewardModel
@@ -79,6 +86,6 @@ def _loaded_app(arguments: ServeRewardArguments) -> "Iterator[Starlette]":
     )
     queue = ScoreQueue(model)
     try:
-        yield create_reward_app(queue, model=Path(arguments.model).resolve().name)
+        yield create_reward_app(queue, model=Path(arguments.model).resolve().name), MAX_BODY_BYTES
     finally:
         queue.close()

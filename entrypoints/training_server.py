@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rollgrad.adapters.http.agent_server import AgentServer
+from rollgrad.adapters.http.agent_server import AgentServer, max_body_bytes
 from rollgrad.adapters.http.serving import Server
 from rollgrad.application.agents.service import ChatService
 from rollgrad.domain.ports.chat_codec import ChatCodec
@@ -17,7 +17,7 @@ class TrainingServer:
 
     def __init__(self, engine: RolloutEngine, codec: ChatCodec) -> None:
         self.engine = engine
-        self.service = ChatService(engine, codec)
+        self.service = ChatService(engine, codec, max_tokens=getattr(engine, "max_tokens", None))
         self._codec = codec
         self._server: Server | None = None
         self._starting = asyncio.Lock()
@@ -27,7 +27,7 @@ class TrainingServer:
         async with self._starting:
             if self._server is None:
                 app = AgentServer(self.service, self._codec, model=MODEL).app()
-                self._server = Server(app, name="agent server")
+                self._server = Server(app, name="agent server", max_body=max_body_bytes(self.service.max_tokens))
                 await self._server.start()
         assert self._server.url is not None
         return self._server.url

@@ -6,13 +6,14 @@ before the template sees it; afterwards the placeholders' text is tokenised as p
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
 
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.messages import Message
+from rollgrad.domain.messages import texts as all_texts
 from rollgrad.domain.ports.chat_codec import ToolSchema
 
 PRIVATE_USE = range(0xE000, 0xF900)
@@ -41,29 +42,40 @@ class Guarded:
         return "".join(part for part, _ in self.split(text))
 
 
-def guard(messages: Sequence[Message], tools: Sequence[ToolSchema], special_tokens: Sequence[str]) -> Guarded:
-    """Replaces every one of `special_tokens` in the texts of `messages` and `tools`."""
-    written = "\n".join(_texts([messages, tools]))
-    if not any(token in written for token in special_tokens):
+def guard(
+    messages: Sequence[Message],
+    tools: Sequence[ToolSchema],
+    special_tokens: Sequence[str],
+    template_tokens: Sequence[str] = (),
+) -> Guarded:
+    """Returns `messages` and `tools` with a placeholder for every one of `special_tokens` in their texts, and of
+    `template_tokens` in the texts that are not the assistant's: its own are how templates find its thoughts."""
+    written = "\n".join(all_texts([messages, tools]))
+    if not any(token in written for token in (*special_tokens, *template_tokens)):
         return Guarded(list(messages), list(tools))
     mark = unused_character([messages, tools])
-    longest_first = sorted(special_tokens, key=len, reverse=True)
-    pattern = re.compile("|".join(re.escape(token) for token in longest_first))
+    own, others = _pattern(special_tokens), _pattern([*special_tokens, *template_tokens])
     texts: dict[str, int] = {}
 
     def placeholder(match: re.Match[str]) -> str:
         return f"{mark}{texts.setdefault(match.group(), len(texts))}{mark}"
 
-    def walk(value: Any) -> Any:
+    def walk(value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
             return pattern.sub(placeholder, value)
         if isinstance(value, Mapping):
-            return {walk(key): walk(item) for key, item in value.items()}
+            return {walk(key, pattern): walk(item, pattern) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [walk(item) for item in value]
+            return [walk(item, pattern) for item in value]
         return value
 
-    return Guarded(walk(list(messages)), walk(list(tools)), mark, tuple(texts))
+    walked = [walk(message, own if message.get("role") == "assistant" else others) for message in messages]
+    return Guarded(walked, walk(list(tools), others), mark, tuple(texts))
+
+
+def _pattern(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Of any of `tokens`, the longest first; of none of them, of nothing."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 
 def unused_character(value: Any) -> str:
@@ -72,22 +84,11 @@ def unused_character(value: Any) -> str:
     Raises:
         DataError: the texts use all of them.
     """
-    used = set("".join(_texts(value)))
+    used = set("".join(all_texts(value)))
     mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
     if mark is None:
         raise DataError("The messages use every private-use character: none is left to mark special tokens with.")
     return mark
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts(list(value))
-        yield from _texts(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
 
 
 class SpecialTokens:

@@ -43,6 +43,8 @@ class TemplateCodec(ChatCodec):
         self._knows_tools = "tools" in (text or "")
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         self._special = sorted({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)})
+        # <tool_response> and <think> are often no special tokens, and mean as much to the model.
+        self._written = sorted({token.content for token in added if token.content in (text or "")} - {*self._special})
         self._parser = ReplyParser(
             text if self._knows_tools else None, getattr(tokenizer, "response_template", None), self._special
         )
@@ -185,7 +187,7 @@ class TemplateCodec(ChatCodec):
     def _guard(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Guarded:
         # Arrow fills the fields that a message lacks with None; templates take presence for a value.
         present = [{k: v for k, v in m.items() if v is not None and k != "visible"} for m in messages]
-        return guard(present, tools, self._special)
+        return guard(present, tools, self._special, self._written)
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, generation_prompt: bool) -> str:
         if not self._tokenizer.chat_template:
@@ -225,7 +227,30 @@ class TemplateCodec(ChatCodec):
     def _encode_piece(self, piece: str, *, literal: bool) -> tuple[int, ...]:
         if not literal:
             return self.encode(piece)
-        return tuple(self._tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        if self._literal is None:
+            return tuple(self._tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        return tuple(self._literal.encode(piece, add_special_tokens=False).ids)
+
+    @cached_property
+    def _literal(self) -> Any:
+        """A tokenizer of its own that reads no added token in a text; None for one written in Python.
+
+        Nothing but this class asks it, so that threads need not wait for each other's `split_special_tokens`, which
+        would also let through the added tokens that are not special.
+        """
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        from tokenizers import Tokenizer
+
+        written = json.loads(backend.to_str())
+        for token in written["added_tokens"]:
+            token["special"] = True
+        literal = Tokenizer.from_str(json.dumps(written))
+        literal.no_truncation()
+        literal.no_padding()
+        literal.encode_special_tokens = True
+        return literal
 
 
 def _well_formed(text: str) -> str:

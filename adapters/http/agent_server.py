@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rollgrad.adapters.anthropic.wire import AnthropicWire
-from rollgrad.adapters.http.guard import HttpError, given_keys, internal_error, read_json
+from rollgrad.adapters.http.guard import MAX_BODY_BYTES, HttpError, given_keys, internal_error, read_json
 from rollgrad.adapters.http.serving import create_app, health_route
 from rollgrad.adapters.http.wire import Call, Wire
 from rollgrad.adapters.openai.wire import OpenAIWire
@@ -45,10 +45,21 @@ CODES: Mapping[str, str] = {"context_length": "context_length_exceeded"}
 
 _log = structlog.get_logger()
 
+BYTES_PER_TOKEN = 64
+"""Of JSON for each token of a conversation at most: text has 3 to 4, escaped to ASCII up to 24, spaces more."""
+SMALLEST_BODY = 256 * 2**10
+"""Bytes that a request may have whatever the model: tools and settings are part of it."""
+
 Answer = Callable[[ChatRequest, OnPiece | None], Awaitable[ChatReply]]
 """Answers a request outside of any session."""
 _Pieces = asyncio.Queue[tuple[str, str] | None]
 """Of a reply, in order; None is its end."""
+
+
+def max_body_bytes(max_tokens: int | None) -> int:
+    """Returns how large a request may be to a model of `max_tokens` positions: what is longer leaves no room for a
+    reply, and is refused before it is read."""
+    return MAX_BODY_BYTES if max_tokens is None else min(MAX_BODY_BYTES, SMALLEST_BODY + BYTES_PER_TOKEN * max_tokens)
 
 
 @frozen(kw_only=True, eq=False)
@@ -111,7 +122,7 @@ class AgentServer:
     async def _count(self, wire: Wire, asked: _Asked, request: Request) -> Response:
         chat = asked.call.request
         with _refusals():
-            tokens = len(self._codec.render(chat.messages, chat.tools).token_ids)
+            tokens = await self._service.count_tokens(chat)
         return JSONResponse({"input_tokens": tokens})
 
     async def _models(self, request: Request) -> Response:

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import structlog
 import uvicorn
+from attrs import frozen
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,6 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from rollgrad.adapters.http.connections import HEADER_BYTES, BoundedProtocol
 from rollgrad.adapters.http.guard import (
     HEALTH_PATH,
     MAX_BODY_BYTES,
@@ -35,6 +38,7 @@ from rollgrad.adapters.http.guard import (
     internal_error,
     is_loopback,
 )
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError
 
 TOKEN_VARIABLE = "ROLLGRAD_TOKEN"
@@ -110,6 +114,36 @@ def check_exposure(host: str, token: str | None, name: str) -> None:
         )
 
 
+@frozen
+class Tls:
+    """Files of a server's certificate (with those that it depends on) and its private key, both PEM, the key without a
+    password."""
+
+    certfile: Path
+    keyfile: Path
+
+    @classmethod
+    def of(cls, certfile: Path | None, keyfile: Path | None) -> "Tls | None":
+        """Returns the pair, after a look into both files; None if neither is set.
+
+        Raises:
+            ConfigurationError: one is missing, or they are no certificate and its key.
+        """
+        if certfile is None and keyfile is None:
+            return None
+        if certfile is None or keyfile is None:
+            lacking, given = ("certfile", "keyfile") if certfile is None else ("keyfile", "certfile")
+            raise ConfigurationError(f"--ssl_{given} is set, but --ssl_{lacking} is not: TLS needs both.")
+        with foreign_code(
+            lambda words: ConfigurationError(
+                f"--ssl_certfile {certfile} and --ssl_keyfile {keyfile} cannot be used ({words}): give a certificate "
+                "and its key as PEM files, the key without a password."
+            )
+        ):
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certfile, keyfile, password="")
+        return cls(certfile, keyfile)
+
+
 class _EmbeddedServer(uvicorn.Server):
     """uvicorn without its signal handlers: signals belong to who started the server."""
 
@@ -126,6 +160,8 @@ class Server:
         port: 0 picks a free one.
         token: see `Guard`.
         name: of the server, in the log and in errors.
+        max_body: see `Guard`.
+        tls: certificate and key; None serves plain HTTP.
 
     Raises:
         ConfigurationError: other machines could reach the server, and there is no token.
@@ -140,13 +176,19 @@ class Server:
         token: str | None = None,
         name: str,
         max_body: int = MAX_BODY_BYTES,
+        tls: "Tls | None" = None,
     ) -> None:
         check_exposure(host, token, name)
         self.url: str | None = None
         self._host, self._port, self._name = host, port, name
+        self._scheme = "http" if tls is None else "https"
         self._server = _EmbeddedServer(
             uvicorn.Config(
                 Guard(app, host=host, token=token, max_body=max_body),
+                http=BoundedProtocol,
+                h11_max_incomplete_event_size=HEADER_BYTES,
+                ssl_certfile=None if tls is None else str(tls.certfile),
+                ssl_keyfile=None if tls is None else str(tls.keyfile),
                 lifespan="off",
                 ws="none",
                 access_log=False,
@@ -160,14 +202,14 @@ class Server:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Serves until `stop`; returns the address, `http://HOST:PORT`. Call it once.
+        """Serves until `stop`; returns the address, `http(s)://HOST:PORT`. Call it once.
 
         Raises:
             ConfigurationError: the address is taken, or not this machine's.
         """
         bound = self._bind()
         self._task = asyncio.create_task(self._server.serve(sockets=[bound]))
-        self.url = f"http://{authority(self._host)}:{bound.getsockname()[1]}"
+        self.url = f"{self._scheme}://{authority(self._host)}:{bound.getsockname()[1]}"
         while not self._server.started:
             if self._task.done():
                 self._task.result()
@@ -198,33 +240,37 @@ class Server:
 
 
 def run_server(
-    load: Callable[[], contextlib.AbstractContextManager[ASGIApp]],
+    load: Callable[[], contextlib.AbstractContextManager[tuple[ASGIApp, int]]],
     *,
     host: str,
     port: int,
     token_file: Path | None,
     name: str,
+    ssl_certfile: Path | None = None,
+    ssl_keyfile: Path | None = None,
 ) -> None:
     """Serves an app from the main thread until SIGTERM, then returns; a second signal waits for no answers.
 
     The server's address, once it answers requests, is the one line on stdout, for scripts.
 
     Args:
-        load: makes the app, which may take a while, and ends it once the server has stopped. Nothing is loaded for a
-            server that must not run.
+        load: makes the app and says how many bytes its largest request has; that may take a while. Ends the app once
+            the server has stopped. Nothing is loaded for a server that must not run.
         host, port, name: see `Server`.
         token_file: see `read_token`.
+        ssl_certfile, ssl_keyfile: see `Tls.of`.
 
     Raises:
         KeyboardInterrupt: SIGINT, after the server has stopped.
-        ConfigurationError: see `Server` and `read_token`.
+        ConfigurationError: see `Server`, `read_token` and `Tls.of`.
     """
     token = read_token(token_file)
     check_exposure(host, token, name)
+    tls = Tls.of(ssl_certfile, ssl_keyfile)
     with contextlib.ExitStack() as stack:
         with contextlib.redirect_stdout(sys.stderr):  # what libraries print
-            app = stack.enter_context(load())
-        _serve_until_signal(Server(app, host=host, port=port, token=token, name=name))
+            app, max_body = stack.enter_context(load())
+        _serve_until_signal(Server(app, host=host, port=port, token=token, name=name, max_body=max_body, tls=tls))
 
 
 def _serve_until_signal(server: Server) -> None:

@@ -11,7 +11,7 @@ from attrs import evolve
 from rollgrad.application.agents.ledger import TokenLedger
 from rollgrad.application.agents.reply import ChatReply, OnPiece
 from rollgrad.application.agents.runtime import AgentRuntime, PlayedTurn
-from rollgrad.application.agents.service import ChatRequest, ChatService
+from rollgrad.application.agents.service import ChatRequest, ChatService, check_length
 from rollgrad.application.agents.session import AgentSession
 from rollgrad.application.agents.tool_environment import ToolEnvironment
 from rollgrad.domain.errors import DataError
@@ -67,12 +67,16 @@ class Assistant:
 
         Raises:
             DataError: the template refuses the messages.
+            RefusedError: the conversation is too long, or too many requests are in flight.
         """
         if request.tools or not await self._tools():
             messages = self._with_system(request.messages)
             return await self.service.reply(evolve(request, messages=messages), self._params, on_piece=on_piece)
         params = evolve(self._params, **request.changes)
-        turns, _ = await self.play(request.messages, TokenLedger(self._codec), params)
+        if self.service.max_tokens is not None:
+            check_length(request, self.service.max_tokens)
+        with self.service.place():
+            turns, _ = await self.play(request.messages, TokenLedger(self._codec), params)
         last = turns[-1]
         answer = last.result.info.get("answer")
         parsed = ParsedReply(message=last.action.message if answer is None else assistant_message(str(answer)))

@@ -9,8 +9,10 @@ is recorded after `seal`.
 import asyncio
 import itertools
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
 
 import structlog
 from attrs import evolve, field, frozen
@@ -20,13 +22,17 @@ from rollgrad.application.agents.reply import ChatReply, OnPiece, sample_reply
 from rollgrad.application.agents.stop_text import StopText
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError, ForeignError, RollgradError
-from rollgrad.domain.messages import Message, ParsedReply
+from rollgrad.domain.messages import Message, ParsedReply, texts
 from rollgrad.domain.ports.chat_codec import ChatCodec, ToolSchema
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 from rollgrad.domain.prompts import Prompt
 from rollgrad.domain.sampling import SamplingParams, StopReason
 
+CHARACTERS_PER_TOKEN = 32
+"""Of a conversation at most: prose has 3 to 5; runs of spaces, the longest tokens there are, about 20 on average."""
+
 log = structlog.get_logger(__name__)
+Rendered = TypeVar("Rendered")
 
 
 @frozen(kw_only=True)
@@ -74,7 +80,10 @@ class ChatService:
         self._engine = engine
         self._codec = codec
         self._max_waiting = max_waiting
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
+        """See the class."""
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-render")
+        """A long conversation takes seconds to tokenise: they are not the event loop's."""
         self._in_flight = 0
         self._sessions: dict[str, RecordedSession] = {}
 
@@ -105,15 +114,59 @@ class ChatService:
         Raises:
             RefusedError: the conversation leaves no room for a reply, or too many requests are in flight.
         """
-        token_ids = self._codec.render(request.messages, request.tools).token_ids
-        prepared = Prepared(token_ids=token_ids, messages=tuple(request.messages), tools=tuple(request.tools))
-        params = evolve(defaults, **request.changes)
-        room = prepared.room(params.max_new_tokens, self._max_tokens)
-        if room < 1:
-            sentence = _no_room(prepared, f"the {self._max_tokens} that the model takes: shorten it")
-            raise RefusedError(sentence, "context_length")
-        params = evolve(params, max_new_tokens=room)
-        return await self.sample(prepared, params, stops=request.stops, on_piece=on_piece)
+        with self.place():
+            token_ids = (await self.rendered(request, self._codec.render)).token_ids
+            prepared = Prepared(token_ids=token_ids, messages=tuple(request.messages), tools=tuple(request.tools))
+            params = evolve(defaults, **request.changes)
+            room = prepared.room(params.max_new_tokens, self.max_tokens)
+            if room < 1:
+                sentence = _no_room(prepared, f"the {self.max_tokens} that the model takes: shorten it")
+                raise RefusedError(sentence, "context_length")
+            params = evolve(params, max_new_tokens=room)
+            return await self.sample(prepared, params, stops=request.stops, on_piece=on_piece)
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Returns the tokens of a conversation with the beginning of a reply.
+
+        Raises:
+            DataError: the template refuses the messages.
+            RefusedError: the conversation is longer than the model takes, or too many requests are in flight.
+        """
+        with self.place():
+            return len((await self.rendered(request, self._codec.render)).token_ids)
+
+    async def rendered(
+        self, request: ChatRequest, render: Callable[[Sequence[Message], Sequence[ToolSchema]], Rendered]
+    ) -> Rendered:
+        """Returns what `render` makes of the conversation, off the event loop.
+
+        Raises:
+            RefusedError: the conversation has more characters than the model's positions ever hold.
+            ForeignError: the template or the tokenizer failed.
+        """
+        if self.max_tokens is not None:
+            check_length(request, self.max_tokens)
+
+        def told() -> Rendered:
+            with foreign_code(ForeignError):
+                return render(request.messages, request.tools)
+
+        return await asyncio.get_running_loop().run_in_executor(self._renderer, told)
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Counts a request as in flight for as long as the block lasts.
+
+        Raises:
+            RefusedError: too many are.
+        """
+        if self._in_flight >= self._max_waiting:
+            raise RefusedError(f"{self._in_flight} requests are in flight, the most that are taken: try again.", "busy")
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
 
     async def sample(
         self,
@@ -126,22 +179,15 @@ class ChatService:
         """Samples one reply to `prepared`, without what begins with one of `stops`.
 
         Raises:
-            RefusedError: too many requests are in flight.
             EngineError: the engine ended the request before its first token.
         """
-        if self._in_flight >= self._max_waiting:
-            raise RefusedError(f"{self._in_flight} requests are in flight, the most that are taken: try again.", "busy")
-        self._in_flight += 1
-        try:
-            if not stops:
-                return await sample_reply(self._engine, self._codec, prepared, params, on_piece=on_piece)
-            cut = StopText(stops, on_piece)
-            reply = await sample_reply(
-                self._engine, self._codec, prepared, params, on_piece=None if on_piece is None else cut.hear
-            )
-            return cut.finish(reply)
-        finally:
-            self._in_flight -= 1
+        if not stops:
+            return await sample_reply(self._engine, self._codec, prepared, params, on_piece=on_piece)
+        cut = StopText(stops, on_piece)
+        reply = await sample_reply(
+            self._engine, self._codec, prepared, params, on_piece=None if on_piece is None else cut.hear
+        )
+        return cut.finish(reply)
 
 
 @frozen(kw_only=True)
@@ -256,10 +302,13 @@ class RecordedSession:
         task = asyncio.current_task()
         assert task is not None
         try:
-            with foreign_code(
-                ForeignError
+            with (
+                self._service.place(),
+                foreign_code(ForeignError),
             ):  # of a template, a tokenizer, an engine's library: a task must not die of it
-                prepared = self.ledger.prepare(request.messages, request.tools)
+                if self._limits.max_tokens is not None:
+                    check_length(request, self._limits.max_tokens)
+                prepared = await self._service.rendered(request, self.ledger.prepare)
                 params = self._settings(request, prepared, number)
                 reply = await self._sampled(prepared, params, request, on_piece)
                 if self._sealed:
@@ -311,6 +360,21 @@ class RecordedSession:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # whoever waited has it; nobody may be left to
+
+
+def check_length(request: ChatRequest, max_tokens: int) -> None:
+    """Refuses by its characters what is too long to be worth the time to tokenise.
+
+    Raises:
+        RefusedError: it has more than CHARACTERS_PER_TOKEN for each of `max_tokens`.
+    """
+    characters = sum(map(len, texts([request.messages, request.tools])))
+    if characters > max_tokens * CHARACTERS_PER_TOKEN:
+        sentence = (
+            f"The conversation has {characters} characters, which leaves no room for a reply within the {max_tokens} "
+            "tokens that it may have: shorten it."
+        )
+        raise RefusedError(sentence, "context_length")
 
 
 def _no_room(prepared: Prepared, limit: str) -> str:
