@@ -15,6 +15,7 @@ import cattrs
 import yaml
 
 from rollgrad.application.config import RLConfig
+from rollgrad.application.foreign import foreign_code
 from rollgrad.application.presets import preset_settings
 from rollgrad.application.spelling import choice
 from rollgrad.domain.errors import ConfigurationError, raise_together
@@ -51,16 +52,40 @@ def read_config(
     if path is None:
         return _structured(None, preset)
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text, or no path"
         raise ConfigurationError(f"The configuration file {path} cannot be read ({reason}): check --config.") from error
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" at line {where.line + 1}" if where else ""
-        raise ConfigurationError(f"The configuration file {path} is not YAML{line}: correct it.") from error
-    hide(secrets_of_settings(data))
-    return _structured(data, preset)
+    with foreign_code(lambda words: ConfigurationError(f"The configuration file {path} cannot be used: {words}")):
+        try:
+            data = yaml.load(text, Loader=_OnceLoader)
+        except yaml.YAMLError as error:
+            where = getattr(error, "problem_mark", None)
+            line = f" at line {where.line + 1}" if where else ""
+            raise ConfigurationError(f"The configuration file {path} is not YAML{line}: correct it.") from error
+        hide(secrets_of_settings(data))
+        return _structured(data, preset)
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """Reads plain values; a key that a mapping has twice is an error, where YAML's own loaders drop the first."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Returns the mapping.
+
+        Raises:
+            ConfigurationError: it has a key twice.
+        """
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key, line = getattr(key_node, "value", None), key_node.start_mark.line + 1
+            if key != "<<" and isinstance(key, str) and key in seen:
+                raise ConfigurationError(
+                    f"The configuration has {key!r} at line {seen[key]} and again at line {line}, where only one would "
+                    "count: put its settings together."
+                )
+            seen[str(key)] = line
+        return super().construct_mapping(node, deep)
 
 
 def structure_config(data: Mapping[str, Any] | None, *, preset: str | None = None) -> RLConfig:

@@ -45,6 +45,7 @@ class TemplateCodec(ChatCodec):
         self._special = sorted({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)})
         # <tool_response> and <think> are often no special tokens, and mean as much to the model.
         self._written = sorted({token.content for token in added if token.content in (text or "")} - {*self._special})
+        self._template = text or ""
         self._parser = ReplyParser(
             text if self._knows_tools else None, getattr(tokenizer, "response_template", None), self._special
         )
@@ -68,6 +69,10 @@ class TemplateCodec(ChatCodec):
     def tokens(self, written: WrittenPrompt) -> tuple[int, ...]:
         """Token ids of a prompt."""
         return self._encode(written.guarded, written.marked)
+
+    def mentions(self, role: str) -> bool:
+        """Returns whether the template names a role, as some do that have more than the usual ones."""
+        return any(f"{mark}{role}{mark}" in self._template.replace("\\", "") for mark in "'\"")
 
     def lengths(self, prompts: Sequence[WrittenPrompt]) -> list[int]:
         """How many tokens each prompt has; tokenised together, which the tokenizer divides over the cores."""

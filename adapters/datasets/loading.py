@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import DataError
 
 if TYPE_CHECKING:
@@ -45,7 +46,10 @@ def load_dataset(
         raise DataError("No dataset is set: --data.prompt_dataset needs a file, a saved folder or a hub name.")
     if probs is not None:
         _check_probs(probs, names)
-    parts = [_with_datasource(_read(name, split), _origin(name)) for name in names]
+    parts = []
+    for name in names:
+        with foreign_code(lambda words, name=name: DataError(f"The dataset {name[:200]} cannot be used: {words}")):  # type: ignore[misc]
+            parts.append(_with_datasource(_read(name, split), _origin(name)))
     merged = parts[0] if len(parts) == 1 else _mix(parts, names, probs, seed)
     return merged if max_samples is None else merged.select(range(min(max_samples, len(merged))))
 
@@ -137,6 +141,7 @@ def _read_file(path: Path) -> Any:
         )
     if path.stat().st_size == 0:
         raise DataError(f"The dataset {path} has no rows: at least one prompt is needed.")
+    _refuse_other_lines(path)
     try:
         if path.suffix == ".arrow":
             return datasets.Dataset.from_file(str(path))
@@ -145,6 +150,28 @@ def _read_file(path: Path) -> Any:
         raise DataError(
             f"The dataset file {path} cannot be read as {path.suffix[1:]}: {_one_line(_root(error))}"
         ) from error
+
+
+def _refuse_other_lines(path: Path) -> None:
+    """Refuses JSON whose rows are no objects: pyarrow ends the whole process at a line that is `null`.
+
+    Raises:
+        DataError: a line of a .jsonl, or the beginning of a .json, is none of theirs.
+    """
+    if path.suffix not in (".json", ".jsonl"):
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            begin = line.strip().removeprefix(b"\xef\xbb\xbf")[:1]
+            if not begin:
+                continue
+            if begin != b"{" and (path.suffix == ".jsonl" or begin != b"["):
+                raise DataError(
+                    f"Line {number} of the dataset file {path} begins with {line.strip()[:20]!r}: each line "
+                    "of a .jsonl is an object ({...}), and a .json begins with a list or an object of rows."
+                )
+            if path.suffix == ".json":
+                return
 
 
 def _read_folder(path: Path, configuration: str | None) -> Any:

@@ -13,6 +13,7 @@ from attrs import frozen
 from rollgrad.adapters.chat.template_codec import TemplateCodec, WrittenPrompt
 from rollgrad.adapters.datasets.columns import Columns, find_columns, has_value, value_at
 from rollgrad.application.config import DataConfig
+from rollgrad.application.foreign import shown
 from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.domain.messages import Message
 from rollgrad.domain.prompts import Prompt
@@ -21,6 +22,15 @@ log = structlog.get_logger(__name__)
 
 LabelProblem = Callable[[Any, str | None], str | None]
 """Why the reward cannot compare with a label of the column that is named, as a sentence; None if it can."""
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Of messages, whatever the chat template."""
+
+
+def _has_words(content: Any) -> bool:
+    """Whether a message says something: a text that is not blank, or a part of several kinds."""
+    return bool(content.strip()) if isinstance(content, str) else bool(content)
 
 
 @frozen
@@ -147,7 +157,9 @@ class PromptBuilder:
             self._refuse_empty(value.strip(), value, datasource)
             messages: list[Message] = [{"role": "user", "content": value}]
         elif isinstance(value, list) and value and all(isinstance(m, Mapping) and "role" in m for m in value):
-            self._refuse_empty(any(m.get("content") for m in value), value, datasource)
+            self._refuse_empty(any(_has_words(m.get("content")) for m in value), value, datasource)
+            for message in value:
+                self._check_message(message, datasource)
             messages = list(value)
         else:
             raise DataError(
@@ -157,6 +169,22 @@ class PromptBuilder:
         if self.data.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.data.system_prompt})
         return messages
+
+    def _check_message(self, message: Message, datasource: str) -> None:
+        """Refuses what a template writes as `None` or as a number, or leaves out without a word."""
+        role, content = message["role"], message.get("content")
+        problem = None
+        if not isinstance(role, str) or not (role in ROLES or self._codec.mentions(role)):
+            problem = f"has the role {shown(role)}, which is none of {', '.join(ROLES)} nor in the chat template"
+        elif not (isinstance(content, str | list) or (content is None and message.get("tool_calls"))):
+            problem = f"has the content {shown(content)}, which is no text"
+        elif role == "user" and not _has_words(content):
+            problem = "of the user is empty"
+        if problem is not None:
+            raise DataError(
+                f"Column {self._prompt_column} of {datasource!r} holds a message that {problem}: "
+                f"{shown(dict(message))}."
+            )
 
     def _plain(self, value: Any, datasource: str) -> str:
         if not isinstance(value, str):
