@@ -165,10 +165,10 @@ class AgentServer:
             gone.cancel()
 
     async def _sampled(self, asked: _Asked, on_piece: OnPiece | None) -> ChatReply:
+        if asked.session is not None:
+            return await asked.session.reply(asked.call.request, origin=asked.origin, on_piece=on_piece)
+        assert self._answer is not None
         with foreign_code(ForeignError):  # of a template, a tokenizer, a tool: a task must not die of it
-            if asked.session is not None:
-                return await asked.session.reply(asked.call.request, origin=asked.origin, on_piece=on_piece)
-            assert self._answer is not None
             return await self._answer(asked.call.request, on_piece)
 
     async def _streaming(self, wire: Wire, asked: _Asked, request: Request) -> Response:
