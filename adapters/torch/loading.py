@@ -122,13 +122,22 @@ def load_critic(
     Raises:
         CheckpointError, ConfigurationError: as `load_causal_lm`, or the head has several outputs.
     """
+    from safetensors import SafetensorError
+
     model = load_causal_lm(name_or_path, dtype=dtype, device=device, flag=flag, headless=True)
-    head = _scalar_head(name_or_path)
-    width = model.config.get_text_config().hidden_size
-    if head and head["weight"].shape != (1, width):
+    try:
+        head = _scalar_head(name_or_path)
+        shape = tuple(head["weight"].shape) if head else None
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(
-            f"{flag} is {name_or_path!r}, whose head has the shape {tuple(head['weight'].shape)}: a critic needs one "
-            f"output for {width} inputs."
+            f"{flag} is {name_or_path!r}, whose head cannot be read ({type(error).__name__}: {error}): bring back a "
+            "copy of it, or name another model."
+        ) from error
+    width = model.config.get_text_config().hidden_size
+    if shape not in (None, (1, width)):
+        raise CheckpointError(
+            f"{flag} is {name_or_path!r}, whose head has the shape {shape}: a critic needs one output for {width} "
+            "inputs."
         )
     return model, head
 

@@ -1,6 +1,7 @@
 """A model that cannot be written is one sentence, whichever library writes the file for which there is no room."""
 
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
-from rollgrad.adapters.torch.loading import load_causal_lm
+from rollgrad.adapters.torch.loading import load_causal_lm, load_critic
 from rollgrad.adapters.torch.lora import add_lora
 from rollgrad.adapters.torch.models import TorchPolicy, TorchValue
 from rollgrad.adapters.torch.optimizer import OptimizerSettings
@@ -66,3 +67,19 @@ def test_a_critics_head_for_which_there_is_no_room(
     monkeypatch.setattr(models, "save_pretrained", lambda model, tokenizer, path, weights: path.mkdir())
     with room_for_files_of(10), pytest.raises(CheckpointError, match="cannot be written"):
         critic.save(tmp_path / "critic")
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 100, b"text", None], ids=["empty", "zeros", "text", "no_weight"])
+def test_a_critics_head_that_is_broken_is_one_sentence(
+    content: bytes | None, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "critic"
+    shutil.copytree(tiny_model_dir, path)
+    save_file({"value_head.bias": torch.zeros(1)}, path / "value_head.safetensors")
+    if content is not None:
+        (path / "value_head.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"^--critic is .*, whose head cannot be read") as caught:
+        load_critic(str(path), dtype=torch.float32, device=torch.device("cpu"), flag="--critic")
+    assert "\n" not in str(caught.value)
