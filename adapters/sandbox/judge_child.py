@@ -40,6 +40,8 @@ READY, VALUE, TIMED_OUT, FAILED = b"r", b"v", b"t", b"f"
 ANSWER = struct.Struct("<cdH")
 """Status, number, and the length of the text that follows."""
 TEXT_BYTES = 500
+LINUX = sys.platform.startswith("linux")
+"""Elsewhere judges run without walls, where that is asked for."""
 FILES = 64
 """Open files of a judgement."""
 PREPARED = 64
@@ -70,7 +72,7 @@ def main() -> NoReturn:
             os.close(connection)
             _, status = os.waitpid(pid, 0)
             os._exit(walls.exit_code(status))
-        space = address_space()
+        space = address_space() if LINUX else 0
         if request["walls"] == "namespaces":
             walls.enter_namespaces(request, writable=False)
             pid = walls.fork(lambda: serve(judge, connection, null, request, space))
@@ -93,7 +95,7 @@ def serve(judge: Any, connection: int, null: int, request: dict[str, Any], space
     if request["walls"] == "landlock":
         walls.read_only_files([*request["visible"], *walls.DEVICES])
     bounds = {
-        resource.RLIMIT_AS: space + (request["memory_mb"] << 20),
+        **({resource.RLIMIT_AS: space + (request["memory_mb"] << 20)} if LINUX else {}),
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NOFILE: FILES,
         resource.RLIMIT_CORE: 0,
@@ -107,7 +109,8 @@ def serve(judge: Any, connection: int, null: int, request: dict[str, Any], space
             os.dup2(null, 2)
             for descriptor in (connection, null, asking, reading):
                 os.close(descriptor)
-            walls.end_with_parent()
+            if LINUX:
+                walls.end_with_parent()
             walls.limit(bounds)
             if request["walls"]:
                 syscalls.forbid(judged=True)
