@@ -7,12 +7,16 @@ import pytest
 import torch
 
 from rollgrad.adapters.torch import attention
-from rollgrad.adapters.torch.compatibility import check_positions
+from rollgrad.adapters.torch.compatibility import check_positions, logit_form
+from rollgrad.adapters.torch.head import LogitForm
 from rollgrad.adapters.torch.loading import load_causal_lm
 from rollgrad.adapters.transformers import decoding
 from rollgrad.adapters.transformers.decoding import check_decoding
+from rollgrad.application.choices import DType
+from rollgrad.application.config import RLConfig
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.dry_run import model_shape
+from rollgrad.entrypoints.factories import make_actor_model, make_reference_model
 from tests.tiny_architectures import tiny_model
 
 FLAG = "--critic.model_name_or_path"
@@ -77,6 +81,31 @@ def test_rounding_is_no_fault_where_every_layer_multiplies_it(dtype: torch.dtype
     """Large random weights and many routers, each of which chooses others for a rounding."""
     tiny_model("qwen3_moe", num_hidden_layers=12, initializer_range=0.5, num_experts=16).save_pretrained(tmp_path)
     check_decoding(load(tmp_path, dtype), FLAG)
+
+
+@pytest.mark.parametrize("float32_head", [False, True])
+def test_the_actor_the_reference_and_the_engine_have_the_head_that_is_set(float32_head: bool, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = RLConfig()
+    config.actor.model_name_or_path, config.actor.dtype = str(tmp_path), DType.BFLOAT16
+    config.actor.float32_head = float32_head
+    hidden_AH = torch.randn(5, 32, dtype=torch.bfloat16)
+    for model in (make_actor_model(config, None, FLAG), make_reference_model(config)):
+        head = model.get_output_embeddings()
+        product_AV = hidden_AH.float() @ head.weight.float().t()
+        assert logit_form(model).float32 is float32_head
+        logits_AV = decoding.Decoder(model)._logits(hidden_AH)
+        assert torch.allclose(logits_AV, product_AV, atol=1e-5, rtol=1e-5) is float32_head
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_gpu_multiplies_into_float32(dtype: torch.dtype) -> None:
+    hidden_AH = torch.randn(3, 4, 64, device="cuda").to(dtype)
+    weight_VH, bias_V = torch.randn(100, 64, device="cuda").to(dtype), torch.randn(100, device="cuda").to(dtype)
+    found = LogitForm(float32=True).logits(hidden_AH, weight_VH, bias_V)
+    expected = torch.nn.functional.linear(hidden_AH.double(), weight_VH.double(), bias_V.double())
+    torch.testing.assert_close(found, expected.float(), atol=1e-4, rtol=1e-5)
 
 
 def test_a_pack_beyond_the_rotary_embedding_is_refused(tmp_path: Path) -> None:
