@@ -1,0 +1,16 @@
+"""A few bad inputs of every kind; `scripts/fuzz.py` has them all."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import KINDS, cases, outcome
+
+SHARE = 20
+"""Of the cases of the full form, one in so many."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_input(kind: str, tmp_path: Path) -> None:
+    count = max(2, KINDS[kind][1] // SHARE)
+    assert [wrong for case in cases(kind, count, 1, tmp_path) if (wrong := outcome(case))] == []
