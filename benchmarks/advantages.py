@@ -18,7 +18,7 @@ import tyro
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from rollgrad.domain.estimators import ESTIMATORS, EstimatorInput, EstimatorParams
+from rollgrad.domain.algorithms.estimators import ESTIMATORS, EstimatorInput, EstimatorParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import OtherProcesses, measure

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 import rollgrad
-from rollgrad.application.choices import CorrectionLevel
-from rollgrad.application.config import RLConfig
-from rollgrad.application.train_config import PartialRollout
+from rollgrad.application.settings.choices import CorrectionLevel
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.training import PartialRollout
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]

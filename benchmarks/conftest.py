@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.machine import Machine, measure
 from benchmarks.smoke import HELP, smoke_model
+from rollgrad.adapters.models.torch.loading import load_causal_lm, resolve_dtype
 from rollgrad.adapters.system.python_file import load_python_file
-from rollgrad.adapters.torch.loading import load_causal_lm, resolve_dtype
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"

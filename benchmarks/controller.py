@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rollgrad.application.executors.single_turn import SingleTurnExecutor
-from rollgrad.application.fleet import EngineFleet
-from rollgrad.application.fleet_member import FleetMember
-from rollgrad.application.rollout import RolloutGroup, RolloutService
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.engines.fleet_member import FleetMember
+from rollgrad.application.episodes.single_turn import SingleTurnExecutor
+from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.fakes.chat_codec import FakeChatCodec
 from tests.fakes.reward_source import FakeRewardSource
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rollgrad.application.config import RLConfig
+from rollgrad.application.settings.run import RLConfig
 
 HELP = "smallest work on a tiny random model, to see that the script runs"
 REPLY_TOKENS = 10

@@ -17,14 +17,14 @@ from attrs import evolve
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer, resolve_dtype
-from rollgrad.adapters.torch.models import TorchValue
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.torch.reward_model import RewardModel, encode
-from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer, resolve_dtype
+from rollgrad.adapters.models.torch.models import TorchValue
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.reward_model import RewardModel, encode
+from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
 from rollgrad.domain.ports.models import LossOutput
-from rollgrad.domain.sampling import Generation, StopReason
-from rollgrad.domain.trajectory import TrajectoryBuilder
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, QUESTIONS, REPLIES, LR, SEED = 60, 8, 2, 1e-4, 1

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgrad.domain.estimators import ESTIMATORS, EstimatorInput, EstimatorParams
-from rollgrad.domain.estimators.scan import reverse_discounted_sum
+from rollgrad.domain.algorithms.estimators import ESTIMATORS, EstimatorInput, EstimatorParams
+from rollgrad.domain.algorithms.estimators.discounting import reverse_discounted_sum
 
 SEQUENCES, LONGEST, SAMPLES, DISCOUNT = 1024, 4096, 8, 0.95
 SMOKE_SEQUENCES, SMOKE_LONGEST = 16, 32

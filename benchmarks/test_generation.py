@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks.machine import Machine, ModelCost
-from rollgrad.adapters.transformers.engine import EmbeddedEngine
-from rollgrad.domain.sampling import GenerationRequest, SamplingParams
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 
 NEW_TOKENS, SAMPLES = 32, 8
 TEMPLATE = tuple(range(100, 140))

@@ -13,15 +13,15 @@ import torch
 from attrs import evolve
 
 from benchmarks.machine import Machine, ModelCost
-from rollgrad.adapters.torch.head import token_logprobs
-from rollgrad.adapters.torch.layout import build_layout
-from rollgrad.adapters.torch.loading import load_causal_lm
-from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.domain.batch import PackedBatch, pack
-from rollgrad.domain.losses.objectives import PolicyLossObjective
-from rollgrad.domain.sampling import Generation, StopReason
-from rollgrad.domain.trajectory import TrajectoryBuilder
+from rollgrad.adapters.models.torch.chunked_logprobs import token_logprobs
+from rollgrad.adapters.models.torch.layout import build_layout
+from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
+from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, REPLY_TOKENS = 2, 8, 64, 32
 VOCABULARY, HIDDEN = 49152, 576

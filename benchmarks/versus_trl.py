@@ -26,7 +26,7 @@ import torch
 import tyro
 from attrs import define, evolve, frozen
 
-from rollgrad.adapters.torch.loading import resolve_dtype
+from rollgrad.adapters.models.torch.loading import resolve_dtype
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import ModelCost, OtherProcesses, measure
@@ -126,10 +126,10 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
     from dependency_injector import providers
 
     from rollgrad.adapters.rewards.function import FunctionReward
-    from rollgrad.application.choices import DType
-    from rollgrad.application.config import RLConfig
-    from rollgrad.domain.sampling import SamplingParams
-    from rollgrad.entrypoints.container import Container
+    from rollgrad.application.settings.choices import DType
+    from rollgrad.application.settings.run import RLConfig
+    from rollgrad.domain.episodes.generation import SamplingParams
+    from rollgrad.entrypoints.composition.container import Container
 
     turns = Turns(pipe)
 

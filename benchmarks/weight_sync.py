@@ -26,21 +26,21 @@ import torch
 import tyro
 from attrs import define, evolve
 
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer, resolve_dtype
-from rollgrad.adapters.torch.lora import add_lora
-from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.transformers.engine import EmbeddedEngine
-from rollgrad.adapters.vllm.disk import Disk
-from rollgrad.adapters.vllm.engine import VLLMEngine
-from rollgrad.adapters.vllm.shared_memory import shared_memory, shared_memory_adapter
-from rollgrad.adapters.vllm.transport import Backend
-from rollgrad.adapters.vllm.weights import EngineWeights
-from rollgrad.application.model_config import LoraConfig
-from rollgrad.domain.batch import pack
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.engines.vllm.engine import VLLMEngine
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer, resolve_dtype
+from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.weights.channel import EngineWeights
+from rollgrad.adapters.weights.disk import Disk
+from rollgrad.adapters.weights.shared_memory import shared_memory, shared_memory_adapter
+from rollgrad.adapters.weights.transfer import Backend
+from rollgrad.application.settings.models import LoraConfig
+from rollgrad.domain.batches.packed import pack
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
+from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
-from rollgrad.domain.sampling import GenerationRequest, SamplingParams
-from rollgrad.domain.trajectory import TrajectoryBuilder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import OtherProcesses, best_of

@@ -14,13 +14,13 @@ import attrs
 import cattrs
 import yaml
 
-from rollgrad.application.config import RLConfig
 from rollgrad.application.foreign import foreign_code
-from rollgrad.application.presets import preset_settings
-from rollgrad.application.spelling import choice
+from rollgrad.application.settings.presets import preset_settings
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.spelling import choice
 from rollgrad.domain.errors import ConfigurationError, raise_together
+from rollgrad.entrypoints.names.suggestions import unknown_key
 from rollgrad.entrypoints.redaction import hide, secrets_of_settings
-from rollgrad.entrypoints.suggestions import unknown_key
 
 Config = TypeVar("Config", bound=attrs.AttrsInstance)
 

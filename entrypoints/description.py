@@ -16,8 +16,8 @@ import yaml
 
 import rollgrad
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
-from rollgrad.application.config import RLConfig
-from rollgrad.application.rules_resume import MODELS, changes, refusals
+from rollgrad.application.settings.rules.resume import MODELS, changes, refusals
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, raise_together
 from rollgrad.entrypoints.config_io import dump_config, setting_names
 from rollgrad.entrypoints.redaction import HIDDEN, is_secret_name, known_secrets, redact

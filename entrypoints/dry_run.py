@@ -11,13 +11,21 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollgrad.application.config import CheckpointConfig, RLConfig
-from rollgrad.application.correction import correction_summary
-from rollgrad.application.function_path import FunctionPath
-from rollgrad.application.memory_plan import MIB, Machine, ModelShape, RoleMemory, memory_plan, places, shortages
-from rollgrad.application.model_config import LoraConfig
-from rollgrad.application.rules_common import optimizer_steps_per_rollout
-from rollgrad.application.rules_inputs import dataset_names
+from rollgrad.application.settings.correction import correction_summary
+from rollgrad.application.settings.derived import optimizer_steps_per_rollout
+from rollgrad.application.settings.function_path import FunctionPath
+from rollgrad.application.settings.memory_plan import (
+    MIB,
+    Machine,
+    ModelShape,
+    RoleMemory,
+    memory_plan,
+    places,
+    shortages,
+)
+from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.rules.inputs import dataset_names
+from rollgrad.application.settings.run import CheckpointConfig, RLConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, RollgradError, raise_together
 from rollgrad.entrypoints.run_directory import output_problem
 
@@ -103,9 +111,9 @@ def model_shape(key: str, name: str, lora: LoraConfig | None = None) -> ModelSha
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rollgrad.adapters.torch.attention import check_layers
-    from rollgrad.adapters.torch.lora import adapter_numbers
-    from rollgrad.adapters.torch.quantized import quantised_numbers
+    from rollgrad.adapters.models.torch.attention import check_layers
+    from rollgrad.adapters.models.torch.lora import adapter_numbers
+    from rollgrad.adapters.models.torch.quantised import quantised_numbers
 
     try:
         settings = AutoConfig.from_pretrained(str(Path(name).expanduser()) if _is_path(name) else name)
@@ -154,7 +162,7 @@ def _machine() -> Machine:
 
 
 def _plan_memory(config: RLConfig, machine: Machine) -> list[RoleMemory]:
-    from rollgrad.adapters.torch.loading import default_device, resolve_dtype
+    from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
 
     critic, reference = config.critic.model_name_or_path, config.ref.model_name_or_path
     reward = config.reward.model_name_or_path

@@ -15,20 +15,20 @@ from dependency_injector import providers
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.tracking.report import write_report
-from rollgrad.application.config import RLConfig
-from rollgrad.application.correction import log_correction
-from rollgrad.application.evaluation import EvaluationService
-from rollgrad.application.model_config import LoraConfig
-from rollgrad.application.pipeline import Pipeline
-from rollgrad.application.validation import validate, validate_evaluation
+from rollgrad.application.pipelines.base import Pipeline
+from rollgrad.application.rollouts.evaluation import EvaluationService
+from rollgrad.application.settings.correction import log_correction
+from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.rules import validate, validate_evaluation
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.entrypoints.composition.container import Container
+from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.config_io import load_config as load_config
-from rollgrad.entrypoints.container import Container
 from rollgrad.entrypoints.description import check_continues, settings_file
-from rollgrad.entrypoints.extensions import load_extension
 from rollgrad.entrypoints.run_directory import (
     LOGS,
     alone,

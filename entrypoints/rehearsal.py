@@ -16,16 +16,16 @@ from rich.console import Console
 from rich.text import Text
 
 from rollgrad.adapters.openrlhf.loading import load_agent_file
-from rollgrad.application.config import RLConfig
-from rollgrad.application.executors.judging import answer_request
-from rollgrad.application.rules_inputs import range_problems, with_defaults
+from rollgrad.application.episodes.judging import answer_request
+from rollgrad.application.settings.rules.inputs import range_problems, with_defaults
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
-from rollgrad.domain.prompts import Prompt
+from rollgrad.entrypoints.composition.container import Container
+from rollgrad.entrypoints.composition.rewards import reward_kind
 from rollgrad.entrypoints.config_io import dump_config
-from rollgrad.entrypoints.container import Container
 from rollgrad.entrypoints.description import check_continues
 from rollgrad.entrypoints.dry_run import count_table, file_problems, show_plan
-from rollgrad.entrypoints.reward_factories import reward_kind
 from rollgrad.entrypoints.run_directory import begun, continues
 
 Made = TypeVar("Made")

@@ -22,8 +22,8 @@ from rollgrad.adapters.checkpoints.names import (
     state_paths,
 )
 from rollgrad.adapters.checkpoints.states import load_description
-from rollgrad.application.choices import Resume
-from rollgrad.application.config import CheckpointConfig
+from rollgrad.application.settings.choices import Resume
+from rollgrad.application.settings.run import CheckpointConfig
 from rollgrad.domain.errors import CheckpointError
 
 CONFIG_HEADER = "# The settings of a run by rollgrad"

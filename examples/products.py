@@ -12,8 +12,8 @@ from pathlib import Path
 
 from smollm2 import HERE, train_smollm2
 
-from rollgrad.entrypoints.assistant import AssistantArguments
-from rollgrad.entrypoints.assistant_factory import load_assistant
+from rollgrad.entrypoints.composition.assistant import load_assistant
+from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 
 QUESTION = "What is 73 * 48?"
 

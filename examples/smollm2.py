@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 import rollgrad
-from rollgrad.adapters.torch.saving import save_pretrained
-from rollgrad.entrypoints.cli import configure_logging
+from rollgrad.adapters.models.torch.saving import save_pretrained
+from rollgrad.entrypoints.cli.main import configure_logging
 
 HERE = Path(__file__).resolve().parent
 MODEL = Path(".models/SmolLM2-135M-Instruct")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollgrad.adapters.tools.function import tool as tool
-    from rollgrad.application.config import RLConfig as RLConfig
-    from rollgrad.domain.estimators.registry import estimator as estimator
-    from rollgrad.domain.losses.registry import policy_loss as policy_loss
+    from rollgrad.application.settings.run import RLConfig as RLConfig
+    from rollgrad.domain.algorithms.estimators.registry import estimator as estimator
+    from rollgrad.domain.algorithms.losses.contract import policy_loss as policy_loss
     from rollgrad.entrypoints.library import TrainResult as TrainResult
     from rollgrad.entrypoints.library import evaluate as evaluate
     from rollgrad.entrypoints.library import load_config as load_config
@@ -24,10 +24,10 @@ _PUBLIC = {
     "train": "rollgrad.entrypoints.library",
     "evaluate": "rollgrad.entrypoints.library",
     "load_config": "rollgrad.entrypoints.library",
-    "RLConfig": "rollgrad.application.config",
+    "RLConfig": "rollgrad.application.settings.run",
     "TrainResult": "rollgrad.entrypoints.library",
-    "estimator": "rollgrad.domain.estimators.registry",
-    "policy_loss": "rollgrad.domain.losses.registry",
+    "estimator": "rollgrad.domain.algorithms.estimators.registry",
+    "policy_loss": "rollgrad.domain.algorithms.losses.contract",
     "tool": "rollgrad.adapters.tools.function",
 }
 __all__ = [

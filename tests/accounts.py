@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
-from rollgrad.application.config import RLConfig
+from rollgrad.application.settings.run import RLConfig
 
 
 def nothing_is_lost(config: RLConfig) -> None:

@@ -96,7 +96,7 @@ def _freed_memory_is_given_back() -> Iterator[None]:
     """Models that tests train in this process would leave gigabytes in it, while others run beside it."""
     yield
     if psutil.Process().memory_info().rss > LARGE:
-        from rollgrad.adapters.torch.allocator import give_back_freed_memory
+        from rollgrad.adapters.models.torch.allocator import give_back_freed_memory
 
         gc.collect()
         give_back_freed_memory()
@@ -105,7 +105,7 @@ def _freed_memory_is_given_back() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def _vllm(wide_headed_model_dir: Path) -> Iterator[Any]:
     """Serves all modules: it takes longer to start than most of them."""
-    from rollgrad.adapters.vllm.engine import VLLMEngine
+    from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 
     engine = VLLMEngine(str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_batch_size=64)
     yield engine
@@ -123,10 +123,10 @@ def _vllm_in_module(_vllm: Any, wide_headed_model_dir: Path) -> Any:
     """With none of the weights that tests of another module have pushed."""
     import torch
 
-    from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-    from rollgrad.adapters.torch.models import TorchPolicy
-    from rollgrad.adapters.torch.optimizer import OptimizerSettings
-    from rollgrad.adapters.vllm.weights import EngineWeights
+    from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+    from rollgrad.adapters.models.torch.models import TorchPolicy
+    from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+    from rollgrad.adapters.weights.channel import EngineWeights
     from tests.event_loop import run
 
     path = str(wide_headed_model_dir)
@@ -150,7 +150,8 @@ def vllm_engine(_vllm_in_module: Any) -> Any:
 @pytest.fixture
 def algorithms_as_before() -> Iterator[None]:
     """Takes back what a test registers."""
-    from rollgrad.domain import catalogue, estimators, losses
+    from rollgrad.domain import estimators, losses
+    from rollgrad.domain.algorithms import catalogue
 
     tables: list[dict[str, Any]] = [
         catalogue.ESTIMATORS,

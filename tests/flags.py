@@ -4,10 +4,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from rollgrad.entrypoints.chat import ChatArguments
-from rollgrad.entrypoints.parsing import DoctorArguments, EvalArguments, TrainArguments, flag_kinds
-from rollgrad.entrypoints.serve_agent import ServeAgentArguments
-from rollgrad.entrypoints.serve_reward import ServeRewardArguments
+from rollgrad.entrypoints.cli.chat import ChatArguments
+from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, flag_kinds
+from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
+from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments
 
 KINDS: tuple[type[Any], ...] = (
     TrainArguments,

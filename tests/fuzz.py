@@ -19,17 +19,17 @@ import yaml
 from attrs import frozen
 
 from rollgrad.adapters.checkpoints.states import read_state, save_state
-from rollgrad.adapters.datasets.loading import load_dataset
-from rollgrad.adapters.http.reward import HttpReward
+from rollgrad.adapters.data.datasets.loading import load_dataset
 from rollgrad.adapters.rewards.answers import RewardParser
 from rollgrad.adapters.rewards.function import FunctionReward
+from rollgrad.adapters.rewards.http import HttpReward
 from rollgrad.application.foreign import shown
-from rollgrad.application.validation import validate
+from rollgrad.application.settings.rules import validate
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import RollgradError
 from rollgrad.domain.ports.checkpoint_store import TrainingState
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RewardRequest
-from rollgrad.domain.sampling import StopReason
 from rollgrad.entrypoints.config_io import dump_config, load_config, setting_names, structure_config
 from tests.fakes.chat_codec import EOS, FakeChatCodec
 from tests.fakes.reward_server import RewardServer

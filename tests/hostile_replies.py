@@ -17,13 +17,13 @@ from typing import Any
 
 from attrs import define, field
 
-from rollgrad.adapters.reasoning_gym.source import ReasoningGymReward
+from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
-from rollgrad.application.choices import Verifier
+from rollgrad.application.settings.choices import Verifier
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import Reward, RewardRequest
-from rollgrad.domain.sampling import StopReason
 
 PATTERN = r"<think>.*</think>\s*<answer>(\s*\S+\s*)*</answer>"
 """A format that takes for ever on some replies, as patterns of users may."""

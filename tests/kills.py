@@ -104,7 +104,7 @@ class Runs:
         if self.kind == "cluster":
             with (self.directory / "log").open("a") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "rollgrad.entrypoints.cli", *command], stdout=log, stderr=log
+                    [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *command], stdout=log, stderr=log
                 )
             return process.pid
         sys.stdout.flush()
@@ -117,7 +117,7 @@ class Runs:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
             done = count_operations(doomed_at)
-            from rollgrad.entrypoints.cli import main
+            from rollgrad.entrypoints.cli.main import main
 
             status = main(command)
             (self.directory / "operations").write_text(str(done()))
@@ -229,7 +229,7 @@ def main() -> int:
         import matplotlib.figure  # noqa: F401
         import transformers.models.llama.modeling_llama  # noqa: F401
 
-        import rollgrad.entrypoints.cli
+        import rollgrad.entrypoints.cli.main
         import rollgrad.entrypoints.library  # noqa: F401
 
         share = -(-arguments.kills // len(arguments.only))

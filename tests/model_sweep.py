@@ -21,15 +21,15 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from rollgrad.adapters.torch.compatibility import usable_positions
-from rollgrad.adapters.torch.forward import PackedLM
-from rollgrad.adapters.torch.loading import load_causal_lm
-from rollgrad.adapters.transformers.decoding import check_decoding
-from rollgrad.adapters.transformers.engine import EmbeddedEngine
-from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.adapters.engines.embedded.decoding import check_decoding
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.models.torch.compatibility import usable_positions
+from rollgrad.adapters.models.torch.forward import PackedLM
+from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.trajectory import TrajectoryBuilder
 from tests.tiny_architectures import tiny_model
 
 FLAG = "--actor.model_name_or_path"

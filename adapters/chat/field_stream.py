@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollgrad.adapters.chat.special_text import SpecialTokens
-from rollgrad.domain.messages import ToolCall
+from rollgrad.domain.episodes.messages import ToolCall
 
 Pieces = list[tuple[str, str]]
 """(field, text): the field is `content` or `reasoning_content`."""

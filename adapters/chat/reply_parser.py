@@ -13,7 +13,7 @@ from typing import Any
 from rollgrad.adapters.chat.field_stream import FieldStream
 from rollgrad.adapters.chat.reply_formats import FORMATS, HERMES, MARKS
 from rollgrad.adapters.chat.special_text import SpecialTokens
-from rollgrad.domain.messages import ParsedReply, ToolCall, assistant_message
+from rollgrad.domain.episodes.messages import ParsedReply, ToolCall, assistant_message
 from rollgrad.domain.ports.chat_codec import ToolSchema
 
 START = "\x02reply\x03"

@@ -11,9 +11,9 @@ from typing import Any
 
 from attrs import frozen
 
+from rollgrad.domain.episodes.messages import Message
+from rollgrad.domain.episodes.messages import texts as all_texts
 from rollgrad.domain.errors import DataError
-from rollgrad.domain.messages import Message
-from rollgrad.domain.messages import texts as all_texts
 from rollgrad.domain.ports.chat_codec import ToolSchema
 
 PRIVATE_USE = range(0xE000, 0xF900)

@@ -15,8 +15,8 @@ from rollgrad.adapters.chat.reply_parser import ReplyParser
 from rollgrad.adapters.chat.special_text import Guarded, guard, unused_character
 from rollgrad.adapters.chat.streaming import TokenStream
 from rollgrad.adapters.chat.tool_text import as_text
+from rollgrad.domain.episodes.messages import Message, ParsedReply
 from rollgrad.domain.errors import ConfigurationError, DataError
-from rollgrad.domain.messages import Message, ParsedReply
 from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, ToolSchema
 
 

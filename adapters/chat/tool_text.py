@@ -6,7 +6,7 @@ The same words as in the templates of Qwen2.5 and Hermes 2 Pro, so that a model 
 import json
 from collections.abc import Mapping, Sequence
 
-from rollgrad.domain.messages import Message
+from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.ports.chat_codec import ToolSchema
 
 INSTRUCTIONS = (

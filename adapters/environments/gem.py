@@ -10,9 +10,9 @@ from typing import Any
 from rollgrad.adapters.environments.episode_thread import EpisodeThread
 from rollgrad.adapters.environments.global_randomness import GlobalRandomness
 from rollgrad.adapters.environments.opening import opening, prompt_seed, user_message
-from rollgrad.domain.messages import Action, Message
+from rollgrad.domain.episodes.messages import Action, Message
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.environment import Environment, StepResult
-from rollgrad.domain.prompts import Prompt
 
 
 class GemEnvironment(Environment):

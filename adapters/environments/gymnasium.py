@@ -11,10 +11,10 @@ from typing import Any
 
 from rollgrad.adapters.environments.episode_thread import EpisodeThread
 from rollgrad.adapters.environments.opening import opening, prompt_seed, user_message
+from rollgrad.domain.episodes.messages import Action, Message
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.messages import Action, Message
 from rollgrad.domain.ports.environment import Environment, StepResult
-from rollgrad.domain.prompts import Prompt
 
 _INTEGER = re.compile(r"(?<![\w.])-?\d+(?![\w]|\.\d)")
 

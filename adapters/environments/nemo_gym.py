@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from rollgrad.adapters.environments.opening import conversation
-from rollgrad.application.agents.tool_environment import ToolEnvironment
+from rollgrad.application.episodes.tool_environment import ToolEnvironment
+from rollgrad.domain.episodes.messages import Action, Message, ToolResult
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.messages import Action, Message, ToolResult
 from rollgrad.domain.ports.environment import StepResult, Tool
-from rollgrad.domain.prompts import Prompt
 
 if TYPE_CHECKING:
     import httpx2

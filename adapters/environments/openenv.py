@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollgrad.adapters.environments.opening import opening, prompt_seed, user_message
+from rollgrad.domain.episodes.messages import Action, Message
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
-from rollgrad.domain.messages import Action, Message
 from rollgrad.domain.ports.environment import Environment, StepResult
-from rollgrad.domain.prompts import Prompt
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection

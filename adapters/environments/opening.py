@@ -4,8 +4,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollgrad.domain.messages import Message
-from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.episodes.messages import Message
+from rollgrad.domain.episodes.prompts import Prompt
 
 SEED_RANGE = 2**32
 """Seeds lie below it: NumPy's global generator takes no larger ones."""

@@ -7,11 +7,11 @@ from attrs import evolve
 from rollgrad.adapters.openrlhf.answers import metrics, number, required
 from rollgrad.adapters.openrlhf.shim import SamplingParams as AgentSampling
 from rollgrad.adapters.openrlhf.shim import open_episode
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.messages import Action
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.messages import Action
 from rollgrad.domain.ports.environment import Environment, StepResult, WholePrompt
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import SamplingParams
 
 UNLIMITED = -1
 """vLLM's top_k for the full distribution."""

@@ -15,8 +15,11 @@ from rollgrad.adapters.openrlhf.segments import (
     version_of,
 )
 from rollgrad.adapters.openrlhf.shim import CompletionOutput, Logprob, RequestOutput
-from rollgrad.application.executors.judging import judge_request, judged
+from rollgrad.application.episodes.judging import judge_request, judged
 from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.rewards import FailureKind, Reward, RolloutFailure
+from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import (
     ConfigurationError,
     EngineError,
@@ -29,9 +32,6 @@ from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
-from rollgrad.domain.rewards import FailureKind, Reward, RolloutFailure
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.trajectory import Trajectory
 
 FINISH_REASONS = {StopReason.ABORTED: "abort"}
 """What vLLM calls the end of a request, where it differs."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from attrs import frozen
 
-from rollgrad.adapters.openrlhf.finder import install
 from rollgrad.adapters.openrlhf.shim import MultiTurnAgentExecutor
 from rollgrad.adapters.system.python_file import load_python_file
+from rollgrad.adapters.system.stand_ins import install
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError
 

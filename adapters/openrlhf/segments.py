@@ -10,11 +10,11 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from rollgrad.adapters.openrlhf.answers import metrics, number
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.rewards import Reward
+from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import TrajectoryError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
-from rollgrad.domain.rewards import Reward
-from rollgrad.domain.sampling import Generation, StopReason
-from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
 
 
 @frozen(kw_only=True, eq=False)

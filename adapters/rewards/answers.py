@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollgrad.application.foreign import foreign_code, shown, told
+from rollgrad.domain.episodes.rewards import Reward
 from rollgrad.domain.errors import RewardError
-from rollgrad.domain.rewards import Reward
 
 
 class RewardParser:

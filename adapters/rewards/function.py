@@ -16,16 +16,16 @@ from typing import Any
 import structlog
 from attrs import evolve
 
-from rollgrad.adapters.openrlhf.finder import install
 from rollgrad.adapters.rewards.answers import RewardParser, replies
 from rollgrad.adapters.rewards.signatures import Call, Convention, Notes, Signature, conversational
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.adapters.system.python_file import load_python_file
+from rollgrad.adapters.system.stand_ins import install
 from rollgrad.application.foreign import foreign_code
-from rollgrad.application.function_path import FunctionPath
+from rollgrad.application.settings.function_path import FunctionPath
+from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, NotApplicableError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.domain.rewards import Reward, RewardRequest
 
 FUNCTION_NAMES = ("reward_func", "compute_score")
 """Functions that are looked for in a file, in this order: OpenRLHF's and TRL's examples, and verl's default."""

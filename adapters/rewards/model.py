@@ -14,9 +14,9 @@ from attrs import define, field, frozen
 from rollgrad.adapters.rewards.answers import RewardParser, replies
 from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.episodes.rewards import Reward, RewardInput, RewardRequest
 from rollgrad.domain.errors import RewardError, RollgradError
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.domain.rewards import Reward, RewardInput, RewardRequest
 
 BATCH_REPLIES = 64
 """Replies scored together at most: enough to fill a forward pass, few enough that a deadline has one scale."""

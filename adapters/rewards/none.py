@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.domain.rewards import Reward, RewardRequest
 
 
 class NoReward(RewardSource):

@@ -17,9 +17,9 @@ from typing import Any
 
 from attrs import define, field, frozen
 
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RewardRequest
 
 OPENRLHF_NAMES = ("queries", "prompts", "labels")
 """What OpenRLHF passes; a function with other names gets them by position."""

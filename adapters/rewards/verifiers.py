@@ -13,10 +13,10 @@ from typing import Any
 
 from rollgrad.adapters.rewards import format_worker, math_worker
 from rollgrad.adapters.rewards.judge_pool import JudgePool, Verdict
-from rollgrad.application.choices import JudgeIsolation, Verifier
+from rollgrad.application.settings.choices import JudgeIsolation, Verifier
+from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.domain.rewards import Reward, RewardRequest
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(rf"(?:(?<![0-9A-Za-z)])[-+])?\$?(?:{_DIGITS})")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollgrad.adapters.tools.text_argument import read_text, text_schema
-from rollgrad.domain.messages import ToolResult
+from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.ports.environment import Tool
 
 

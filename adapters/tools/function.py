@@ -16,8 +16,8 @@ from rollgrad.adapters.system.daemon_thread import in_daemon_thread
 from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools.function_arguments import FunctionArguments, summary
 from rollgrad.application.foreign import foreign_code, told
+from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError, ForeignError, RollgradError
-from rollgrad.domain.messages import ToolResult
 from rollgrad.domain.ports.environment import Tool
 
 TIMEOUT = 30.0

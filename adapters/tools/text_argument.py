@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rollgrad.domain.messages import ToolResult
+from rollgrad.domain.episodes.messages import ToolResult
 
 
 def text_schema(argument: str, description: str) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import structlog
 
-from rollgrad.application.rollout import RolloutGroup
+from rollgrad.application.rollouts.groups import RolloutGroup
 
 log = structlog.get_logger(__name__)
 

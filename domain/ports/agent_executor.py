@@ -4,11 +4,11 @@ from typing import Protocol, runtime_checkable
 
 from attrs import frozen
 
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import NotApplicableError, RewardError
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import FailureKind, RolloutFailure
-from rollgrad.domain.sampling import SamplingParams
-from rollgrad.domain.trajectory import Trajectory
 
 
 @frozen(kw_only=True)

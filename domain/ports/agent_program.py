@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from attrs import field, frozen
 
-from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.episodes.prompts import Prompt
 
 
 @frozen(kw_only=True)

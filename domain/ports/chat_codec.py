@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from attrs import frozen
 
-from rollgrad.domain.messages import Message, ParsedReply
+from rollgrad.domain.episodes.messages import Message, ParsedReply
 
 ToolSchema = Mapping[str, Any]
 """A tool in the OpenAI shape: `{"type": "function", "function": {"name", "description", "parameters"}}`."""

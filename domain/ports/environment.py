@@ -5,9 +5,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from attrs import field, frozen
 
-from rollgrad.domain.messages import Action, Message, ToolResult
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import SamplingParams
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.messages import Action, Message, ToolResult
+from rollgrad.domain.episodes.prompts import Prompt
 
 Observation = str | Sequence[Message]
 """Text, appended to the model's tokens as it is (special tokens in it are real, the environment writes the template),

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from attrs import field, frozen
 from torch import Tensor
 
-from rollgrad.domain.batch import PackedBatch
+from rollgrad.domain.batches.packed import PackedBatch
 
 
 @frozen(kw_only=True, eq=False)

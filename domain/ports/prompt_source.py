@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from rollgrad.domain.prompts import Prompt
+from rollgrad.domain.episodes.prompts import Prompt
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from rollgrad.domain.rewards import Reward, RewardRequest
+from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 
 
 @runtime_checkable

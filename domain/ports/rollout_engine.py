@@ -4,7 +4,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
-from rollgrad.domain.sampling import Generation, GenerationRequest
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest
 
 
 class PauseMode(StrEnum):

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from rollgrad.application.executors.single_turn import SingleTurnExecutor
+from rollgrad.application.episodes.single_turn import SingleTurnExecutor
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.episodes.trajectory import SegmentKind
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import FailureKind, RolloutFailure
-from rollgrad.domain.sampling import SamplingParams
-from rollgrad.domain.trajectory import SegmentKind
 from tests.fakes.agent_executor import FakeAgentExecutor
 from tests.fakes.chat_codec import FakeChatCodec
 from tests.fakes.reward_source import FakeRewardSource

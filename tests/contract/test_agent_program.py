@@ -10,8 +10,8 @@ import pytest
 
 from rollgrad.adapters.agents.command import CommandAgent
 from rollgrad.adapters.agents.function import FunctionAgent
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
-from rollgrad.domain.prompts import Prompt
 
 WAIT_SECONDS = 60.0
 Make = Callable[[str], AgentProgram]

@@ -14,11 +14,11 @@ from rollgrad.adapters.environments.nemo_gym import NemoGymEnvironment
 from rollgrad.adapters.environments.openenv import OpenEnvEnvironment
 from rollgrad.adapters.environments.skyrl import SkyRLEnvironment
 from rollgrad.adapters.environments.textarena import TextArenaEnvironment
-from rollgrad.application.agents.tool_environment import ToolEnvironment
-from rollgrad.domain.messages import Action, assistant_message
+from rollgrad.application.episodes.tool_environment import ToolEnvironment
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.messages import Action, assistant_message
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.environment import Environment, StepResult, Tool
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import Generation, StopReason
 from tests.fakes.environment import FakeEnvironment
 from tests.fakes.environment_servers import NEMO_GYM_TOOLS, nemo_gym_app, openenv_app, serve
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from attrs import evolve
 
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.lora import add_lora
-from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.application.model_config import LoraConfig
-from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.application.settings.models import LoraConfig
+from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores
 from tests.fakes.agent_executor import make_trajectory

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
-from rollgrad.adapters.datasets.source import DatasetPromptSource
-from rollgrad.adapters.reasoning_gym.source import ReasoningGymPromptSource
-from rollgrad.application.config import DataConfig
+from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
+from rollgrad.adapters.data.datasets.source import DatasetPromptSource
+from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
+from rollgrad.application.settings.run import DataConfig
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.prompt_source import PromptSource
-from rollgrad.domain.prompts import Prompt
 from tests.fakes.prompt_source import FakePromptSource
 
 SIZE = 7

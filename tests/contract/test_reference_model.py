@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollgrad.adapters.torch.loading import load_causal_lm
-from rollgrad.adapters.torch.models import TorchReference
-from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.models import TorchReference
+from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import ReferenceModel
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.models import FakeReference

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from rollgrad.adapters.http.judge import JudgePrompt, LLMJudge
-from rollgrad.adapters.http.reward import HttpReward
 from rollgrad.adapters.rewards.function import FunctionReward
+from rollgrad.adapters.rewards.http import HttpReward
+from rollgrad.adapters.rewards.judge import JudgePrompt, LLMJudge
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
-from rollgrad.application.choices import Verifier
+from rollgrad.application.settings.choices import Verifier
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RewardInput, RewardRequest
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RewardInput, RewardRequest
-from rollgrad.domain.sampling import StopReason
 from tests.fakes.reward_server import JsonServer, RewardServer
 from tests.fakes.reward_source import FakeRewardSource
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from attrs import evolve
 
-from rollgrad.adapters.torch.loading import load_causal_lm
-from rollgrad.adapters.transformers.engine import EmbeddedEngine
-from rollgrad.application.fleet import EngineFleet
-from rollgrad.application.fleet_member import Taker
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.engines.fleet_member import Taker
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.event_loop import run
 from tests.fakes.fleet_member import FakeFleetMember
 from tests.fakes.rollout_engine import FakeRolloutEngine

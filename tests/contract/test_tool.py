@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from rollgrad.adapters.mcp.tools import connect
 from rollgrad.adapters.tools.basic import FinalTool, ThinkTool
 from rollgrad.adapters.tools.function import FunctionTool
+from rollgrad.adapters.tools.mcp import connect
 from rollgrad.adapters.tools.python import PythonTool
-from rollgrad.domain.messages import ToolResult
+from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.ports.environment import Tool, tool_schema
 from tests.fakes.tool import FakeTool, mcp_command
 

@@ -10,12 +10,12 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.models import TorchValue
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.models import TorchValue
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective
+from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
-from rollgrad.domain.losses.objectives import ClippedValueObjective
 from rollgrad.domain.ports.models import LossOutput, ValueModel
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.models import FakeValue

@@ -11,23 +11,23 @@ import pytest
 import torch
 from attrs import evolve
 
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.transformers.engine import EmbeddedEngine
-from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
-from rollgrad.adapters.vllm.disk import Disk
-from rollgrad.adapters.vllm.shared_memory import shared_memory, shared_memory_adapter
-from rollgrad.adapters.vllm.transport import Passage, Send
-from rollgrad.adapters.vllm.weights import EngineWeights, FleetWeights
-from rollgrad.application.fleet import EngineFleet
-from rollgrad.domain.batch import PackedBatch
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.engines.embedded.weights import CopiedWeights, SharedWeights
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
+from rollgrad.adapters.weights.disk import Disk
+from rollgrad.adapters.weights.shared_memory import shared_memory, shared_memory_adapter
+from rollgrad.adapters.weights.transfer import Passage, Send
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.control.engine_health import EngineState, FleetBounds
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.errors import EngineError
-from rollgrad.domain.fleet import EngineState, FleetBounds
 from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.ports.weight_channel import WeightChannel
-from rollgrad.domain.sampling import GenerationRequest, SamplingParams
 from tests.event_loop import run
 from tests.fakes.group_backend import FakeGroupBackend
 from tests.fakes.models import FakePolicy
@@ -126,7 +126,7 @@ def test_an_engine_that_is_sampling_refuses_unless_paused(parts: tuple[WeightCha
 
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "copied"])
 def test_the_engine_samples_from_the_updated_weights(tiny_model_dir: Path, own: bool) -> None:
-    from rollgrad.domain.batch import pack
+    from rollgrad.domain.batches.packed import pack
     from tests.fakes.agent_executor import make_trajectory
 
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)

@@ -8,10 +8,10 @@ import torch
 import yaml
 
 import rollgrad
-from rollgrad.application.presets import PRESETS
-from rollgrad.domain import catalogue
-from rollgrad.domain.trajectory import Trajectory
-from rollgrad.entrypoints.cli import main
+from rollgrad.application.settings.presets import PRESETS
+from rollgrad.domain.algorithms import catalogue
+from rollgrad.domain.episodes.trajectory import Trajectory
+from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import structure_config
 
 pytestmark = pytest.mark.usefixtures("algorithms_as_before")
@@ -26,9 +26,9 @@ PLUGIN = """
 import torch
 
 import rollgrad
-from rollgrad.domain.catalogue import EstimatorTraits
-from rollgrad.domain.estimators import Advantages
-from rollgrad.domain.losses.registry import PolicyLoss
+from rollgrad.domain.algorithms.catalogue import EstimatorTraits
+from rollgrad.domain.algorithms.estimators import Advantages
+from rollgrad.domain.algorithms.losses.contract import PolicyLoss
 
 
 @rollgrad.estimator("mine", EstimatorTraits(whiten="batch"))

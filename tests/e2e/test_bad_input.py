@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.cli.main import main
 
 GOOD_REWARD = "def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n"
 
@@ -143,7 +143,7 @@ def test_failures_within_the_budget_do_not_end_the_run(workspace: Path) -> None:
 @pytest.mark.slow
 def test_a_real_process_says_the_same(workspace: Path) -> None:
     Path("reward.py").write_text("def reward_func(queries, prompts, labels):\n    raise KeyError('answer')\n")
-    command = [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl", "--config", "run.yaml"]
+    command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "train", "rl", "--config", "run.yaml"]
     result = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=400)
     assert result.returncode == 2
     assert result.stdout == ""

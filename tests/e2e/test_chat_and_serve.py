@@ -15,16 +15,16 @@ import pytest
 from openai import OpenAI
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.application.agents.assistant import Assistant
-from rollgrad.application.agents.service import ChatRequest, RefusedError
-from rollgrad.domain.messages import Message
-from rollgrad.domain.sampling import SamplingParams
-from rollgrad.entrypoints.assistant_factory import load_assistant
-from rollgrad.entrypoints.cli import main
-from rollgrad.entrypoints.serve_agent import ServeAgentArguments
+from rollgrad.application.episodes.assistant import Assistant
+from rollgrad.application.episodes.chat_service import ChatRequest, RefusedError
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.messages import Message
+from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
+from rollgrad.entrypoints.composition.assistant import load_assistant
 from tests.fakes.recording_engine import RecordingEngine
 
-ROLLGRAD = [sys.executable, "-m", "rollgrad.entrypoints.cli"]
+ROLLGRAD = [sys.executable, "-m", "rollgrad.entrypoints.cli.main"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SETTINGS = ["--max_new_tokens", "12", "--seed", "5", "--temperature", "1"]
 

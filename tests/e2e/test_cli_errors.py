@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.cli.main import main
 
 
 def rollgrad(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rollgrad.entrypoints.cli", *arguments]
+    command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400)
 
 
@@ -104,7 +104,7 @@ def test_a_plan_and_an_evaluation_say_the_same(
 def test_help_and_refusals_load_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     script = (
         "import contextlib, sys\n"
-        "from rollgrad.entrypoints.cli import main\n"
+        "from rollgrad.entrypoints.cli.main import main\n"
         "with contextlib.suppress(SystemExit):\n"
         f"    main({arguments!r})\n"
         "heavy = {'torch', 'transformers', 'datasets', 'dependency_injector', 'numpy'} & set(sys.modules)\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

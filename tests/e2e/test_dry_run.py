@@ -8,7 +8,7 @@ import datasets
 import pytest
 import yaml
 
-from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.cli.main import main
 
 VERL = [
     {

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.cli.main import main
 
 STARTUP_SECONDS = 300.0
 STOP_SECONDS = 200.0
@@ -68,7 +68,7 @@ def train(*flags: str) -> int:
 
 def start(workspace: Path, *flags: str, **environment: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl", "--config", "run.yaml", *flags],
+        [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "train", "rl", "--config", "run.yaml", *flags],
         cwd=workspace,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
@@ -323,7 +323,7 @@ def test_a_log_whose_last_line_was_cut_off_is_continued(workspace: Path) -> None
 
 def test_a_saved_critic_continues(workspace: Path) -> None:
     """A critic is saved below its model, and a later run that starts from it values what it valued."""
-    from rollgrad.adapters.torch.loading import load_critic
+    from rollgrad.adapters.models.torch.loading import load_critic
 
     ppo = ("--algo.advantage.estimator", "gae", "--critic.adam.lr", "1e-3")
     assert train(*ppo, "--ckpt.save_steps", "2") == 0

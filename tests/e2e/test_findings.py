@@ -16,7 +16,7 @@ def run(folder: Path, model: Path, reward: str, *flags: str) -> tuple[list[str],
     rows = [{"input": f"What is {a} plus {a}?", "label": str(2 * a)} for a in range(1, 9)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "reward.py").write_text(f"def reward_func(queries, prompts, labels):\n    return {reward}\n")
-    command = [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl"]
+    command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "train", "rl"]
     command += ["--actor.model_name_or_path", str(model), "--data.prompt_dataset", "prompts.jsonl"]
     command += ["--data.label_key", "label", "--reward.function_path", "reward.py", "--rollout.batch_size", "4"]
     command += ["--rollout.n_samples_per_prompt", "2", "--train.max_steps", "5", "--ckpt.output_dir", "out", *flags]

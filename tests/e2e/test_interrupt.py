@@ -69,7 +69,7 @@ def heed_interrupts() -> None:
     ids=["reward_function", "asynchronous", "worker_processes"],
 )
 def test_ctrl_c_saves_and_says_where(workspace: Path, flags: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl", "--config", "run.yaml", *flags]
+    command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "train", "rl", "--config", "run.yaml", *flags]
     process = subprocess.Popen(
         command,
         cwd=workspace,

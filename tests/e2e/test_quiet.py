@@ -33,7 +33,7 @@ def test_a_run_says_nothing_but_its_own_lines(name: str, tiny_model_dir: Path, t
     command += ["--reward.function_path", "reward.py", "--rollout.batch_size", "4"]
     command += ["--rollout.n_samples_per_prompt", "2", "--rollout.max_new_tokens", "300", "--train.max_steps", "2"]
     run = subprocess.run(
-        [sys.executable, "-m", "rollgrad.entrypoints.cli", *command, *FLAGS[name], "--ckpt.output_dir", "out"],
+        [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *command, *FLAGS[name], "--ckpt.output_dir", "out"],
         cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")},
         capture_output=True,

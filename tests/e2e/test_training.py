@@ -14,11 +14,11 @@ import torch
 import yaml
 
 import rollgrad
-from rollgrad.adapters.transformers.weights import SharedWeights
-from rollgrad.application.model_config import LoraConfig
-from rollgrad.domain.catalogue import ESTIMATORS
-from rollgrad.domain.rewards import Reward, RewardRequest
-from rollgrad.entrypoints.cli import main
+from rollgrad.adapters.engines.embedded.weights import SharedWeights
+from rollgrad.application.settings.models import LoraConfig
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS
+from rollgrad.domain.episodes.rewards import Reward, RewardRequest
+from rollgrad.entrypoints.cli.main import main
 from tests.fakes.clock import FakeClock
 from tests.fakes.metric_sink import FakeMetricSink
 from tests.fakes.reward_source import FakeRewardSource
@@ -306,7 +306,7 @@ def test_reasoning_gym_tasks_bring_prompts_and_reward(workspace: Path) -> None:
 @pytest.mark.slow
 def test_the_command_line_as_a_process(workspace: Path, tiny_model_dir: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "rollgrad.entrypoints.cli", *arguments]
+        command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *arguments]
         return subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=400)
 
     trained = run("train", "rl", "--config", "run.yaml")

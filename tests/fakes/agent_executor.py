@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.rewards import RolloutFailure
+from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
-from rollgrad.domain.rewards import RolloutFailure
-from rollgrad.domain.sampling import Generation, StopReason
-from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
 
 
 def make_trajectory(

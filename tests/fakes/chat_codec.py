@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from rollgrad.domain.messages import Message, ParsedReply, ToolCall, assistant_message
+from rollgrad.domain.episodes.messages import Message, ParsedReply, ToolCall, assistant_message
 from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, ReplyStream, ToolSchema
 
 BOS, EOS = 256, 257

@@ -12,18 +12,18 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.deepspeed.module import DeepSpeedModule
-from rollgrad.adapters.deepspeed.settings import DeepSpeedSettings
-from rollgrad.adapters.ray.group import WorkerGroup
-from rollgrad.adapters.ray.models import RankPolicy
+from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
+from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
+from rollgrad.adapters.models.ray.sharded import RankPolicy
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.adapters.models.torch import models
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchReference, TorchValue
+from rollgrad.adapters.models.torch.muon import MuonSettings
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.adapters.ray.placement import Placement
-from rollgrad.adapters.torch import models
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.models import Optimize, TorchPolicy, TorchReference, TorchValue
-from rollgrad.adapters.torch.muon import MuonSettings
-from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.adapters.torch.reward_model import RewardModel
-from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores, ValueModel
 from tests.fakes.agent_executor import make_trajectory
 from tests.tensor_bytes import tensor_bytes

@@ -12,9 +12,9 @@ import torch
 import rollgrad
 from rollgrad.adapters.checkpoints.names import state_paths
 from rollgrad.adapters.checkpoints.states import HashedFile
-from rollgrad.adapters.ray.models import ShardedPolicy
-from rollgrad.application.config import RLConfig
-from rollgrad.domain.rewards import RewardRequest
+from rollgrad.adapters.models.ray.sharded import ShardedPolicy
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.entrypoints.config_io import load_config
 from tests.fakes.reward_source import FakeRewardSource
 

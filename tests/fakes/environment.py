@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from rollgrad.domain.messages import Action
+from rollgrad.domain.episodes.messages import Action
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.environment import Environment, Observation, StepResult
-from rollgrad.domain.prompts import Prompt
 
 
 class FakeEnvironment(Environment):

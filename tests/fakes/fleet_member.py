@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Callable
 
-from rollgrad.application.fleet_member import FleetMember
+from rollgrad.application.engines.fleet_member import FleetMember
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.domain.sampling import Generation, GenerationRequest
 from tests.fakes.rollout_engine import FakeRolloutEngine
 
 

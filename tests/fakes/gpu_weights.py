@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from rollgrad.adapters.ray.engine import start_engines
-from rollgrad.adapters.ray.group import WorkerGroup
-from rollgrad.adapters.ray.models import RankPolicy, ShardedPolicy
+from rollgrad.adapters.engines.ray_vllm import start_engines
+from rollgrad.adapters.engines.vllm.engine import VLLMEngine
+from rollgrad.adapters.models.ray.sharded import RankPolicy, ShardedPolicy
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.ray.placement import Placement
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.vllm.cuda_ipc import cuda_ipc
-from rollgrad.adapters.vllm.engine import VLLMEngine
-from rollgrad.adapters.vllm.nccl import NCCLBackend
-from rollgrad.adapters.vllm.weights import EngineWeights, FleetWeights
-from rollgrad.application.choices import SyncBackend
-from rollgrad.application.fleet import EngineFleet
+from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
+from rollgrad.adapters.weights.cuda_ipc import cuda_ipc
+from rollgrad.adapters.weights.nccl import NCCLBackend
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.settings.choices import SyncBackend
 from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.domain.ports.weight_channel import WeightChannel
 from tests.event_loop import run

@@ -5,8 +5,8 @@ from collections.abc import Generator, Sequence
 
 from attrs import define, evolve, field
 
-from rollgrad.adapters.vllm.shared_memory import shared_memory
-from rollgrad.adapters.vllm.transport import Life, Passage, Update
+from rollgrad.adapters.weights.shared_memory import shared_memory
+from rollgrad.adapters.weights.transfer import Life, Passage, Update
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.models import PolicyModel
 from tests.fakes.weight_taker import FakeWeightTaker

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from rollgrad.adapters.ray.models import RankPolicy
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.lora import add_lora
-from rollgrad.adapters.torch.models import Optimize, TorchPolicy
-from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.application.model_config import LoraConfig
+from rollgrad.adapters.models.ray.sharded import RankPolicy
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.application.settings.models import LoraConfig
 from tests.fakes.cluster import FLAG, SETTINGS, divided
 
 LORA = LoraConfig(rank=4, alpha=8)

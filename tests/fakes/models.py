@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollgrad.domain.batch import PackedBatch
+from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import (
     LossOutput,

@@ -8,30 +8,30 @@ from typing import Any
 import torch
 from attrs import define, evolve, field
 
-from rollgrad.application.async_pipeline import AsyncPipeline
-from rollgrad.application.choices import Aggregation
-from rollgrad.application.config import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
-from rollgrad.application.continuing import ContinuingEngine
-from rollgrad.application.evaluation import EvaluationService
-from rollgrad.application.executors.single_turn import SingleTurnExecutor
-from rollgrad.application.experience import ExperienceService
-from rollgrad.application.group_stream import GroupStream
-from rollgrad.application.pipeline import Pipeline, RunOutcome, Schedule
-from rollgrad.application.rollout import RolloutGroup, RolloutService
-from rollgrad.application.sampling import GroupSampler, SamplingPlan
-from rollgrad.application.sync_pipeline import SyncPipeline
-from rollgrad.application.update import UpdateService
-from rollgrad.domain.curriculum import Curriculum
-from rollgrad.domain.entropy_control import EntropyController
-from rollgrad.domain.filtering import GroupFilter
-from rollgrad.domain.findings import LearningSettings, LearningWatch
-from rollgrad.domain.kl_control import KLController
-from rollgrad.domain.losses.objectives import PolicyLossObjective
+from rollgrad.application.engines.resuming import ContinuingEngine
+from rollgrad.application.episodes.single_turn import SingleTurnExecutor
+from rollgrad.application.learning.experience import ExperienceService
+from rollgrad.application.learning.update import UpdateService
+from rollgrad.application.pipelines.alternating import SyncPipeline
+from rollgrad.application.pipelines.base import Pipeline, RunOutcome, Schedule
+from rollgrad.application.pipelines.overlapping import AsyncPipeline
+from rollgrad.application.rollouts.evaluation import EvaluationService
+from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
+from rollgrad.application.rollouts.sampler import GroupSampler, SamplingPlan
+from rollgrad.application.rollouts.stream import GroupStream
+from rollgrad.application.settings.choices import Aggregation
+from rollgrad.application.settings.run import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from rollgrad.domain.algorithms.curriculum import Curriculum
+from rollgrad.domain.algorithms.filtering import GroupFilter
+from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
+from rollgrad.domain.control.entropy_weight import EntropyController
+from rollgrad.domain.control.findings import LearningSettings, LearningWatch
+from rollgrad.domain.control.kl_weight import KLController
+from rollgrad.domain.control.staleness import StalenessBound
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RewardRequest
-from rollgrad.domain.sampling import SamplingParams
-from rollgrad.domain.staleness import StalenessBound
 from tests.fakes.chat_codec import FakeChatCodec
 from tests.fakes.checkpoint_store import FakeCheckpointStore
 from tests.fakes.clock import FakeClock

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollgrad.domain.episodes.prompts import Prompt, PromptCursor
 from rollgrad.domain.ports.prompt_source import PromptSource
-from rollgrad.domain.prompts import Prompt, PromptCursor
 
 
 class FakePromptSource(PromptSource):

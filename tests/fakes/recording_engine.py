@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
-from rollgrad.domain.sampling import Generation, GenerationRequest, StopReason
 
 
 @frozen(eq=False)

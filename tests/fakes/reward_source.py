@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable, Sequence
 
+from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.domain.rewards import Reward, RewardRequest
 
 
 def reply_equals_label(request: RewardRequest) -> float:

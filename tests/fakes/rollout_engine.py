@@ -6,9 +6,9 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
-from rollgrad.domain.sampling import Generation, GenerationRequest, StopReason
 
 VOCABULARY = 256
 """Tokens 0..255: the bytes of `FakeChatCodec`."""

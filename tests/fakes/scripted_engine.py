@@ -9,15 +9,15 @@ from typing import Any
 
 from attrs import frozen
 
-from rollgrad.adapters.http.agent_server import AgentServer
-from rollgrad.adapters.http.serving import Server
-from rollgrad.application.agents.service import ChatService, RecordedSession, SessionLimits
+from rollgrad.adapters.servers.agent_server import AgentServer
+from rollgrad.adapters.servers.server import Server
+from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.trajectory import SegmentKind
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.trajectory import SegmentKind
 
 MODEL = "policy"
 Script = Sequence[str] | Callable[[str], str]

@@ -8,14 +8,14 @@ import torch
 from attrs import Factory, evolve, frozen
 from torch import Tensor, distributed, nn
 
-from rollgrad.adapters.ray.models import RankPolicy
-from rollgrad.adapters.torch.attention import install_attention
-from rollgrad.adapters.torch.forward import PackedLM, PackedValue, scatter
-from rollgrad.adapters.torch.lora import add_lora
-from rollgrad.adapters.torch.models import TorchReference, TorchValue
-from rollgrad.adapters.torch.sequence_parallel import join_sequence_group
-from rollgrad.application.model_config import LoraConfig
-from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.adapters.models.ray.sharded import RankPolicy
+from rollgrad.adapters.models.torch.attention import install_attention
+from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue, scatter
+from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.models import TorchReference, TorchValue
+from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
+from rollgrad.application.settings.models import LoraConfig
+from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from tests.fakes import cluster

@@ -4,12 +4,12 @@ from functools import partial
 
 import torch
 
-from rollgrad.adapters.deepspeed import tensor_parallel
-from rollgrad.adapters.deepspeed.module import DeepSpeedModule
-from rollgrad.adapters.deepspeed.settings import DeepSpeedSettings
-from rollgrad.adapters.ray.models import RankPolicy
-from rollgrad.adapters.torch.loading import load_causal_lm
-from rollgrad.adapters.torch.models import Optimize, TorchReference, TorchValue
+from rollgrad.adapters.models.deepspeed import tensor_parallel
+from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
+from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
+from rollgrad.adapters.models.ray.sharded import RankPolicy
+from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.models import Optimize, TorchReference, TorchValue
 from tests.fakes import cluster
 
 SIZE = 2

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from rollgrad.adapters.vllm.buckets import Assembler, SharedMemory
-from rollgrad.adapters.vllm.taking import EngineModel, Probe, WeightsDifferError, WeightTaker
+from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightsDifferError, WeightTaker
+from rollgrad.adapters.weights.shared_buckets import Assembler, SharedMemory
 from tests.fakes.fleet_member import FakeFleetMember
 from tests.fakes.models import VOCABULARY
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForSequenceClassification
 
 import rollgrad
 from rollgrad.adapters.openrlhf.loading import load_agent_file
-from rollgrad.application.choices import DType
-from rollgrad.application.config import RLConfig
-from rollgrad.application.rollout import RolloutGroup
+from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.application.settings.choices import DType
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError, RewardError
 
 GUIDE = """

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.http import agent_server
-from rollgrad.adapters.http.guard import MAX_BODY_BYTES
+from rollgrad.adapters.servers import agent_server
+from rollgrad.adapters.servers.guard import MAX_BODY_BYTES
+from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.ports.chat_codec import ChatCodec
-from rollgrad.domain.sampling import StopReason
 from tests.fakes.chat_codec import EOS, FakeChatCodec
 from tests.fakes.scripted_engine import Script, ScriptedEngine, Served, assert_recorded, serving
 

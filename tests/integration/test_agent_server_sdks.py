@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.domain.sampling import StopReason
+from rollgrad.domain.episodes.generation import StopReason
 from tests.fakes.scripted_engine import MODEL, Script, ScriptedEngine, Served, assert_recorded, serving
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
@@ -320,8 +320,8 @@ def test_without_sessions_nothing_is_recorded(play: Play) -> None:
 def test_a_real_model_is_recorded_token_by_token(tiny_model_dir: Path) -> None:
     import torch
 
-    from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-    from rollgrad.adapters.transformers.engine import EmbeddedEngine
+    from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+    from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 
     async def body() -> None:
         tokenizer = load_tokenizer(str(tiny_model_dir), flag="model")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import rollgrad
-from rollgrad.application.choices import DType, Verifier
-from rollgrad.application.config import RLConfig
+from rollgrad.application.settings.choices import DType, Verifier
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import EngineError
-from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.cli.main import main
 from tests.fakes.reward_source import FakeRewardSource
 
 OPENAI = """

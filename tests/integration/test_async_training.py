@@ -12,15 +12,15 @@ import torch
 from structlog.testing import capture_logs
 
 import rollgrad
-from rollgrad.application.choices import CorrectionLevel
-from rollgrad.application.config import RLConfig
-from rollgrad.application.rollout import RolloutGroup
-from rollgrad.application.train_config import PartialRollout
+from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.application.settings.choices import CorrectionLevel
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.training import PartialRollout
+from rollgrad.domain.control.staleness import StalenessUnit, StalePolicy
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RewardRequest
+from rollgrad.domain.episodes.trajectory import NO_VERSION, Trajectory
 from rollgrad.domain.ports.environment import Action, StepResult
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RewardRequest
-from rollgrad.domain.staleness import StalenessUnit, StalePolicy
-from rollgrad.domain.trajectory import NO_VERSION, Trajectory
 from tests.fakes.reward_source import FakeRewardSource
 
 TOLERANCE = 1e-4

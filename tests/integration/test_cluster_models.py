@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
-from rollgrad.adapters.ray.group import WorkerGroup
-from rollgrad.adapters.ray.models import ShardedPolicy, ShardedReference, ShardedValue, reward_copies
+from rollgrad.adapters.models.ray.sharded import ShardedPolicy, ShardedReference, ShardedValue, reward_copies
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.rewards.model import ModelReward
-from rollgrad.adapters.vllm.buckets import SharedMemory, fill_at
-from rollgrad.application.config import RLConfig
-from rollgrad.application.memory_plan import Machine, memory_plan
+from rollgrad.adapters.weights.shared_buckets import SharedMemory, fill_at
+from rollgrad.application.settings.memory_plan import Machine, memory_plan
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RewardInput, RewardRequest
 from rollgrad.domain.errors import (
     CheckpointError,
     ConfigurationError,
@@ -27,9 +30,6 @@ from rollgrad.domain.errors import (
     WorkerError,
 )
 from rollgrad.domain.ports.checkpoint_store import TrainingState
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RewardInput, RewardRequest
-from rollgrad.domain.sampling import StopReason
 from rollgrad.entrypoints.dry_run import model_shape
 from tests.fakes import cluster
 

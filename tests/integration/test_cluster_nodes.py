@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 import rollgrad
-from rollgrad.adapters.ray.engine import start_engines
+from rollgrad.adapters.engines.ray_vllm import start_engines
 from rollgrad.adapters.ray.session import RaySession
-from rollgrad.adapters.vllm.weights import FleetWeights
-from rollgrad.application.config import RLConfig
-from rollgrad.application.fleet import EngineFleet
-from rollgrad.domain.batch import pack
+from rollgrad.adapters.weights.channel import FleetWeights
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.batches.packed import pack
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.rewards import RewardRequest
+from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
 from rollgrad.domain.errors import ConfigurationError, WorkerError
-from rollgrad.domain.rewards import RewardRequest
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.trajectory import TrajectoryBuilder
 from tests.event_loop import run
 from tests.fakes import cluster as cluster_models
 from tests.fakes.cluster import processes

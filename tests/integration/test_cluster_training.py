@@ -17,13 +17,13 @@ from structlog.testing import capture_logs
 
 import rollgrad
 from rollgrad.adapters.ray.session import RaySession
-from rollgrad.application.choices import CorrectionLevel, DType, Engine, Resume, SyncBackend
-from rollgrad.application.config import RLConfig
-from rollgrad.application.train_config import PartialRollout
+from rollgrad.application.settings.choices import CorrectionLevel, DType, Engine, Resume, SyncBackend
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.training import PartialRollout
+from rollgrad.domain.episodes.rewards import RewardInput
+from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import WorkerError
 from rollgrad.domain.ports.metric_sink import MetricSink
-from rollgrad.domain.rewards import RewardInput
-from rollgrad.domain.trajectory import Trajectory
 from rollgrad.entrypoints.config_io import dump_config
 from tests.accounts import nothing_is_lost
 from tests.fakes import cluster, controller

@@ -13,19 +13,19 @@ import pytest
 import torch
 from attrs import define, evolve, field
 
-from rollgrad.adapters.ray.engine import RayVLLMEngine, start_engines
+from rollgrad.adapters.engines.ray_vllm import RayVLLMEngine, start_engines
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.ray.session import RaySession
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.vllm.weights import FleetWeights
-from rollgrad.application.fleet import EngineFleet
-from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.adapters.weights.channel import FleetWeights
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.control.engine_health import Death, FleetBounds
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import ConfigurationError, EngineError, WorkerError
-from rollgrad.domain.fleet import Death, FleetBounds
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.fakes import cluster
 from tests.fakes.agent_executor import make_trajectory
 from tests.kept_scores import kept_scores

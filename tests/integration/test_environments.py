@@ -18,11 +18,11 @@ import rollgrad
 from rollgrad.adapters.environments.gymnasium import GymnasiumEnvironment
 from rollgrad.adapters.environments.skyrl import SkyRLEnvironment
 from rollgrad.adapters.environments.textarena import TextArenaEnvironment
-from rollgrad.application.choices import DType
-from rollgrad.domain.messages import Action, assistant_message
+from rollgrad.application.settings.choices import DType
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.messages import Action, assistant_message
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.environment import Environment, StepResult
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import Generation, StopReason
 
 TURN_LIMIT = 300
 

@@ -5,9 +5,9 @@ from itertools import cycle, islice
 
 import pytest
 
-from rollgrad.adapters.reasoning_gym.source import ReasoningGymReward
-from rollgrad.application.choices import Verifier
-from rollgrad.domain.rewards import Reward
+from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymReward
+from rollgrad.application.settings.choices import Verifier
+from rollgrad.domain.episodes.rewards import Reward
 from tests.hostile_replies import (
     EVALUATING,
     LENIENT,

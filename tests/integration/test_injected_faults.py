@@ -15,28 +15,28 @@ import httpx2
 import pytest
 import torch
 
+from rollgrad.adapters.engines.embedded import engine as embedded
+from rollgrad.adapters.engines.embedded.decoding import Decoder
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.engines.embedded.kv_cache import KeptSequences, KVCache
 from rollgrad.adapters.environments.episode_thread import EpisodeThread
-from rollgrad.adapters.http import posting
-from rollgrad.adapters.http import reward as http_reward
-from rollgrad.adapters.http.agent_server import AgentServer
-from rollgrad.adapters.http.guard import Guard
-from rollgrad.adapters.http.posting import JudgeServers
-from rollgrad.adapters.http.reward import HttpReward
-from rollgrad.adapters.http.reward_server import ScoreQueue, create_reward_app
-from rollgrad.adapters.http.serving import Server
+from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.rewards import http as http_reward
+from rollgrad.adapters.rewards import posting
 from rollgrad.adapters.rewards.answers import RewardParser
+from rollgrad.adapters.rewards.http import HttpReward
 from rollgrad.adapters.rewards.model import ModelReward
-from rollgrad.adapters.torch.loading import load_causal_lm
-from rollgrad.adapters.transformers import engine as embedded
-from rollgrad.adapters.transformers.decoding import Decoder
-from rollgrad.adapters.transformers.engine import EmbeddedEngine
-from rollgrad.adapters.transformers.kv_cache import KeptSequences, KVCache
-from rollgrad.application.agents.ledger import TokenLedger
-from rollgrad.application.fleet import EngineFleet
+from rollgrad.adapters.rewards.posting import JudgeServers
+from rollgrad.adapters.servers.agent_server import AgentServer
+from rollgrad.adapters.servers.guard import Guard
+from rollgrad.adapters.servers.reward_server import ScoreQueue, create_reward_app
+from rollgrad.adapters.servers.server import Server
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.episodes.ledger import TokenLedger
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import EngineError, RewardError, RollgradError
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RewardRequest
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.fakes.chat_codec import EOS, FakeChatCodec
 from tests.fakes.fleet_member import FakeFleetMember
 from tests.fakes.reward_server import RewardServer

@@ -11,26 +11,26 @@ import pytest
 import torch
 
 import rollgrad
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.lora import add_lora
-from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.torch.quantized import is_quantised
-from rollgrad.adapters.transformers.engine import EmbeddedEngine
-from rollgrad.adapters.transformers.weights import CopiedWeights, SharedWeights
-from rollgrad.adapters.vllm import adapter
-from rollgrad.adapters.vllm.shared_memory import shared_memory_adapter
-from rollgrad.application.choices import Engine, LoraSync, SyncBackend
-from rollgrad.application.config import RLConfig
-from rollgrad.application.model_config import LoraConfig
-from rollgrad.application.validation import validate
-from rollgrad.domain.batch import pack
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.engines.embedded.weights import CopiedWeights, SharedWeights
+from rollgrad.adapters.engines.vllm import lora as adapter
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.quantised import is_quantised
+from rollgrad.adapters.weights.shared_memory import shared_memory_adapter
+from rollgrad.application.settings.choices import Engine, LoraSync, SyncBackend
+from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.rules import validate
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.batches.packed import pack
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.ports.weight_channel import WeightChannel
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams
-from rollgrad.entrypoints.factories import (
+from rollgrad.entrypoints.composition.factories import (
     make_actor_model,
     make_reference_model,
     make_trained_actor,
@@ -69,7 +69,7 @@ def plain(path: Path) -> Any:
 @pytest.fixture(scope="module")
 def adapter_engine(wide_headed_model_dir: Path) -> Iterator[Any]:
     """vLLM that takes adapters alone."""
-    from rollgrad.adapters.vllm.engine import VLLMEngine
+    from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 
     engine = VLLMEngine(
         str(wide_headed_model_dir), eos_token_ids=(), dtype="float32", max_tokens=512, max_batch_size=8, lora=LORA
@@ -87,7 +87,7 @@ def parts(request: pytest.FixtureRequest, wide_headed_model_dir: Path) -> Iterat
     tokenizer = load_tokenizer(str(wide_headed_model_dir), flag=FLAG)
     policy = TorchPolicy(model, tokenizer, OptimizerSettings(lr=0.02))
     if way == "vllm_adapter":
-        from rollgrad.adapters.vllm.weights import EngineWeights
+        from rollgrad.adapters.weights.channel import EngineWeights
 
         with_adapter = request.getfixturevalue("adapter_engine")
         yield policy, with_adapter, EngineWeights(with_adapter, backend=shared_memory_adapter)
@@ -95,7 +95,7 @@ def parts(request: pytest.FixtureRequest, wide_headed_model_dir: Path) -> Iterat
         run(with_adapter.resume())
         return
     if way == "vllm":
-        from rollgrad.adapters.vllm.weights import EngineWeights
+        from rollgrad.adapters.weights.channel import EngineWeights
 
         engine = request.getfixturevalue("vllm_engine")
         channel = EngineWeights(engine)

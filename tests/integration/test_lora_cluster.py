@@ -9,19 +9,19 @@ import pytest
 import torch
 
 import rollgrad
-from rollgrad.adapters.ray.engine import start_engines
-from rollgrad.adapters.ray.group import WorkerGroup
-from rollgrad.adapters.ray.models import ShardedPolicy
+from rollgrad.adapters.engines.ray_vllm import start_engines
+from rollgrad.adapters.models.ray.sharded import ShardedPolicy
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.ray.session import RaySession
-from rollgrad.adapters.vllm.shared_memory import shared_memory_adapter
-from rollgrad.adapters.vllm.weights import FleetWeights
-from rollgrad.application.config import RLConfig
-from rollgrad.application.fleet import EngineFleet
-from rollgrad.application.model_config import LoraConfig
-from rollgrad.domain.batch import pack
+from rollgrad.adapters.weights.channel import FleetWeights
+from rollgrad.adapters.weights.shared_memory import shared_memory_adapter
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.batches.packed import pack
+from rollgrad.domain.control.engine_health import FleetBounds
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
-from rollgrad.domain.fleet import FleetBounds
-from rollgrad.domain.sampling import GenerationRequest, SamplingParams
 from tests.fakes import cluster, lora
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.reward_source import FakeRewardSource

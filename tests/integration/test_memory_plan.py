@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.lora import add_lora
-from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.application.config import RLConfig
-from rollgrad.application.memory_plan import Machine, memory_plan
-from rollgrad.application.model_config import LoraConfig
-from rollgrad.domain.batch import PackedBatch
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.application.settings.memory_plan import Machine, memory_plan
+from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.entrypoints.dry_run import model_shape
 from tests.fakes import cluster

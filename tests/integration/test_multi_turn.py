@@ -11,18 +11,18 @@ from attrs import evolve
 
 import rollgrad
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.transformers.engine import EmbeddedEngine
-from rollgrad.application.choices import DType, LRScheduler
-from rollgrad.application.config import RLConfig
-from rollgrad.application.executors.multi_turn import MultiTurnExecutor
-from rollgrad.domain.messages import Action
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.application.episodes.multi_turn import MultiTurnExecutor
+from rollgrad.application.settings.choices import DType, LRScheduler
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.episodes.generation import SamplingParams, StopReason
+from rollgrad.domain.episodes.messages import Action
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.episodes.trajectory import SegmentKind, Trajectory
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.environment import StepResult
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import FailureKind, RolloutFailure
-from rollgrad.domain.sampling import SamplingParams, StopReason
-from rollgrad.domain.trajectory import SegmentKind, Trajectory
 from tests.fakes.agent_executor import FakeAgentExecutor, make_trajectory
 from tests.fakes.reward_source import FakeRewardSource
 

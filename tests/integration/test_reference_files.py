@@ -14,15 +14,15 @@ import pytest
 import rollgrad
 from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
 from rollgrad.adapters.openrlhf.loading import load_agent_file
-from rollgrad.application.choices import DType
-from rollgrad.application.config import RLConfig
+from rollgrad.application.settings.choices import DType
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.episodes.generation import SamplingParams, StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import FailureKind, RolloutFailure
-from rollgrad.domain.sampling import SamplingParams, StopReason
-from rollgrad.domain.trajectory import Trajectory
-from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.cli.main import main
 from tests.fakes.chat_codec import FakeChatCodec
 from tests.fakes.rollout_engine import FakeRolloutEngine
 
@@ -526,7 +526,7 @@ def test_real_packages_come_first(tmp_path: Path) -> None:
     code = """
         import sys
         sys.path.insert(0, ".")
-        from rollgrad.adapters.openrlhf.finder import install
+        from rollgrad.adapters.system.stand_ins import install
         install()
         import openrlhf
         from vllm import SamplingParams
@@ -543,7 +543,7 @@ def test_stand_ins_claim_no_installation(tmp_path: Path) -> None:
     code = """
         import importlib.util
         import sys
-        from rollgrad.adapters.openrlhf.finder import install
+        from rollgrad.adapters.system.stand_ins import install
         install()
         install()
         assert [type(finder).__name__ for finder in sys.meta_path].count("StandInFinder") == 1

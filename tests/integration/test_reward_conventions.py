@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.cli.main import main
 from tests.fakes.reward_server import JsonServer
 
 ASKED = [{"role": "user", "content": "What is 3 + 4?"}]

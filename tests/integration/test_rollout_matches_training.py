@@ -11,15 +11,15 @@ from attrs import evolve
 from torch import Tensor
 
 import rollgrad
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.system.python_file import load_python_file
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.transformers.engine import EmbeddedEngine
-from rollgrad.domain.batch import PackedBatch, pack
-from rollgrad.domain.losses.objectives import PolicyLossObjective
-from rollgrad.domain.sampling import GenerationRequest, SamplingParams
-from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
+from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
+from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
+from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 
 FLAG = "--actor.model_name_or_path"
 REPOSITORY = Path(__file__).parents[2]

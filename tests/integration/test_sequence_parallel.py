@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.ray.group import WorkerGroup
-from rollgrad.adapters.ray.models import ShardedPolicy, ShardedReference, ShardedValue
+from rollgrad.adapters.models.ray.sharded import ShardedPolicy, ShardedReference, ShardedValue
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
 from tests.fakes import cluster, sequence_parallel

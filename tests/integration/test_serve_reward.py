@@ -17,15 +17,15 @@ import pytest
 import torch
 from attrs import frozen
 
-from rollgrad.adapters.http.reward import TOKEN_VARIABLE as CLIENT_TOKEN_VARIABLE
-from rollgrad.adapters.http.reward import HttpReward
-from rollgrad.adapters.http.reward_server import ROUND_TEXTS, ScoreQueue, create_reward_app
-from rollgrad.adapters.http.serving import TOKEN_VARIABLE, Server
-from rollgrad.adapters.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.rewards.http import TOKEN_VARIABLE as CLIENT_TOKEN_VARIABLE
+from rollgrad.adapters.rewards.http import HttpReward
+from rollgrad.adapters.servers.reward_server import ROUND_TEXTS, ScoreQueue, create_reward_app
+from rollgrad.adapters.servers.server import TOKEN_VARIABLE, Server
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import RewardError
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import Reward, RewardRequest
-from rollgrad.domain.sampling import StopReason
 
 START_SECONDS = 200.0
 STOP_SECONDS = 200.0
@@ -322,7 +322,7 @@ def test_a_queue_that_closes_tells_those_who_wait(scorer: FakeScorer) -> None:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "rollgrad.entrypoints.cli", "serve", "reward", *arguments]
+    return [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "serve", "reward", *arguments]
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_openrlhf_s_command_serves(reward_model_dir: Path, reward_model: RewardM
     flags = ["--port", "0", "--max_len", "64", "--reward_pretrain", str(reward_model_dir)]
     words = ["openrlhf", "--run", "python3", "-m", "openrlhf.cli.serve_rm", *flags]
     process = subprocess.Popen(
-        [sys.executable, "-m", "rollgrad.entrypoints.cli", *words],
+        [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *words],
         env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from rollgrad.adapters.served.engine import ServedEngine
-from rollgrad.adapters.torch.loading import load_tokenizer
-from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.adapters.vllm.weights import EngineWeights
-from rollgrad.entrypoints.cli import main
+from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
+from rollgrad.adapters.models.torch.loading import load_tokenizer
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.weights.channel import EngineWeights
+from rollgrad.entrypoints.cli.main import main
 from tests.contract import test_rollout_engine, test_weight_channel
 from tests.event_loop import run
 from tests.integration import test_vllm_engine

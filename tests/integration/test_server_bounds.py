@@ -13,18 +13,18 @@ from attrs import evolve
 from transformers import AddedToken
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.datasets.loading import load_dataset
-from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
-from rollgrad.adapters.http import connections
-from rollgrad.adapters.http.agent_server import BYTES_PER_TOKEN, SMALLEST_BODY, AgentServer, max_body_bytes
-from rollgrad.adapters.http.guard import MAX_BODY_BYTES
-from rollgrad.adapters.http.serving import Server, Tls, create_app, health_route
-from rollgrad.adapters.torch.loading import load_tokenizer
-from rollgrad.application.agents.assistant import Assistant
-from rollgrad.application.agents.service import CHARACTERS_PER_TOKEN, ChatRequest, ChatService, RefusedError
-from rollgrad.application.config import DataConfig
+from rollgrad.adapters.data.datasets.loading import load_dataset
+from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
+from rollgrad.adapters.models.torch.loading import load_tokenizer
+from rollgrad.adapters.servers import connections
+from rollgrad.adapters.servers.agent_server import BYTES_PER_TOKEN, SMALLEST_BODY, AgentServer, max_body_bytes
+from rollgrad.adapters.servers.guard import MAX_BODY_BYTES
+from rollgrad.adapters.servers.server import Server, Tls, create_app, health_route
+from rollgrad.application.episodes.assistant import Assistant
+from rollgrad.application.episodes.chat_service import CHARACTERS_PER_TOKEN, ChatRequest, ChatService, RefusedError
+from rollgrad.application.settings.run import DataConfig
+from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.errors import ConfigurationError, DataError
-from rollgrad.domain.sampling import SamplingParams
 from rollgrad.entrypoints.config_io import load_config
 from tests.fakes.chat_codec import EOS, FakeChatCodec
 from tests.fakes.scripted_engine import ScriptedEngine, serving

@@ -13,10 +13,10 @@ import pytest
 import rollgrad
 from rollgrad.adapters.environments.nemo_gym import NemoGymEnvironment
 from rollgrad.adapters.environments.openenv import OpenEnvEnvironment
-from rollgrad.adapters.http.reward import HttpReward
-from rollgrad.application.choices import DType
-from rollgrad.application.config import RLConfig
-from rollgrad.domain.circuit import Circuit
+from rollgrad.adapters.rewards.http import HttpReward
+from rollgrad.application.settings.choices import DType
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.control.circuit_breaker import Circuit
 from rollgrad.domain.errors import EngineError, RewardError
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.metric_sink import MetricSink

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.deepspeed.tensor_parallel import divided
-from rollgrad.adapters.ray.group import WorkerGroup
-from rollgrad.adapters.ray.models import ShardedPolicy, ShardedReference, ShardedValue
+from rollgrad.adapters.models.deepspeed.tensor_parallel import divided
+from rollgrad.adapters.models.ray.sharded import ShardedPolicy, ShardedReference, ShardedValue
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.ray.session import RaySession
-from rollgrad.adapters.torch.forward import PackedLM
 from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
 from tests.fakes import cluster, tensor_parallel
 from tests.tiny_models import saved, tiny_model

@@ -12,17 +12,17 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.application.agents.ledger import TokenLedger
-from rollgrad.application.executors.multi_turn import MultiTurnExecutor
+from rollgrad.application.episodes.ledger import TokenLedger
+from rollgrad.application.episodes.multi_turn import MultiTurnExecutor
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.messages import Action, Message, assistant_message, same_message
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RolloutFailure
+from rollgrad.domain.episodes.trajectory import NO_VERSION, SegmentKind, Trajectory
 from rollgrad.domain.errors import DataError, TrajectoryError
-from rollgrad.domain.messages import Action, Message, assistant_message, same_message
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.environment import StepResult
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RolloutFailure
-from rollgrad.domain.sampling import GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.trajectory import NO_VERSION, SegmentKind, Trajectory
 from tests.fakes.chat_codec import FakeChatCodec
 from tests.fakes.chat_templates import tokenizer_with
 from tests.fakes.environment import FakeEnvironment

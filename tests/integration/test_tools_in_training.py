@@ -6,7 +6,7 @@ from typing import Any
 
 import rollgrad
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.domain.sampling import GenerationRequest
+from rollgrad.domain.episodes.generation import GenerationRequest
 from tests.fakes.recording_engine import RecordingEngine
 from tests.fakes.weight_channel import FakeWeightChannel
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.vllm.disk import Disk
-from rollgrad.adapters.vllm.engine import VLLMEngine
-from rollgrad.adapters.vllm.receiver import read_shard
-from rollgrad.adapters.vllm.weights import EngineWeights
-from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.adapters.engines.vllm.engine import VLLMEngine
+from rollgrad.adapters.engines.vllm.weight_receiver import read_shard
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.weights.channel import EngineWeights
+from rollgrad.adapters.weights.disk import Disk
+from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.event_loop import run
 from tests.fakes.agent_executor import make_trajectory
 from tests.kept_scores import kept_scores

@@ -9,14 +9,14 @@ from typing import Any
 import psutil
 import pytest
 
-from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.adapters.vllm.engine import VLLMEngine
-from rollgrad.adapters.vllm.starting import start
-from rollgrad.adapters.vllm.weights import PROBE_TOKENS, EngineWeights
-from rollgrad.application.choices import SyncBackend
+from rollgrad.adapters.engines.vllm.engine import VLLMEngine
+from rollgrad.adapters.engines.vllm.launch import start
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.weights.channel import PROBE_TOKENS, EngineWeights
+from rollgrad.application.settings.choices import SyncBackend
 from rollgrad.domain.errors import EngineError, MissingExtraError
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.cli.main import main
 from tests.event_loop import run
 from tests.fakes import cluster
 from tests.integration.test_vllm_engine import HALF_TOLERANCE, PROMPT, TOLERANCE, ask, learn, policy, scores

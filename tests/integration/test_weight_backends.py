@@ -18,13 +18,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from rollgrad.adapters.vllm import nccl
-from rollgrad.adapters.vllm.cuda_ipc import packed_update
-from rollgrad.adapters.vllm.nccl import Rendezvous, init_infos
-from rollgrad.adapters.vllm.packing import Packer
-from rollgrad.adapters.vllm.plugin import VLLM_BACKENDS
-from rollgrad.adapters.vllm.starting import start
-from rollgrad.application.choices import SyncBackend
+from rollgrad.adapters.engines.vllm.launch import start
+from rollgrad.adapters.engines.vllm.plugin import VLLM_BACKENDS
+from rollgrad.adapters.weights import nccl
+from rollgrad.adapters.weights.cuda_ipc import packed_update
+from rollgrad.adapters.weights.gpu_buckets import Packer
+from rollgrad.adapters.weights.nccl import Rendezvous, init_infos
+from rollgrad.application.settings.choices import SyncBackend
 from rollgrad.domain.errors import EngineError
 
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ import pytest
 
 from rollgrad.adapters.agents.command import MAX_OUTPUT, CommandAgent
 from rollgrad.adapters.agents.function import FunctionAgent
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError, ForeignError
 from rollgrad.domain.ports.agent_program import AgentResult, AgentTask
-from rollgrad.domain.prompts import Prompt
 
 WAIT_SECONDS = 300.0
 TASK = AgentTask(

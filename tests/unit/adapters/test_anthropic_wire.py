@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from rollgrad.adapters.anthropic.wire import SIGNATURE, AnthropicWire
-from rollgrad.adapters.http.guard import HttpError
-from rollgrad.application.agents.reply import ChatReply
-from rollgrad.domain.messages import ParsedReply
-from rollgrad.domain.sampling import Generation, StopReason
+from rollgrad.adapters.servers.anthropic_wire import SIGNATURE, AnthropicWire
+from rollgrad.adapters.servers.guard import HttpError
+from rollgrad.application.episodes.reply import ChatReply
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.messages import ParsedReply
 
 HI: Any = [{"role": "user", "content": "hi"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.errors import DataError
-from rollgrad.domain.messages import Message
 from tests.fakes.chat_templates import TEMPLATES, special_ids, tokenizer_with
 
 TOOL = {

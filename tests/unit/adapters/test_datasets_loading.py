@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from rollgrad.adapters.datasets.loading import load_dataset, split_configuration
+from rollgrad.adapters.data.datasets.loading import load_dataset, split_configuration
 from rollgrad.domain.errors import DataError
 
 ROWS = [{"input": "3+4?", "answer": "7"}, {"input": "2+2?", "answer": "4"}, {"input": "1+1?", "answer": "2"}]

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
-from rollgrad.application.config import DataConfig
+from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
+from rollgrad.application.settings.run import DataConfig
 from rollgrad.domain.errors import ConfigurationError, DataError
 
 

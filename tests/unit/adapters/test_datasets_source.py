@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
-from rollgrad.adapters.datasets.source import DatasetPromptSource
-from rollgrad.application.config import DataConfig
+from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
+from rollgrad.adapters.data.datasets.source import DatasetPromptSource
+from rollgrad.application.settings.run import DataConfig
 from rollgrad.domain.errors import DataError
 
 

@@ -12,15 +12,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
-from rollgrad.adapters.datasets.source import DatasetPromptSource
-from rollgrad.adapters.datasets.survey import BATCH
-from rollgrad.adapters.reasoning_gym.source import ReasoningGymPromptSource
+from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
+from rollgrad.adapters.data.datasets.source import DatasetPromptSource
+from rollgrad.adapters.data.datasets.survey import BATCH
+from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.adapters.rewards.verifiers import label_problem
-from rollgrad.application.choices import Overlong, Verifier
-from rollgrad.application.config import DataConfig
+from rollgrad.application.settings.choices import Overlong, Verifier
+from rollgrad.application.settings.run import DataConfig
+from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import DataError
-from rollgrad.domain.prompts import PromptCursor
 
 Make = Callable[..., DatasetPromptSource]
 
@@ -169,9 +169,9 @@ def test_generated_tasks_are_measured_too(tiny_tokenizer: Any) -> None:
 FINGERPRINT = """
 import sys
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.datasets.prompt_builder import PromptBuilder
-from rollgrad.adapters.datasets.survey import survey
-from rollgrad.application.config import DataConfig
+from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
+from rollgrad.adapters.data.datasets.survey import survey
+from rollgrad.application.settings.run import DataConfig
 from tests.tiny_models import make_tiny_tokenizer
 
 class Picture:

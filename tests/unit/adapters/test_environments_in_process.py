@@ -16,11 +16,11 @@ from rollgrad.adapters.environments.gymnasium import GymnasiumEnvironment
 from rollgrad.adapters.environments.opening import opening, prompt_seed
 from rollgrad.adapters.environments.skyrl import SkyRLEnvironment
 from rollgrad.adapters.environments.textarena import TextArenaEnvironment
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.messages import Action, assistant_message
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.messages import Action, assistant_message
 from rollgrad.domain.ports.environment import Environment, StepResult
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import Generation, StopReason
 
 
 def act(text: str) -> Action:

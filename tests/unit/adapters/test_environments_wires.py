@@ -10,11 +10,11 @@ from starlette.responses import JSONResponse, Response
 
 from rollgrad.adapters.environments.nemo_gym import NemoGymEnvironment
 from rollgrad.adapters.environments.openenv import OpenEnvEnvironment
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.messages import Action, ToolCall, assistant_message
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
-from rollgrad.domain.messages import Action, ToolCall, assistant_message
 from rollgrad.domain.ports.environment import Environment, StepResult
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import Generation, StopReason
 from tests.fakes.environment_servers import NEMO_GYM_TOOLS, error, nemo_gym_app, openenv_app, serve
 
 UNUSED = "http://127.0.0.1:9"

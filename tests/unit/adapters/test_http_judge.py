@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rollgrad.adapters.http.judge import MAX_IN_FLIGHT, TOKEN_VARIABLE, JudgePrompt, LLMJudge
+from rollgrad.adapters.rewards.judge import MAX_IN_FLIGHT, TOKEN_VARIABLE, JudgePrompt, LLMJudge
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import ConfigurationError, RewardError
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RewardRequest
-from rollgrad.domain.sampling import StopReason
 from tests.fakes.reward_server import JsonServer
 
 PROMPT = "Task: {prompt}\nReply: {response}\nReference: {label}\nLevel: {level}\nGrade it from 0 to 10."

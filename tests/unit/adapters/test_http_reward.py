@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from rollgrad.adapters.http import posting
-from rollgrad.adapters.http.reward import TOKEN_VARIABLE, HttpReward
-from rollgrad.domain.circuit import Circuit
+from rollgrad.adapters.rewards import posting
+from rollgrad.adapters.rewards.http import TOKEN_VARIABLE, HttpReward
+from rollgrad.domain.control.circuit_breaker import Circuit
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, RewardError
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import Reward, RewardRequest
-from rollgrad.domain.sampling import StopReason
 from tests.fakes.reward_server import Answer, RewardServer
 
 

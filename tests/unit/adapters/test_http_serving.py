@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from rollgrad.adapters.http.guard import MAX_JSON_DEPTH, HttpError, is_loopback, read_json
-from rollgrad.adapters.http.serving import TOKEN_VARIABLE, Server, create_app, health_route, read_token
+from rollgrad.adapters.servers.guard import MAX_JSON_DEPTH, HttpError, is_loopback, read_json
+from rollgrad.adapters.servers.server import TOKEN_VARIABLE, Server, create_app, health_route, read_token
 from rollgrad.domain.errors import ConfigurationError
 
 MAX_BODY = 1000

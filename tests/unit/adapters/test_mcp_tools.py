@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rollgrad.adapters.mcp.tools import TOKEN_VARIABLE, McpTool, McpTools, connect
+from rollgrad.adapters.tools.mcp import TOKEN_VARIABLE, McpTool, McpTools, connect
+from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
-from rollgrad.domain.messages import ToolResult
 from tests.fakes.tool import McpHttpServer, mcp_command
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from rollgrad.adapters.http.guard import HttpError
-from rollgrad.adapters.http.wire import MAX_STOPS, MIN_TEMPERATURE
-from rollgrad.adapters.openai.wire import OpenAIWire
-from rollgrad.application.agents.reply import ChatReply
-from rollgrad.domain.messages import ParsedReply
-from rollgrad.domain.sampling import Generation, StopReason
+from rollgrad.adapters.servers.guard import HttpError
+from rollgrad.adapters.servers.openai_wire import OpenAIWire
+from rollgrad.adapters.servers.wire import MAX_STOPS, MIN_TEMPERATURE
+from rollgrad.application.episodes.reply import ChatReply
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.messages import ParsedReply
 
 HI: Any = [{"role": "user", "content": "hi"}]
 TOOL: Any = {"type": "function", "function": {"name": "f"}}

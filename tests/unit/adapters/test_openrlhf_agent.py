@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rollgrad.adapters.openrlhf.finder import install
+from rollgrad.adapters.system.stand_ins import install
+from rollgrad.domain.episodes.messages import ToolResult as CoreResult
 from rollgrad.domain.errors import ConfigurationError, EngineError
-from rollgrad.domain.messages import ToolResult as CoreResult
 from tests.fakes.reward_server import RewardServer
 
 install()

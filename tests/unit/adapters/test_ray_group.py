@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from rollgrad.adapters.ray import group as group_module
-from rollgrad.adapters.ray.group import WorkerGroup
+from rollgrad.adapters.models.ray import worker_group as group_module
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.domain.errors import CheckpointError, WorkerError
 
 SECONDS = 10.0

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.reasoning_gym.source import (
+from rollgrad.adapters.data.reasoning_gym.source import (
     ReasoningGymPromptSource,
     ReasoningGymReward,
     TaskSpec,
     parse_spec,
 )
-from rollgrad.adapters.reasoning_gym.worker import extract_answer
-from rollgrad.application.config import DataConfig
+from rollgrad.adapters.data.reasoning_gym.worker import extract_answer
+from rollgrad.application.settings.run import DataConfig
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import DataError, MissingExtraError, RewardError
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import Reward, RewardRequest
-from rollgrad.domain.sampling import StopReason
 from tests.hostile_replies import ask, score, tasks
 
 SPEC = "reasoning_gym:basic_arithmetic?min_terms=2&max_terms=2&operators=['+']"

@@ -13,7 +13,7 @@ from rollgrad.adapters.chat.reply_formats import FORMATS, HERMES
 from rollgrad.adapters.chat.reply_parser import MAX_DEPTH, ReplyParser
 from rollgrad.adapters.chat.special_text import SpecialTokens
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.domain.messages import ParsedReply
+from rollgrad.domain.episodes.messages import ParsedReply
 from tests.fakes.chat_templates import TEMPLATES, tokenizer_with
 
 SPECIAL = ("<|im_end|>", "<|eot_id|>", "<|call|>", "<|return|>", "<|end|>", "</s>", "<｜end▁of▁sentence｜>")

@@ -8,12 +8,12 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from rollgrad.adapters.torch.reward_model import RewardModel, same_vocabulary
-from rollgrad.application.choices import DType, Normalise
-from rollgrad.application.config import RLConfig
+from rollgrad.adapters.models.torch.reward_model import RewardModel, same_vocabulary
+from rollgrad.application.settings.choices import DType, Normalise
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
-from rollgrad.domain.rewards import RewardInput
-from rollgrad.entrypoints.reward_factories import make_reward_model
+from rollgrad.entrypoints.composition.rewards import make_reward_model
 from tests.fakes.chat_templates import tokenizer_with
 from tests.tiny_models import saved, tiny_model
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from rollgrad.adapters.rewards.function import FunctionReward, load_reward_function
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, RewardError
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import Reward, RewardRequest
-from rollgrad.domain.sampling import StopReason
 
 
 def ask(response: str = "7", label: Any = "7") -> RewardRequest:

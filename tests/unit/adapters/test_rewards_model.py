@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import pytest
 
 from rollgrad.adapters.rewards.model import BATCH_REPLIES, Judge, ModelReward
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import Reward, RewardInput, RewardRequest
 from rollgrad.domain.errors import RewardError, WorkerError
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import Reward, RewardInput, RewardRequest
-from rollgrad.domain.sampling import StopReason
 
 PATIENCE = 60.0
 """Seconds after which a test that waits has failed."""

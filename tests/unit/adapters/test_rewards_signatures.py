@@ -10,10 +10,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from rollgrad.adapters.rewards.function import FunctionReward, load_reward_function
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, NotApplicableError, RewardError
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import Reward, RewardRequest
-from rollgrad.domain.sampling import StopReason
 
 ASKED = [{"role": "user", "content": "3+4?"}]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import sympy
 
-from rollgrad.adapters.reasoning_gym import worker
+from rollgrad.adapters.data.reasoning_gym import worker
 from rollgrad.adapters.sandbox import expressions
 
 NAMES: dict[str, Any] = {}

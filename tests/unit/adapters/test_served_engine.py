@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from rollgrad.adapters.served.client import TOKEN_VARIABLE
-from rollgrad.adapters.served.engine import ServedEngine
-from rollgrad.application.fleet import EngineFleet
-from rollgrad.application.fleet_member import Taker
+from rollgrad.adapters.engines.vllm_server.client import TOKEN_VARIABLE
+from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.engines.fleet_member import Taker
+from rollgrad.domain.control.engine_health import FleetBounds
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import ConfigurationError, EngineError
-from rollgrad.domain.fleet import FleetBounds
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.fakes.model_server import ModelServer
 
 Serve = Callable[..., ModelServer]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rollgrad.adapters.tools.basic import FinalTool, ThinkTool
-from rollgrad.domain.messages import ToolResult
+from rollgrad.domain.episodes.messages import ToolResult
 
 
 def test_thinking_echoes_nothing() -> None:

@@ -16,8 +16,8 @@ from pydantic import BaseModel, Field
 from structlog.testing import capture_logs
 
 from rollgrad.adapters.tools.function import THREADS, FunctionTool, tool
+from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.messages import ToolResult
 
 
 class Colour(enum.Enum):

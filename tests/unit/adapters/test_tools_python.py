@@ -18,9 +18,9 @@ from structlog.testing import capture_logs
 
 from rollgrad.adapters.sandbox import code_run
 from rollgrad.adapters.tools.python import PythonTool
-from rollgrad.application.choices import PythonIsolation
+from rollgrad.application.settings.choices import PythonIsolation
+from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.messages import ToolResult
 
 CONTAINED = code_run.namespaces_problem() is None
 SYSTEM_PYTHON = "/usr/bin/python3"

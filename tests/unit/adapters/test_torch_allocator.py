@@ -6,7 +6,7 @@ import sys
 
 SCRIPT = """
 import psutil, torch
-from rollgrad.adapters.torch.allocator import give_back_freed_memory, keep_freed_memory
+from rollgrad.adapters.models.torch.allocator import give_back_freed_memory, keep_freed_memory
 
 def held():
     return psutil.Process().memory_info().rss

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.domain.errors import CheckpointError
 from tests.fakes import cluster, lora
 

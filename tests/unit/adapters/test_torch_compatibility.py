@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.torch import attention
-from rollgrad.adapters.torch.compatibility import check_positions, logit_form
-from rollgrad.adapters.torch.head import LogitForm
-from rollgrad.adapters.torch.loading import load_causal_lm
-from rollgrad.adapters.transformers import decoding
-from rollgrad.adapters.transformers.decoding import check_decoding
-from rollgrad.application.choices import DType
-from rollgrad.application.config import RLConfig
+from rollgrad.adapters.engines.embedded import decoding
+from rollgrad.adapters.engines.embedded.decoding import check_decoding
+from rollgrad.adapters.models.torch import attention
+from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
+from rollgrad.adapters.models.torch.compatibility import check_positions, logit_form
+from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.application.settings.choices import DType
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.composition.factories import make_actor_model, make_reference_model
 from rollgrad.entrypoints.dry_run import model_shape
-from rollgrad.entrypoints.factories import make_actor_model, make_reference_model
 from tests.tiny_architectures import tiny_model
 
 FLAG = "--critic.model_name_or_path"

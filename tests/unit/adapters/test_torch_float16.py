@@ -10,11 +10,11 @@ from attrs import evolve
 from structlog.testing import capture_logs
 from torch import nn
 
-from rollgrad.adapters.torch.loading import load_causal_lm, load_critic, load_tokenizer
-from rollgrad.adapters.torch.models import TorchValue
-from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_critic, load_tokenizer
+from rollgrad.adapters.models.torch.models import TorchValue
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.domain.control.loss_scale import WINDOW
 from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
-from rollgrad.domain.loss_scale import WINDOW
 from tests.fakes import cluster
 
 SETTINGS = OptimizerSettings(lr=1e-2, weight_decay=0.1, max_norm=0.5, scheduler="linear", total_steps=20, ema_beta=0.7)
@@ -174,8 +174,8 @@ def test_a_policy_trains_nearer_to_float32_than_in_bfloat16(
 
 
 def _with_adapters(rank: int) -> Any:
-    from rollgrad.adapters.torch.lora import add_lora
-    from rollgrad.application.model_config import LoraConfig
+    from rollgrad.adapters.models.torch.lora import add_lora
+    from rollgrad.application.settings.models import LoraConfig
 
     def load(*arguments: Any, **keywords: Any) -> Any:
         model = load_causal_lm(*arguments, **keywords)

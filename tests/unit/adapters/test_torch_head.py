@@ -8,8 +8,8 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from rollgrad.adapters.torch import head
-from rollgrad.adapters.torch.head import LogitForm, VocabularyShare, token_logprobs
+from rollgrad.adapters.models.torch import chunked_logprobs as head
+from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm, VocabularyShare, token_logprobs
 
 VOCABULARY, HIDDEN = 37, 16
 

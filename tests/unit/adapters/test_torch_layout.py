@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.adapters.torch.layout import build_layout, prefill_layout
-from rollgrad.domain.batch import pack
+from rollgrad.adapters.models.torch.layout import build_layout, prefill_layout
+from rollgrad.domain.batches.packed import pack
 from tests.fakes.agent_executor import make_trajectory
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=5)

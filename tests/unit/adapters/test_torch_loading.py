@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.torch.attention import ATTENTION, attention_forward, install_attention
-from rollgrad.adapters.torch.compatibility import logit_form, usable_positions
-from rollgrad.adapters.torch.head import LogitForm
-from rollgrad.adapters.torch.loading import load_causal_lm, load_critic, load_tokenizer, resolve_dtype
+from rollgrad.adapters.models.torch.attention import ATTENTION, attention_forward, install_attention
+from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
+from rollgrad.adapters.models.torch.compatibility import logit_form, usable_positions
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_critic, load_tokenizer, resolve_dtype
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
 SIZES = {

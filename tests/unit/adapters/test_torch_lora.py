@@ -11,12 +11,12 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.lora import adapter_numbers, add_lora
-from rollgrad.adapters.torch.models import AdapterlessReference, TorchPolicy, TorchReference
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.application.model_config import LoraConfig
-from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.lora import adapter_numbers, add_lora
+from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy, TorchReference
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.application.settings.models import LoraConfig
+from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from tests.fakes.agent_executor import make_trajectory

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollgrad.adapters.torch.forward import PackedLM, PackedValue
-from rollgrad.adapters.torch.lora import add_lora
-from rollgrad.adapters.torch.muon import MuonSettings, hidden_matrices, orthogonal
-from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.application.model_config import LoraConfig
+from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue
+from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.muon import MuonSettings, hidden_matrices, orthogonal
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.application.settings.models import LoraConfig
 from rollgrad.domain.errors import CheckpointError
 from tests.tiny_models import tiny_model
 

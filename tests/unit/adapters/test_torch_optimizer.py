@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from rollgrad.adapters.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.domain.control.learning_rate import lr_factor
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
-from rollgrad.domain.schedule import lr_factor
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.torch import attention
-from rollgrad.adapters.torch.attention import install_attention
-from rollgrad.adapters.torch.forward import PackedLM, scatter
-from rollgrad.adapters.torch.layout import build_layout
-from rollgrad.adapters.torch.models import TorchReference
-from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.adapters.models.torch import attention
+from rollgrad.adapters.models.torch.attention import install_attention
+from rollgrad.adapters.models.torch.forward import PackedLM, scatter
+from rollgrad.adapters.models.torch.layout import build_layout
+from rollgrad.adapters.models.torch.models import TorchReference
+from rollgrad.domain.batches.packed import PackedBatch, pack
 from tests.fakes.agent_executor import make_trajectory
 
 VOCABULARY = 97

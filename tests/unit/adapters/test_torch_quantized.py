@@ -10,10 +10,10 @@ import torch
 from attrs import evolve
 from torch import Tensor, nn
 
-from rollgrad.adapters.torch.loading import load_causal_lm
-from rollgrad.adapters.torch.models import AdapterlessReference, TorchPolicy, TorchReference
-from rollgrad.adapters.torch.quantized import is_quantised, quantised_numbers
-from rollgrad.domain.batch import PackedBatch
+from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy, TorchReference
+from rollgrad.adapters.models.torch.quantised import is_quantised, quantised_numbers
+from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
 from tests.fakes import cluster, lora
 from tests.tiny_models import saved, tiny_model

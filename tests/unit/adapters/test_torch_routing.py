@@ -8,13 +8,13 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.torch.models import TorchPolicy
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.domain.batch import PackedBatch
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.sharding import weightless
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
-from rollgrad.domain.sharding import weightless
 from tests import tiny_architectures
 from tests.fakes import cluster
 from tests.tiny_models import saved, tiny_model

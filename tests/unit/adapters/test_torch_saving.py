@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
-from rollgrad.adapters.torch.loading import load_causal_lm, load_critic
-from rollgrad.adapters.torch.lora import add_lora
-from rollgrad.adapters.torch.models import TorchPolicy, TorchValue
-from rollgrad.adapters.torch.optimizer import OptimizerSettings
-from rollgrad.application.model_config import LoraConfig
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_critic
+from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.models import TorchPolicy, TorchValue
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.application.settings.models import LoraConfig
 from rollgrad.domain.errors import CheckpointError
 
 
@@ -62,7 +62,7 @@ def test_a_critics_head_for_which_there_is_no_room(
     """It is written last, in a file of its own."""
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="path")
     critic = TorchValue(model, tiny_tokenizer, OptimizerSettings(lr=0.1))
-    from rollgrad.adapters.torch import models
+    from rollgrad.adapters.models.torch import models
 
     monkeypatch.setattr(models, "save_pretrained", lambda model, tokenizer, path, weights: path.mkdir())
     with room_for_files_of(10), pytest.raises(CheckpointError, match="cannot be written"):

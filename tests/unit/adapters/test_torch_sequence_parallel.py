@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.torch.sequence_parallel import SequenceGroup
+from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
 from rollgrad.domain.errors import ConfigurationError
 from tests.fakes import sequence_parallel
 from tests.fakes.sequence_parallel import CASES

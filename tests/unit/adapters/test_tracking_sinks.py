@@ -110,7 +110,7 @@ def test_the_default_is_standard_error(capsys: pytest.CaptureFixture[str]) -> No
 WARNING = """
 import structlog
 from rollgrad.adapters.tracking.console import ConsoleSink
-from rollgrad.entrypoints.cli import configure_logging
+from rollgrad.entrypoints.cli.main import configure_logging
 
 configure_logging()
 sink = ConsoleSink(10)

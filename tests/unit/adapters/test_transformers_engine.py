@@ -10,13 +10,13 @@ import pytest
 import torch
 from attrs import evolve
 
-from rollgrad.adapters.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.transformers.engine import EmbeddedEngine
-from rollgrad.adapters.transformers.kv_cache import KeptSequences
-from rollgrad.adapters.transformers.weights import SharedWeights
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.engines.embedded.kv_cache import KeptSequences
+from rollgrad.adapters.engines.embedded.weights import SharedWeights
+from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.fakes.models import FakePolicy
 
 POSITIONS = 512
@@ -399,8 +399,8 @@ def test_generation_leaves_the_model_trainable(tiny_model_dir: Path) -> None:
     model = load(tiny_model_dir)
     rollout = engine(model)
     run(rollout.generate(request()))
-    from rollgrad.adapters.torch.attention import ForestAttention
-    from rollgrad.adapters.torch.layout import prefill_layout
+    from rollgrad.adapters.models.torch.attention import ForestAttention
+    from rollgrad.adapters.models.torch.layout import prefill_layout
 
     layout, _ = prefill_layout([(4, 5, 6)])
     plan = ForestAttention(layout.nodes, device=torch.device("cpu"), dtype=torch.float32)

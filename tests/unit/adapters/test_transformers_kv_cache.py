@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.transformers.kv_cache import LENGTH_STEP, KVCache
+from rollgrad.adapters.engines.embedded.kv_cache import LENGTH_STEP, KVCache
 
 WIDTHS = ((3, 4, 4), (2, 6, 5))
 """Heads, widths of keys and of values of two attentions."""

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.adapters.transformers.sampler import BLOCK, sample
-from rollgrad.domain.sampling import SamplingParams
+from rollgrad.adapters.engines.embedded.sampler import BLOCK, sample
+from rollgrad.domain.episodes.generation import SamplingParams
 
 ALMOST_ONE = 1 - 2**-53
 """The largest float64 below 1."""

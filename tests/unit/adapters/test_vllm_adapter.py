@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rollgrad.adapters.vllm.adapter import lora_settings
-from rollgrad.application.model_config import LoraConfig
+from rollgrad.adapters.engines.vllm.lora import lora_settings
+from rollgrad.application.settings.models import LoraConfig
 from rollgrad.domain.errors import ConfigurationError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollgrad.adapters.vllm import buckets
-from rollgrad.adapters.vllm.buckets import ALIGNMENT, BUCKETS, Assembler, Piece, SharedMemory, fill
+from rollgrad.adapters.weights import shared_buckets as buckets
+from rollgrad.adapters.weights.shared_buckets import ALIGNMENT, BUCKETS, Assembler, Piece, SharedMemory, fill
 from rollgrad.domain.errors import ConfigurationError
 
 CPU = torch.device("cpu")

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.vllm.core import Core
-from rollgrad.adapters.vllm.engine import CoreEngine
-from rollgrad.adapters.vllm.taking import EngineModel, Probe
+from rollgrad.adapters.engines.vllm.core import Core
+from rollgrad.adapters.engines.vllm.engine import CoreEngine
+from rollgrad.adapters.weights.receiver_port import EngineModel, Probe
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 
 REQUEST = GenerationRequest(prompt_token_ids=(1,), params=SamplingParams(max_new_tokens=8))
 

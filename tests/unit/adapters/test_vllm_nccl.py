@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.vllm import nccl
-from rollgrad.adapters.vllm.nccl import NCCLBackend, Rendezvous, within
-from rollgrad.adapters.vllm.packing import Contents
-from rollgrad.adapters.vllm.transport import Passage, Send
+from rollgrad.adapters.weights import nccl
+from rollgrad.adapters.weights.gpu_buckets import Contents
+from rollgrad.adapters.weights.nccl import NCCLBackend, Rendezvous, within
+from rollgrad.adapters.weights.transfer import Passage, Send
 from rollgrad.domain.errors import EngineError
 from tests.fakes.models import FakePolicy
 

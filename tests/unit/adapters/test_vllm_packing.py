@@ -3,8 +3,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rollgrad.adapters.vllm.disk import shards
-from rollgrad.adapters.vllm.packing import Packer
+from rollgrad.adapters.weights.disk import shards
+from rollgrad.adapters.weights.gpu_buckets import Packer
 
 CPU = torch.device("cpu")
 

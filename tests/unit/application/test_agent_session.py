@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from rollgrad.application.agents.session import AgentSession
+from rollgrad.application.episodes.session import AgentSession
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.messages import Action, assistant_message
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import DataError
-from rollgrad.domain.messages import Action, assistant_message
 from rollgrad.domain.ports.environment import Observation, StepResult, tool_schema
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import Generation, StopReason
 from tests.fakes.environment import FakeEnvironment
 from tests.fakes.tool import FakeTool
 

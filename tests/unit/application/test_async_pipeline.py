@@ -15,18 +15,18 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.async_pipeline import uninterrupted
-from rollgrad.application.pipeline import RunOutcome
-from rollgrad.domain.curriculum import Curriculum
+from rollgrad.application.pipelines.base import RunOutcome
+from rollgrad.application.pipelines.overlapping import uninterrupted
+from rollgrad.domain.algorithms.curriculum import Curriculum
+from rollgrad.domain.algorithms.filtering import GroupFilter
+from rollgrad.domain.control.kl_weight import KLController
+from rollgrad.domain.control.staleness import StalenessBound, StalenessUnit, StalePolicy
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest
+from rollgrad.domain.episodes.rewards import RewardRequest
+from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import CheckpointError, EngineError, NonFiniteUpdateError, RewardError
-from rollgrad.domain.filtering import GroupFilter
-from rollgrad.domain.kl_control import KLController
 from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.domain.rewards import RewardRequest
-from rollgrad.domain.sampling import Generation, GenerationRequest
-from rollgrad.domain.staleness import StalenessBound, StalenessUnit, StalePolicy
-from rollgrad.domain.trajectory import Trajectory
 from tests.fakes.models import VOCABULARY, FakePolicy
 from tests.fakes.pipeline import GROUPS, PARAMS, PROMPTS, SAMPLES, Run, make_run
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollgrad.application.agents.reply import ChatReply
-from rollgrad.application.agents.service import (
+from rollgrad.application.episodes.chat_service import (
     ChatRequest,
     ChatService,
     Origin,
@@ -16,16 +15,17 @@ from rollgrad.application.agents.service import (
     RefusedError,
     SessionLimits,
 )
-from rollgrad.application.agents.stop_text import StopText
-from rollgrad.application.executors.served_agent import ServedAgentExecutor
+from rollgrad.application.episodes.external_agent import ServedAgentExecutor
+from rollgrad.application.episodes.reply import ChatReply
+from rollgrad.application.episodes.stop_text import StopText
+from rollgrad.domain.episodes.generation import Generation, SamplingParams, StopReason
+from rollgrad.domain.episodes.messages import ParsedReply
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import ConfigurationError, EngineError
-from rollgrad.domain.messages import ParsedReply
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import FailureKind, RolloutFailure
-from rollgrad.domain.sampling import Generation, SamplingParams, StopReason
-from rollgrad.domain.trajectory import Trajectory
 from tests.fakes.chat_codec import EOS, FakeChatCodec
 from tests.fakes.reward_source import FakeRewardSource
 from tests.fakes.scripted_engine import Script, ScriptedEngine, assert_recorded

@@ -8,12 +8,12 @@ import pytest
 import torch
 from attrs import evolve
 
-from rollgrad.adapters.torch.loading import load_causal_lm
-from rollgrad.adapters.transformers.engine import EmbeddedEngine
-from rollgrad.application.continuing import ContinuingEngine
-from rollgrad.application.fleet import EngineFleet
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.engines.resuming import ContinuingEngine
+from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
-from rollgrad.domain.sampling import GenerationRequest, SamplingParams, StopReason
 from tests.fakes.fleet_member import FakeFleetMember
 from tests.fakes.rollout_engine import FakeRolloutEngine
 

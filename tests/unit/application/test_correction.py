@@ -8,13 +8,13 @@ from attrs import evolve
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from rollgrad.application.choices import CorrectionLevel, CorrectionMode, OldLogprobs
-from rollgrad.application.config import RLConfig
-from rollgrad.application.correction import correction_level, correction_summary, log_correction, may_be_stale
-from rollgrad.application.presets import PRESETS
-from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.application.settings.choices import CorrectionLevel, CorrectionMode, OldLogprobs
+from rollgrad.application.settings.correction import correction_level, correction_summary, log_correction, may_be_stale
+from rollgrad.application.settings.presets import PRESETS
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import TokenScores
-from rollgrad.entrypoints.algorithm_factories import make_objective
+from rollgrad.entrypoints.composition.algorithm import make_objective
 from rollgrad.entrypoints.config_io import structure_config
 from tests.fakes.agent_executor import make_trajectory
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.application.update import UpdateService
-from rollgrad.domain.batch import PackedBatch
+from rollgrad.application.learning.update import UpdateService
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.control.staleness import StalenessBound
+from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import CheckpointError, EngineError, NonFiniteUpdateError, OutOfMemory, RewardError
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel
-from rollgrad.domain.rewards import RewardRequest
-from rollgrad.domain.staleness import StalenessBound
 from tests.fakes.checkpoint_store import FakeCheckpointStore
 from tests.fakes.models import VOCABULARY, FakePolicy
 from tests.fakes.pipeline import GROUPS, SAMPLES, Run, make_run

@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from rollgrad.application.evaluation import EvaluationService
-from rollgrad.application.rollout import RolloutService
+from rollgrad.application.rollouts.evaluation import EvaluationService
+from rollgrad.application.rollouts.groups import RolloutService
+from rollgrad.domain.episodes.generation import SamplingParams, StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import FailureKind, RolloutFailure
-from rollgrad.domain.sampling import SamplingParams, StopReason
-from rollgrad.domain.trajectory import Trajectory
 from tests.fakes.agent_executor import FakeAgentExecutor, make_trajectory
 
 SCORES = {"a": [1.0, 0.0], "b": [1.0, 1.0], "c": [0.5, 0.0]}

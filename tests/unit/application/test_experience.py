@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from rollgrad.application.choices import KLEstimator, OldLogprobs
-from rollgrad.application.config import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
-from rollgrad.application.experience import Experience, ExperienceService
-from rollgrad.domain.catalogue import ESTIMATORS
+from rollgrad.application.learning.experience import Experience, ExperienceService
+from rollgrad.application.settings.choices import KLEstimator, OldLogprobs
+from rollgrad.application.settings.run import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS
+from rollgrad.domain.algorithms.losses.kl import kl_estimate
+from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import RewardError
-from rollgrad.domain.losses.kl import kl_estimate
-from rollgrad.domain.trajectory import Trajectory
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
 

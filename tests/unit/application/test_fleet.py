@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.fleet import EngineFleet
-from rollgrad.application.fleet_member import Taker
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.engines.fleet_member import Taker
+from rollgrad.domain.control.engine_health import Death, EngineState, FleetBounds
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import EngineError
-from rollgrad.domain.fleet import Death, EngineState, FleetBounds
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
 from tests.fakes.fleet_member import FakeFleetMember
 from tests.fakes.rollout_engine import FakeRolloutEngine
 

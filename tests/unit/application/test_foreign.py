@@ -12,10 +12,10 @@ from rollgrad.adapters.rewards.answers import RewardParser
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.application.foreign import foreign_code, shown, told
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import ConfigurationError, DataError, ForeignError, RewardError
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import RewardRequest
-from rollgrad.domain.sampling import StopReason
 
 
 class UnspeakableError(BaseException):

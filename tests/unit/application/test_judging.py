@@ -7,18 +7,18 @@ import pytest
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.rewards.function import FunctionReward
-from rollgrad.application.agents.tool_environment import ToolEnvironment
-from rollgrad.application.executors.judging import answer_request
-from rollgrad.application.executors.multi_turn import MultiTurnExecutor
-from rollgrad.application.executors.single_turn import SingleTurnExecutor
+from rollgrad.application.episodes.judging import answer_request
+from rollgrad.application.episodes.multi_turn import MultiTurnExecutor
+from rollgrad.application.episodes.single_turn import SingleTurnExecutor
+from rollgrad.application.episodes.tool_environment import ToolEnvironment
+from rollgrad.domain.episodes.generation import SamplingParams, StopReason
+from rollgrad.domain.episodes.messages import Action
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import FailureKind, Reward, RewardRequest, RolloutFailure
+from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import ConfigurationError, NotApplicableError
-from rollgrad.domain.messages import Action
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.environment import Environment, StepResult
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import FailureKind, Reward, RewardRequest, RolloutFailure
-from rollgrad.domain.sampling import SamplingParams, StopReason
-from rollgrad.domain.trajectory import Trajectory
 from tests.fakes.chat_templates import tokenizer_with
 from tests.fakes.reward_source import FakeRewardSource
 from tests.fakes.scripted_engine import ScriptedEngine

@@ -1,10 +1,9 @@
 import pytest
 from attrs import evolve
 
-from rollgrad.application.choices import Engine
-from rollgrad.application.cluster_config import CPU_CACHE_BYTES
-from rollgrad.application.config import RLConfig
-from rollgrad.application.memory_plan import (
+from rollgrad.application.settings.choices import Engine
+from rollgrad.application.settings.cluster import CPU_CACHE_BYTES
+from rollgrad.application.settings.memory_plan import (
     GATHERED_NUMBERS,
     Machine,
     ModelShape,
@@ -13,6 +12,7 @@ from rollgrad.application.memory_plan import (
     places,
     shortages,
 )
+from rollgrad.application.settings.run import RLConfig
 
 SHAPE = ModelShape(parameters=1000, layers=3, hidden=8, kv_heads=2, head_dim=4)
 CPU = Machine(gpu=0, memory=2**40)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rollgrad.application.presets import PRESETS, preset_settings
-from rollgrad.application.validation import validate
-from rollgrad.domain.catalogue import ESTIMATORS, POLICY_LOSSES, policy_loss_traits
+from rollgrad.application.settings.presets import PRESETS, preset_settings
+from rollgrad.application.settings.rules import validate
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, policy_loss_traits
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.config_io import setting_names, structure_config
 

@@ -15,16 +15,16 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.agents.ledger import TokenLedger
-from rollgrad.application.choices import Aggregation, KLEstimator, Normalise, Whiten
-from rollgrad.application.config import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
-from rollgrad.application.experience import ExperienceService
-from rollgrad.application.update import UpdateService
-from rollgrad.domain.catalogue import ESTIMATORS
-from rollgrad.domain.losses.objectives import ClippedValueObjective, PolicyLossObjective
-from rollgrad.domain.messages import Message
-from rollgrad.domain.sampling import Generation, StopReason
-from rollgrad.domain.trajectory import SegmentKind, Trajectory
+from rollgrad.application.episodes.ledger import TokenLedger
+from rollgrad.application.learning.experience import ExperienceService
+from rollgrad.application.learning.update import UpdateService
+from rollgrad.application.settings.choices import Aggregation, KLEstimator, Normalise, Whiten
+from rollgrad.application.settings.run import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS
+from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.messages import Message
+from rollgrad.domain.episodes.trajectory import SegmentKind, Trajectory
 from tests.fakes.chat_codec import FakeChatCodec
 from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.rollout import RolloutGroup, RolloutService, sample_seed
-from rollgrad.application.rollout_metrics import rollout_metrics
+from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService, sample_seed
+from rollgrad.application.rollouts.metrics import rollout_metrics
+from rollgrad.domain.episodes.generation import Generation, SamplingParams, StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import ConfigurationError, EngineError, RewardError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import FailureKind, RolloutFailure
-from rollgrad.domain.sampling import Generation, SamplingParams, StopReason
-from rollgrad.domain.trajectory import Trajectory, TrajectoryBuilder
 from tests.fakes.agent_executor import FakeAgentExecutor, reply_with_sample_id
 
 PARAMS = SamplingParams(max_new_tokens=4)

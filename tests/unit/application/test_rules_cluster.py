@@ -2,10 +2,10 @@ from typing import Any
 
 import pytest
 
-from rollgrad.application.choices import Engine, Optim, SyncBackend
-from rollgrad.application.config import RLConfig
-from rollgrad.application.rules_cluster import cluster_problems, server_problems
-from rollgrad.application.rules_lora import lora_problems
+from rollgrad.application.settings.choices import Engine, Optim, SyncBackend
+from rollgrad.application.settings.rules.cluster import cluster_problems, server_problems
+from rollgrad.application.settings.rules.lora import lora_problems
+from rollgrad.application.settings.run import RLConfig
 
 CLUSTER: dict[str, Any] = {"cluster.enable": True}
 VLLM: dict[str, Any] = {"rollout.engine": Engine.VLLM}

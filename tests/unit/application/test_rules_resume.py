@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollgrad.application.config import RLConfig
-from rollgrad.application.rules_resume import DATA, MAY_DIFFER, MODELS, changes, may_differ, refusals
+from rollgrad.application.settings.rules.resume import DATA, MAY_DIFFER, MODELS, changes, may_differ, refusals
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.description import flat_settings
 from rollgrad.entrypoints.redaction import is_secret_name

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.rollout import RolloutService
-from rollgrad.application.sampling import GroupSampler, SamplingPlan
-from rollgrad.domain.curriculum import Curriculum
+from rollgrad.application.rollouts.groups import RolloutService
+from rollgrad.application.rollouts.sampler import GroupSampler, SamplingPlan
+from rollgrad.domain.algorithms.curriculum import Curriculum
+from rollgrad.domain.algorithms.filtering import GroupFilter
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import RewardError
-from rollgrad.domain.filtering import GroupFilter
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import FailureKind, RolloutFailure
-from rollgrad.domain.sampling import SamplingParams
-from rollgrad.domain.trajectory import Trajectory
 from tests.fakes.agent_executor import FakeAgentExecutor, make_trajectory, reply_with_sample_id
 from tests.fakes.prompt_source import FakePromptSource
 

@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from rollgrad.application.executors.single_turn import SingleTurnExecutor
+from rollgrad.application.episodes.single_turn import SingleTurnExecutor
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import FailureKind, RewardRequest, RolloutFailure
+from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.rewards import FailureKind, RewardRequest, RolloutFailure
-from rollgrad.domain.sampling import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.trajectory import Trajectory
 from tests.fakes.chat_codec import FakeChatCodec
 from tests.fakes.reward_source import FakeRewardSource
 from tests.fakes.rollout_engine import FakeRolloutEngine

@@ -1,8 +1,8 @@
 import pytest
 
-from rollgrad.application.choices import Engine, SyncBackend
-from rollgrad.application.config import RLConfig
-from rollgrad.application.sync_backend import sync_backend
+from rollgrad.application.settings.choices import Engine, SyncBackend
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.weight_backend import sync_backend
 from rollgrad.domain.errors import ConfigurationError
 
 

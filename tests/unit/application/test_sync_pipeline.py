@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollgrad.application.pipeline import RunOutcome
+from rollgrad.application.pipelines.base import RunOutcome
+from rollgrad.domain.control.kl_weight import KLController
+from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import NonFiniteUpdateError, RewardError
-from rollgrad.domain.kl_control import KLController
-from rollgrad.domain.rewards import RewardRequest
 from tests.fakes.clock import FakeClock
 from tests.fakes.models import VOCABULARY, FakePolicy
 from tests.fakes.pipeline import Run, make_run

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from rollgrad.application.agents.session import AgentSession
-from rollgrad.application.agents.tool_environment import ToolEnvironment
-from rollgrad.domain.messages import Action, ToolCall, ToolResult, assistant_message
+from rollgrad.application.episodes.session import AgentSession
+from rollgrad.application.episodes.tool_environment import ToolEnvironment
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.messages import Action, ToolCall, ToolResult, assistant_message
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.environment import Environment, StepResult
-from rollgrad.domain.prompts import Prompt
-from rollgrad.domain.sampling import Generation, StopReason
 from tests.fakes.reward_source import FakeRewardSource
 from tests.fakes.tool import FakeTool
 

@@ -9,11 +9,11 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.choices import Aggregation
-from rollgrad.application.update import UpdateService
-from rollgrad.domain.batch import PackedBatch, pack
-from rollgrad.domain.losses.aggregation import loss_weights
-from rollgrad.domain.losses.objectives import ClippedValueObjective, PolicyLossObjective
+from rollgrad.application.learning.update import UpdateService
+from rollgrad.application.settings.choices import Aggregation
+from rollgrad.domain.algorithms.losses.aggregation import loss_weights
+from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
+from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import PolicyObjective
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.models import FakePolicy, FakeValue

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from rollgrad.application.choices import (
+from rollgrad.application.settings.choices import (
     CorrectionGate,
     CorrectionLevel,
     CorrectionMode,
@@ -20,14 +20,14 @@ from rollgrad.application.choices import (
     Verifier,
     Whiten,
 )
-from rollgrad.application.config import RLConfig
-from rollgrad.application.ranges import RANGES
-from rollgrad.application.rules_common import longest_sequence, optimizer_steps_per_rollout
-from rollgrad.application.rules_inputs import dataset_names
-from rollgrad.application.train_config import PartialRollout
-from rollgrad.application.validation import validate, validate_evaluation
+from rollgrad.application.settings.derived import longest_sequence, optimizer_steps_per_rollout
+from rollgrad.application.settings.ranges import RANGES
+from rollgrad.application.settings.rules import validate, validate_evaluation
+from rollgrad.application.settings.rules.inputs import dataset_names
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.training import PartialRollout
+from rollgrad.domain.control.staleness import StalenessUnit, StalePolicy
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.staleness import StalenessUnit, StalePolicy
 
 VALID: dict[str, Any] = {
     "actor.model_name_or_path": "model",

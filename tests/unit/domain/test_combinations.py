@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain.batch import PackedBatch, rollout_ids
-from rollgrad.domain.batching import balanced_partitions
-from rollgrad.domain.catalogue import ESTIMATORS, POLICY_LOSSES, policy_loss_traits
-from rollgrad.domain.estimators import EstimatorInput, EstimatorParams, estimate
-from rollgrad.domain.losses.aggregation import loss_weights
-from rollgrad.domain.losses.corrections import Correction
-from rollgrad.domain.losses.objectives import PolicyLossObjective
-from rollgrad.domain.losses.registry import PolicyLossParams
-from rollgrad.domain.losses.selection import clip_cov_tokens, kl_cov_tokens, token_keys
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, policy_loss_traits
+from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParams, estimate
+from rollgrad.domain.algorithms.losses.aggregation import loss_weights
+from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
+from rollgrad.domain.algorithms.losses.corrections import Correction
+from rollgrad.domain.algorithms.losses.covariance import clip_cov_tokens, kl_cov_tokens, token_keys
+from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
+from rollgrad.domain.batches.packed import PackedBatch, rollout_ids
+from rollgrad.domain.batches.partition import balanced_partitions
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.references import random_batch
 

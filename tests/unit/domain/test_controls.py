@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.domain.batching import balanced_partitions
-from rollgrad.domain.curriculum import Curriculum
-from rollgrad.domain.entropy_control import EntropyController
-from rollgrad.domain.filtering import GroupFilter
+from rollgrad.domain.algorithms.curriculum import Curriculum
+from rollgrad.domain.algorithms.filtering import GroupFilter
+from rollgrad.domain.batches.partition import balanced_partitions
+from rollgrad.domain.control.entropy_weight import EntropyController
 
 
 @pytest.mark.parametrize(

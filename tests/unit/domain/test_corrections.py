@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain.losses.corrections import Correction, correction_weights, interpolated_proximal
+from rollgrad.domain.algorithms.losses.corrections import Correction, correction_weights, interpolated_proximal
 from tests.unit.domain import references
 from tests.unit.domain.references import CorrectionSettings, Tokens
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain import catalogue
+from rollgrad.domain.algorithms import catalogue
+from rollgrad.domain.algorithms.estimators import ESTIMATORS, EstimatorInput, EstimatorParams, estimate
+from rollgrad.domain.algorithms.estimators.actions import whiten_over
+from rollgrad.domain.algorithms.estimators.discounting import reverse_discounted_sum
 from rollgrad.domain.errors import ConfigurationError, RewardError
-from rollgrad.domain.estimators import ESTIMATORS, EstimatorInput, EstimatorParams, estimate
-from rollgrad.domain.estimators.packing import whiten_over
-from rollgrad.domain.estimators.scan import reverse_discounted_sum
 from tests.unit.domain import references
 from tests.unit.domain.references import PART_WEIGHTS, Sequence, Settings, random_batch
 

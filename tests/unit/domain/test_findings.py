@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollgrad.domain.findings import COLLAPSED_ENTROPY, WINDOW, Finding, LearningSettings, LearningWatch
+from rollgrad.domain.control.findings import COLLAPSED_ENTROPY, WINDOW, Finding, LearningSettings, LearningWatch
 
 HEALTHY = {
     "reward/mean": 0.4,

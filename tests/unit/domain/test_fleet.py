@@ -9,7 +9,16 @@ from attrs import define, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.domain.fleet import ALIVE, RECENT, Death, EngineState, FleetBounds, FleetHealth, LeastLoaded, Recent
+from rollgrad.domain.control.engine_health import (
+    ALIVE,
+    RECENT,
+    Death,
+    EngineState,
+    FleetBounds,
+    FleetHealth,
+    LeastLoaded,
+    Recent,
+)
 
 BOUNDS = st.builds(
     FleetBounds,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollgrad.domain.loss_scale import FIRST, SMALLEST, WINDOW, LossScale
+from rollgrad.domain.control.loss_scale import FIRST, SMALLEST, WINDOW, LossScale
 
 
 def followed(scale: LossScale, *overflows: bool) -> LossScale:

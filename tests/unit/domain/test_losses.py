@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain.batch import PackedBatch, rollout_ids
-from rollgrad.domain.losses.aggregation import loss_weights
-from rollgrad.domain.losses.kl import kl_estimate
-from rollgrad.domain.losses.objectives import ClippedValueObjective, PolicyLossObjective
-from rollgrad.domain.losses.registry import PolicyLossParams
-from rollgrad.domain.losses.value import value_loss
+from rollgrad.domain.algorithms.losses.aggregation import loss_weights
+from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
+from rollgrad.domain.algorithms.losses.kl import kl_estimate
+from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
+from rollgrad.domain.algorithms.losses.value import value_loss
+from rollgrad.domain.batches.packed import PackedBatch, rollout_ids
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.references import random_batch
 

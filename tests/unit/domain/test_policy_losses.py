@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import rollgrad.domain.losses.policy  # noqa: F401  (fills the table)
-from rollgrad.domain import catalogue
-from rollgrad.domain.batch import rollout_ids
-from rollgrad.domain.losses.aggregation import loss_weights, weighted_sum
-from rollgrad.domain.losses.kl import kl_estimate
-from rollgrad.domain.losses.ratios import ratio
-from rollgrad.domain.losses.registry import POLICY_LOSSES, PolicyLoss, PolicyLossInput, PolicyLossParams
-from rollgrad.domain.losses.selection import clip_cov_tokens, covariances, kl_cov_tokens, token_keys
+import rollgrad.domain.algorithms.losses.policy  # noqa: F401  (fills the table)
+from rollgrad.domain.algorithms import catalogue
+from rollgrad.domain.algorithms.losses.aggregation import loss_weights, weighted_sum
+from rollgrad.domain.algorithms.losses.contract import POLICY_LOSSES, PolicyLoss, PolicyLossInput, PolicyLossParams
+from rollgrad.domain.algorithms.losses.covariance import clip_cov_tokens, covariances, kl_cov_tokens, token_keys
+from rollgrad.domain.algorithms.losses.kl import kl_estimate
+from rollgrad.domain.algorithms.losses.ratios import ratio
+from rollgrad.domain.batches.packed import rollout_ids
 from tests.unit.domain import references
 from tests.unit.domain.references import LossSettings, Tokens, random_batch
 

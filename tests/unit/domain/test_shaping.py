@@ -8,8 +8,8 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.domain import shaping
-from rollgrad.domain.batch import PackedBatch, pack
+from rollgrad.domain.algorithms import shaping
+from rollgrad.domain.batches.packed import PackedBatch, pack
 from tests.fakes.agent_executor import make_trajectory
 
 rewards_of_turns = st.floats(-100, 100, width=32)

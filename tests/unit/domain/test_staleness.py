@@ -7,7 +7,7 @@ from attrs import define, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.domain.staleness import STALE, StalenessBound, StalenessGate, StalenessUnit, StalePolicy
+from rollgrad.domain.control.staleness import STALE, StalenessBound, StalenessGate, StalenessUnit, StalePolicy
 
 BOUNDS = st.builds(
     StalenessBound,

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollgrad.domain import errors
-from rollgrad.domain.batch import pack
-from rollgrad.domain.batching import micro_batches, minibatches
+from rollgrad.domain.algorithms.evaluation import pass_at_k, summarise
+from rollgrad.domain.batches.packed import pack
+from rollgrad.domain.batches.partition import micro_batches, minibatches
+from rollgrad.domain.control.kl_weight import KLController
+from rollgrad.domain.control.learning_rate import lr_factor
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.prompts import PromptCursor
+from rollgrad.domain.episodes.trajectory import NO_VERSION, Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import TrajectoryError
-from rollgrad.domain.evaluation import pass_at_k, summarise
-from rollgrad.domain.kl_control import KLController
-from rollgrad.domain.prompts import PromptCursor
-from rollgrad.domain.sampling import Generation, StopReason
-from rollgrad.domain.schedule import lr_factor
-from rollgrad.domain.trajectory import NO_VERSION, Trajectory, TrajectoryBuilder
 
 
 def said(*tokens: int, logprob: float = -0.5, version: int = 3) -> Generation:

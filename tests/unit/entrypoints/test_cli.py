@@ -4,11 +4,11 @@ from typing import Any
 import pytest
 import yaml
 
-from rollgrad.application.choices import Verifier
-from rollgrad.application.config import RLConfig
-from rollgrad.application.ranges import RANGES
+from rollgrad.application.settings.choices import Verifier
+from rollgrad.application.settings.ranges import RANGES
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
-from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import dump_config, setting_names, structure_config
 from rollgrad.entrypoints.dry_run import check_eval_files, check_files
 

@@ -1,7 +1,7 @@
 import pytest
 
-from rollgrad.application.train_config import TrainConfig
-from rollgrad.entrypoints.cluster import neighbours
+from rollgrad.application.settings.training import TrainConfig
+from rollgrad.entrypoints.composition.cluster import neighbours
 
 ROLES = {"actor": 2, "critic": 1, "reference": 1, "reward": 3, "engines": 2}
 ALL = sorted(ROLES)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rollgrad.application.rules_common import ranks
-from rollgrad.application.validation import validate
-from rollgrad.entrypoints.cli import main
+from rollgrad.application.settings.derived import ranks
+from rollgrad.application.settings.rules import validate
+from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import structure_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,7 +47,7 @@ def run(script: str, *arguments: str, workplace: Path, programs: Path, **environ
 @pytest.fixture
 def rollgrad_program(tmp_path: Path) -> Path:
     """A directory with the command `rollgrad` of this interpreter, and no other."""
-    return programs(tmp_path, rollgrad=f'exec {shlex.quote(sys.executable)} -m rollgrad.entrypoints.cli "$@"')
+    return programs(tmp_path, rollgrad=f'exec {shlex.quote(sys.executable)} -m rollgrad.entrypoints.cli.main "$@"')
 
 
 def programs(place: Path, **sources: str) -> Path:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rollgrad.entrypoints import doctor
-from rollgrad.entrypoints.cli import main
-from rollgrad.entrypoints.doctor_machine import (
+from rollgrad.entrypoints.cli import doctor
+from rollgrad.entrypoints.cli.doctor_machine import (
     Driver,
     Gpu,
     disk,
@@ -22,7 +21,8 @@ from rollgrad.entrypoints.doctor_machine import (
     parse_driver,
     parse_gpus,
 )
-from rollgrad.entrypoints.doctor_packages import Package, Requirements, requirements, torch_cuda
+from rollgrad.entrypoints.cli.doctor_packages import Package, Requirements, requirements, torch_cuda
+from rollgrad.entrypoints.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -175,7 +175,7 @@ def test_trial_imports_name_what_fails(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
 def test_it_imports_nothing_heavy(arguments: list[str]) -> None:
     script = (
-        "import sys\nfrom rollgrad.entrypoints.cli import main\n"
+        "import sys\nfrom rollgrad.entrypoints.cli.main import main\n"
         f"main({arguments!r})\n"
         "heavy = {'torch', 'transformers', 'vllm', 'ray', 'deepspeed', 'numpy', 'datasets'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
@@ -233,7 +233,7 @@ def test_lines_come_as_they_are_found(tmp_path: Path) -> None:
     smi.chmod(0o755)
     (tmp_path / "banner").write_text(H100)
     process = subprocess.Popen(
-        [sys.executable, "-m", "rollgrad.entrypoints.cli", "doctor"],
+        [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "doctor"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollgrad.entrypoints.openrlhf_flags import FLAGS, FLAT, IMPLIED
-from rollgrad.entrypoints.parsing import TrainArguments, flag_kinds, parse_run
+from rollgrad.entrypoints.cli.parsing import TrainArguments, flag_kinds, parse_run
+from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
 from tests.flags import EVERY, example, negative
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,12 +74,13 @@ def flags(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def wrong(path: Path) -> Iterator[str]:
+    where = path.relative_to(ROOT).as_posix()
     for name, begins in flags(path):
         plain = name.replace("-", "_")
         if begins:
             if not any(known.startswith(plain) for known in OURS):
                 yield f"--{name}... begins no flag"
-        elif name in FOREIGN or name in PLACEHOLDERS or (name in OPENRLHF and OPENRLHF_FILES.search(path.name)):
+        elif name in FOREIGN or name in PLACEHOLDERS or (name in OPENRLHF and OPENRLHF_FILES.search(where)):
             continue
         elif plain not in OURS:
             yield f"--{name} is a flag of no command"

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from rollgrad.application.validation import validate, validate_evaluation
-from rollgrad.entrypoints.cli import main
+from rollgrad.application.settings.rules import validate, validate_evaluation
+from rollgrad.entrypoints.cli.help import ESSENTIALS
+from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.cli.parsing import EvalArguments, TrainArguments, flag_kinds, parse_run
 from rollgrad.entrypoints.config_io import setting_names
-from rollgrad.entrypoints.help import ESSENTIALS
-from rollgrad.entrypoints.parsing import EvalArguments, TrainArguments, flag_kinds, parse_run
 
 SECTIONS = sorted({name.rpartition(".")[0] for name in setting_names()})
 KINDS = {"train rl": TrainArguments, "eval": EvalArguments}
@@ -92,7 +92,7 @@ def test_an_unknown_section_names_the_sections(topic: str, message: str, capsys:
 
 def test_help_imports_neither_torch_nor_the_parser() -> None:
     script = (
-        "import sys\nfrom rollgrad.entrypoints.cli import main\nmain(['train', 'rl', '--help', 'all'])\n"
+        "import sys\nfrom rollgrad.entrypoints.cli.main import main\nmain(['train', 'rl', '--help', 'all'])\n"
         "heavy = {'torch', 'tyro', 'transformers', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
     )
@@ -115,7 +115,7 @@ def test_help_imports_neither_torch_nor_the_parser() -> None:
 def test_nobody_reads_the_output(arguments: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # before the command starts: however fast it is, nobody reads
-    command = [sys.executable, "-m", "rollgrad.entrypoints.cli", *arguments.split()]
+    command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *arguments.split()]
     try:
         result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     finally:
@@ -127,7 +127,7 @@ def test_nobody_reads_the_output(arguments: str) -> None:
 def test_nobody_reads_the_errors() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "rollgrad.entrypoints.cli", "train", "rl", "--nothing"]
+    command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "train", "rl", "--nothing"]
     try:
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, timeout=120)
     finally:

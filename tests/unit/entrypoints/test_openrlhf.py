@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 import yaml
 
-from rollgrad.application.config import RLConfig
-from rollgrad.application.correction import correction_level
-from rollgrad.application.rules_common import ranks
-from rollgrad.application.validation import validate
+from rollgrad.application.settings.correction import correction_level
+from rollgrad.application.settings.derived import ranks
+from rollgrad.application.settings.rules import validate
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints import cli
-from rollgrad.entrypoints.cli import main
+from rollgrad.entrypoints import openrlhf as translation
+from rollgrad.entrypoints.cli import main as cli
+from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.cli.parsing import parse as parse_arguments
+from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments
 from rollgrad.entrypoints.config_io import setting_names, structure_config
-from rollgrad.entrypoints.openrlhf import changed_settings, translate, translated_config
-from rollgrad.entrypoints.openrlhf_flags import FLAGS, FLAT, IMPLIED
-from rollgrad.entrypoints.openrlhf_words import Given, parse
-from rollgrad.entrypoints.parsing import parse as parse_arguments
-from rollgrad.entrypoints.serve_reward import ServeRewardArguments
+from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
+from rollgrad.entrypoints.openrlhf.command import changed_settings, translate, translated_config
+from rollgrad.entrypoints.openrlhf.words import Given, parse
 
 COMMANDS = Path(__file__).with_name("openrlhf_commands.txt").read_text().split("\n\n")
 MODULE = ("python3", "-m", "openrlhf.cli.train_ppo_ray")
@@ -100,8 +101,8 @@ def test_every_setting_named_in_the_table_exists() -> None:
 
 def test_every_flag_has_one_fate() -> None:
     assert all(flag.to is None or flag.reason is None for flag in FLAGS.values())
-    modules = Path(cli.__file__).parent.glob("openrlhf*.py")
-    source = "".join(module.read_text() for module in modules if module.stem != "openrlhf_flags")
+    modules = Path(translation.__file__).parent.glob("*.py")
+    source = "".join(module.read_text() for module in modules)
     always = {"vllm.enable_prefix_caching"}
     for name in (name for name, flag in FLAGS.items() if flag.to is None and flag.reason is None):
         key = name.rpartition(".")[2].removeprefix("is_correction_")
@@ -869,7 +870,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_translates_without_torch() -> None:
-    code = "import sys, rollgrad.entrypoints.openrlhf; sys.exit('torch' in sys.modules)"
+    code = "import sys, rollgrad.entrypoints.openrlhf.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

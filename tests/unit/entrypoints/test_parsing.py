@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollgrad
-from rollgrad.application.choices import DType, Engine
-from rollgrad.application.config import RLConfig
+from rollgrad.application.settings.choices import DType, Engine
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.cli import main
-from rollgrad.entrypoints.config_io import load_config, structure_config
-from rollgrad.entrypoints.parsing import (
+from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.cli.parsing import (
     EvalArguments,
     OptionalValue,
     TrainArguments,
@@ -25,6 +24,7 @@ from rollgrad.entrypoints.parsing import (
     parse_run,
     spell_out,
 )
+from rollgrad.entrypoints.config_io import load_config, structure_config
 from tests.flags import EVERY, KINDS, example, negative
 
 BOOLEANS = sorted(name for name, kind in EVERY.items() if kind is bool)

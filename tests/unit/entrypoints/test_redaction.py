@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rollgrad.application.config import RLConfig
-from rollgrad.entrypoints.cli import COMMANDS, main
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.entrypoints.cli.main import COMMANDS, main
 from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.redaction import is_secret_name, redact
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from rollgrad.adapters.tracking.samples import SampleWriter
-from rollgrad.application.choices import Resume
-from rollgrad.application.config import CheckpointConfig, RLConfig
-from rollgrad.application.rollout import RolloutGroup
+from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.application.settings.choices import Resume
+from rollgrad.application.settings.run import CheckpointConfig, RLConfig
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError
-from rollgrad.domain.prompts import Prompt
 from rollgrad.entrypoints.config_io import load_config
 from rollgrad.entrypoints.description import settings_file
 from rollgrad.entrypoints.run_directory import alone, keep_steps, output_problem, remove_run, write_config
@@ -23,7 +23,7 @@ from rollgrad.entrypoints.run_directory import alone, keep_steps, output_problem
 WAIT_SECONDS = 200.0
 HOLD = """
 import sys, time
-from rollgrad.application.config import CheckpointConfig
+from rollgrad.application.settings.run import CheckpointConfig
 from rollgrad.entrypoints.run_directory import alone
 
 with alone(CheckpointConfig(output_dir=sys.argv[1])):
@@ -73,7 +73,7 @@ def test_two_runs_of_one_process_do_not_share_a_directory_either(tmp_path: Path)
 
 FORKING = """
 import os, signal, sys
-from rollgrad.application.config import CheckpointConfig
+from rollgrad.application.settings.run import CheckpointConfig
 from rollgrad.entrypoints.run_directory import alone
 
 with alone(CheckpointConfig(output_dir=sys.argv[1])):

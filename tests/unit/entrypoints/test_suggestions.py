@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from rollgrad.entrypoints.cli import COMMANDS, main
+from rollgrad.entrypoints.cli.main import COMMANDS, main
 from rollgrad.entrypoints.config_io import setting_names
-from rollgrad.entrypoints.openrlhf_flags import FLAGS, FLAT, IMPLIED
-from rollgrad.entrypoints.other_names import OTHER_NAMES
-from rollgrad.entrypoints.suggestions import OTHER_COMMANDS, advice
+from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
+from rollgrad.entrypoints.names.other_names import OTHER_NAMES
+from rollgrad.entrypoints.names.suggestions import OTHER_COMMANDS, advice
 
 SETTINGS = list(setting_names())
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rollgrad.application.config import RLConfig
-from rollgrad.application.validation import validate
+from rollgrad.application.settings.rules import validate
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.tool_box import ToolBox
+from rollgrad.entrypoints.composition.tool_box import ToolBox
 from tests.fakes.tool import mcp_command
 
 TOOLS = '''

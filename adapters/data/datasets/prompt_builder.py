@@ -1,0 +1,205 @@
+"""`PromptBuilder`: from a dataset row to a `Prompt` with token ids.
+
+Invariant: a row becomes a prompt or a `DataError` that names the column and its flag; nothing is cut.
+Does not own: reading rows, the order in which they come, nor how long a prompt may be (`survey`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import structlog
+from attrs import frozen
+
+from rollgrad.adapters.chat.template_codec import TemplateCodec, WrittenPrompt
+from rollgrad.adapters.data.datasets.columns import Columns, find_columns, has_value, value_at
+from rollgrad.application.foreign import shown
+from rollgrad.application.settings.run import DataConfig
+from rollgrad.domain.episodes.messages import Message
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.errors import ConfigurationError, DataError
+
+log = structlog.get_logger(__name__)
+
+LabelProblem = Callable[[Any, str | None], str | None]
+"""Why the reward cannot compare with a label of the column that is named, as a sentence; None if it can."""
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Of messages, whatever the chat template."""
+
+
+def _has_words(content: Any) -> bool:
+    """Whether a message says something: a text that is not blank, or a part of several kinds."""
+    return bool(content.strip()) if isinstance(content, str) else bool(content)
+
+
+@frozen
+class Draft:
+    """A prompt that is written, but not yet tokenised. `written` is a text where there is no chat template."""
+
+    written: WrittenPrompt | str
+    label: Any
+    messages: tuple[Message, ...]
+
+
+class PromptBuilder:
+    """Builds prompts as `data` says: input and label column, chat template or plain text.
+
+    Columns that `data` does not name are those that the first row leaves no doubt about (`find_columns`), and are
+    logged. `labels_are_read`: several possible columns of labels are an error. `label_problem`: refuses labels.
+
+    Raises:
+        ConfigurationError: settings of the chat template and of plain text are mixed.
+    """
+
+    def __init__(
+        self,
+        codec: TemplateCodec,
+        data: DataConfig,
+        *,
+        labels_are_read: bool = False,
+        label_problem: LabelProblem = lambda label, key: None,
+    ) -> None:
+        if data.apply_chat_template and data.input_template is not None:
+            raise ConfigurationError(
+                f"--data.input_template is {data.input_template!r}, but prompts are rendered with the chat template: "
+                "set --data.apply_chat_template False, or leave the input template out."
+            )
+        if not data.apply_chat_template and data.system_prompt is not None:
+            raise ConfigurationError(
+                "--data.system_prompt needs the chat template, but --data.apply_chat_template is False: put the text "
+                "into --data.input_template instead."
+            )
+        if data.input_template is not None and "{}" not in data.input_template:
+            raise ConfigurationError(
+                f"--data.input_template is {data.input_template!r}: it needs {{}} where the prompt goes."
+            )
+        self._codec = codec
+        self.data = data
+        """What it goes by; read only."""
+        self._labels_are_read = labels_are_read
+        self._label_problem = label_problem
+        self._columns: Columns | None = None
+
+    def columns(self, row: Mapping[str, Any], datasource: str) -> Columns:
+        """The columns that are read from all rows, found in the first row that is asked about.
+
+        Raises:
+            DataError: see `find_columns`; or the reward needs labels, and there are none.
+        """
+        if self._columns is not None:
+            return self._columns
+        data = self.data
+        found = find_columns(
+            row,
+            datasource,
+            input_key=data.input_key,
+            label_key=data.label_key,
+            labels_are_read=self._labels_are_read,
+        )
+        missing = None if found.label is not None else self._label_problem(None, None)
+        if missing is not None:
+            raise DataError(f"{datasource!r}: {missing}")
+        if data.input_key is None or data.label_key is None:
+            labels = "no labels" if found.label is None else f"labels from column {found.label}"
+            log.info(f"{datasource}: prompts from column {found.prompt}, {labels}")
+        self._columns = found
+        return found
+
+    def build(self, row: Mapping[str, Any], datasource: str) -> Prompt:
+        """The prompt that `row` describes; `row` itself is kept as its metadata.
+
+        Raises:
+            DataError: a column is missing or of the wrong kind, or the prompt is empty.
+        """
+        draft = self.draft(row, datasource)
+        written = draft.written
+        return Prompt(
+            token_ids=self._codec.encode_prompt(written) if isinstance(written, str) else self._codec.tokens(written),
+            text=written if isinstance(written, str) else written.text,
+            label=draft.label,
+            datasource=datasource,
+            metadata=dict(row),
+            messages=draft.messages,
+        )
+
+    def draft(self, row: Mapping[str, Any], datasource: str) -> Draft:
+        """The prompt that `row` describes, before it is tokenised.
+
+        Raises:
+            DataError: as `build`.
+        """
+        columns = self.columns(row, datasource)
+        value = self._value(row, columns.prompt, datasource)
+        label = None if columns.label is None else self._value(row, columns.label, datasource)
+        problem = self._label_problem(label, columns.label)
+        if problem is not None:
+            raise DataError(problem)
+        if self.data.apply_chat_template:
+            messages = self._messages(value, datasource)
+            return Draft(self._codec.write(messages), label, tuple(messages))
+        return Draft(self._plain(value, datasource), label, ())
+
+    def lengths(self, drafts: Sequence[Draft]) -> list[int]:
+        """Tokens of each draft, tokenised together."""
+        if self.data.apply_chat_template:
+            return self._codec.lengths([draft.written for draft in drafts if not isinstance(draft.written, str)])
+        return self._codec.text_lengths([draft.written for draft in drafts if isinstance(draft.written, str)])
+
+    @staticmethod
+    def _value(row: Mapping[str, Any], key: str, datasource: str) -> Any:
+        if not has_value(row, key):
+            raise DataError(f"There is no column {key!r} of {datasource!r} in it, as there is in other rows.")
+        return value_at(row, key)
+
+    def _messages(self, value: Any, datasource: str) -> list[Message]:
+        if isinstance(value, str):
+            self._refuse_empty(value.strip(), value, datasource)
+            messages: list[Message] = [{"role": "user", "content": value}]
+        elif isinstance(value, list) and value and all(isinstance(m, Mapping) and "role" in m for m in value):
+            self._refuse_empty(any(_has_words(m.get("content")) for m in value), value, datasource)
+            for message in value:
+                self._check_message(message, datasource)
+            messages = list(value)
+        else:
+            raise DataError(
+                f"Column {self._prompt_column} of {datasource!r} holds {value!r}: with the chat template a prompt "
+                "is a text or a list of messages with role and content."
+            )
+        if self.data.system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.data.system_prompt})
+        return messages
+
+    def _check_message(self, message: Message, datasource: str) -> None:
+        """Refuses what a template writes as `None` or as a number, or leaves out without a word."""
+        role, content = message["role"], message.get("content")
+        problem = None
+        if not isinstance(role, str) or not (role in ROLES or self._codec.mentions(role)):
+            problem = f"has the role {shown(role)}, which is none of {', '.join(ROLES)} nor in the chat template"
+        elif not (isinstance(content, str | list) or (content is None and message.get("tool_calls"))):
+            problem = f"has the content {shown(content)}, which is no text"
+        elif role == "user" and not _has_words(content):
+            problem = "of the user is empty"
+        if problem is not None:
+            raise DataError(
+                f"Column {self._prompt_column} of {datasource!r} holds a message that {problem}: "
+                f"{shown(dict(message))}."
+            )
+
+    def _plain(self, value: Any, datasource: str) -> str:
+        if not isinstance(value, str):
+            raise DataError(
+                f"Column {self._prompt_column} of {datasource!r} holds {value!r}: without the chat template a "
+                "prompt is a text (messages need --data.apply_chat_template True)."
+            )
+        self._refuse_empty(value.strip(), value, datasource)
+        template = self.data.input_template
+        return value if template is None else template.replace("{}", value)
+
+    def _refuse_empty(self, content: Any, value: Any, datasource: str) -> None:
+        if not content:
+            raise DataError(f"Column {self._prompt_column} of {datasource!r} holds {value!r}: the prompt is empty.")
+
+    @property
+    def _prompt_column(self) -> str:
+        return repr(self._columns.prompt if self._columns else self.data.input_key)

@@ -1,0 +1,90 @@
+"""`DatasetPromptSource`: a stream of prompts over a dataset held by index.
+
+Invariants: every row is looked at before the first prompt is taken (`survey`), so that none surprises later; the
+position is a `PromptCursor` over all rows, so resuming is arithmetic, and the order of the prompts that are kept does
+not depend on those that are passed over; prompts are built when they are taken.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
+from rollgrad.adapters.data.datasets.survey import Rows, datasource_of, survey
+from rollgrad.domain.episodes.prompts import Prompt, PromptCursor
+from rollgrad.domain.errors import DataError
+from rollgrad.domain.ports.prompt_source import PromptSource
+
+
+class DatasetPromptSource(PromptSource):
+    """Prompts of `dataset`, in a new random order each epoch, or in file order without `shuffle`.
+
+    `max_samples` keeps the first rows only. The column `datasource`, where there is one, names each prompt's origin.
+    `setting` names the dataset in errors.
+
+    Raises:
+        DataError: there are no rows, or rows that cannot become prompts.
+    """
+
+    def __init__(
+        self,
+        dataset: Rows,
+        builder: PromptBuilder,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        max_samples: int | None = None,
+        setting: str = "data.prompt_dataset",
+    ) -> None:
+        self._size = len(dataset) if max_samples is None else min(len(dataset), max_samples)
+        if self._size <= 0:
+            raise DataError(
+                f"The prompt dataset has {len(dataset)} rows and --data.max_samples is {max_samples}: "
+                "at least one prompt is needed."
+            )
+        self.survey = survey(dataset, self._size, builder, setting=setting)
+        """Lengths of all prompts."""
+        self._kept = self.survey.kept
+        self._dataset = dataset
+        self._builder = builder
+        self._shuffle = shuffle
+        self._cursor = PromptCursor(seed)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; wraps into the next epoch."""
+        indices: list[int] = []
+        cursor = self._cursor
+        while len(indices) < count:
+            drawn, cursor = cursor.take(count - len(indices), self._size, shuffle=self._shuffle)
+            indices += filter(self.survey.keeps, drawn)
+        prompts = [self._prompt(index) for index in indices]
+        self._cursor = cursor
+        return prompts
+
+    def prompts(self) -> list[Prompt]:
+        """Every prompt once, in file order; leaves the position alone."""
+        return [self._prompt(index) for index in range(self._size) if self.survey.keeps(index)]
+
+    def __len__(self) -> int:
+        return self._kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, JSON-serialisable."""
+        return self._cursor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state`.
+
+        Raises:
+            DataError: the position lies beyond the end of this dataset.
+        """
+        cursor = PromptCursor.from_state_dict(state)
+        if cursor.index >= self._size:
+            raise DataError(
+                f"The run stopped at row {cursor.index} of an epoch, but the dataset has only {self._size} "
+                "rows: continue with the dataset the run started with (--data.prompt_dataset)."
+            )
+        self._cursor = cursor
+
+    def _prompt(self, index: int) -> Prompt:
+        row = self._dataset[index]
+        return self._builder.build(row, datasource_of(row))

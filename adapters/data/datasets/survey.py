@@ -1,0 +1,145 @@
+"""A look at every row before the first step: which cannot be read, and which prompts are too long.
+
+Invariant: after a survey without an error, each row that was kept becomes a prompt within the limit. Does not own: what
+a prompt is (`PromptBuilder`).
+"""
+
+import hashlib
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import structlog
+from attrs import frozen
+
+from rollgrad.adapters.data.datasets.prompt_builder import Draft, PromptBuilder
+from rollgrad.application.settings.choices import Overlong
+from rollgrad.application.settings.run import DataConfig
+from rollgrad.domain.errors import DataError
+
+log = structlog.get_logger(__name__)
+
+BATCH = 512
+"""Rows tokenised together: enough for the tokenizer's threads, and few enough for a smooth bar."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+LARGE = 2000
+"""Rows from which it takes seconds, so that a terminal is shown a progress bar."""
+
+
+class Rows(Protocol):
+    """A dataset by index: a `datasets.Dataset`, or a list of mappings."""
+
+    def __len__(self) -> int:
+        """Rows there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
+        """Row `index`."""
+        ...
+
+
+@frozen
+class Survey:
+    """`setting` names the dataset; `lengths`: tokens of each row's prompt; `limit`: of the longest that is kept;
+    `fingerprint`: sha256 of all rows in their order, whatever the dataset is called."""
+
+    setting: str
+    lengths: tuple[int, ...]
+    limit: int
+    fingerprint: str
+
+    def keeps(self, index: int) -> bool:
+        """Whether row `index` is played."""
+        return self.lengths[index] <= self.limit
+
+    @property
+    def kept(self) -> int:
+        """Rows that are played."""
+        return sum(self.keeps(index) for index in range(len(self.lengths)))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt that is played."""
+        return max(length for index, length in enumerate(self.lengths) if self.keeps(index))
+
+
+def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Survey:
+    """Measures the first `size` rows, and reports those that are dropped; `setting` names the dataset.
+
+    Raises:
+        DataError: rows cannot become prompts (the first is named), all are too long, or one is and that is an error.
+    """
+    builder.columns(rows[0], datasource_of(rows[0]))
+    lengths: list[int] = []
+    broken: list[str] = []
+    content = hashlib.sha256()
+    for start in _batches(size, setting):
+        drafts: list[Draft] = []
+        for index in range(start, min(start + BATCH, size)):
+            row = rows[index]
+            content.update(_lasting({key: value for key, value in row.items() if key != "datasource"}).encode())
+            try:
+                drafts.append(builder.draft(row, datasource_of(row)))
+            except DataError as error:
+                broken.append(f"Row {index + 1} of {setting} cannot be used: {error}")
+        lengths += builder.lengths(drafts)
+    if broken:
+        others = f" ({len(broken)} of {size} rows cannot be used.)" if len(broken) > 1 else ""
+        raise DataError(broken[0] + others)
+    found = Survey(setting, tuple(lengths), builder.data.prompt_limit, content.hexdigest())
+    _report(found, builder.data)
+    return found
+
+
+def _lasting(value: Any) -> str:
+    """The text of a value that is the same in each process: sets have an order of their own in each, and objects whose
+    text is an address (images of a column that nobody reads) differ."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{_lasting(key)}:{_lasting(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_lasting, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"<{','.join(sorted(map(_lasting, value)))}>"
+    return _ADDRESS.sub("", repr(value))
+
+
+def datasource_of(row: Mapping[str, Any]) -> str:
+    """The name of the dataset that a row comes from."""
+    return str(row.get("datasource", "default"))
+
+
+def _batches(size: int, setting: str) -> Iterator[int]:
+    starts = range(0, size, BATCH)
+    if size < LARGE or not sys.stderr.isatty():
+        yield from starts
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(starts, f"Measuring {size:,} prompts of {setting}", console=Console(stderr=True), transient=True)
+
+
+def _report(found: Survey, data: DataConfig) -> None:
+    size, setting = len(found.lengths), found.setting
+    dropped = size - found.kept
+    if not dropped:
+        return
+    flag = "--data.max_prompt_tokens" if data.max_len is None or data.max_prompt_tokens else "--data.max_len"
+    longest = max(range(size), key=found.lengths.__getitem__)
+    if dropped == size or data.overlong is Overlong.ERROR:
+        first = next(index for index in range(size) if not found.keeps(index))
+        raise DataError(
+            f"{dropped} of the {size} prompts of {setting} have more than {found.limit} tokens (row {first + 1} is the "
+            f"first, row {longest + 1} the longest with {found.lengths[longest]}): raise {flag}"
+            + (", or shorten them." if dropped == size else ", or let them be dropped with --data.overlong drop.")
+        )
+    log.warning(
+        "over-long prompts dropped",
+        setting=setting,
+        dropped=dropped,
+        of=size,
+        limit=found.limit,
+        longest=found.lengths[longest],
+        flag=flag,
+    )

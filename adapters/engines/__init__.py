@@ -1,0 +1,1 @@
+"""Models that sample: in this process, in vLLM, or behind a URL."""

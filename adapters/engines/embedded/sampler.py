@@ -1,0 +1,78 @@
+"""Draws one token a row from logits, with the exact log-prob of each draw.
+
+A draw depends on the row's logits and its own uniform number alone, so neighbours in the batch cannot change it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rollgrad.domain.episodes.generation import SamplingParams
+
+BLOCK = 256
+"""Vocabulary entries summed together before the search for the drawn token: two short searches instead of a
+cumulative sum over the whole vocabulary."""
+
+
+def sample(logits_AV: Tensor, params: Sequence[SamplingParams], uniforms_A: Tensor) -> tuple[Tensor, Tensor]:
+    """One token a row.
+
+    Args:
+        logits_AV: float32; overwritten.
+        params: one a row; `temperature` 0 takes the most likely token.
+        uniforms_A: float64 in [0, 1), one a row.
+
+    Returns:
+        (tokens_A int64, logprobs_A float32): the log-prob of each token under the distribution it was drawn from
+        (after temperature, top-k and top-p; greedy rows: at temperature 1).
+    """
+    temperatures = [p.temperature or 1.0 for p in params]
+    if any(t != 1.0 for t in temperatures):
+        logits_AV.div_(torch.tensor(temperatures, device=logits_AV.device)[:, None])
+    limited = [row for row, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0)]
+    if limited:
+        index = torch.tensor(limited, device=logits_AV.device)
+        logits_AV[index] = _truncate(logits_AV[index], [params[row] for row in limited])
+    normaliser_A = torch.logsumexp(logits_AV, dim=-1)
+    greedy_A = torch.tensor([p.temperature == 0 for p in params], device=logits_AV.device)
+    if bool(greedy_A.all()):
+        tokens_A = logits_AV.argmax(-1)
+    else:
+        tokens_A = _inverse_cdf((logits_AV - normaliser_A[:, None]).exp_(), uniforms_A)
+        if bool(greedy_A.any()):
+            tokens_A = torch.where(greedy_A, logits_AV.argmax(-1), tokens_A)
+    logprobs_A = logits_AV.gather(1, tokens_A[:, None])[:, 0] - normaliser_A
+    return tokens_A, logprobs_A.clamp_(max=0.0)
+
+
+def _truncate(logits_AV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Keeps the top-k tokens, and of those the smallest set whose mass reaches top-p (Holtzman et al. 2020)."""
+    vocabulary = logits_AV.shape[1]
+    sorted_AV, order_AV = logits_AV.sort(dim=-1, descending=True)
+    rank = torch.arange(vocabulary, device=logits_AV.device)[None]
+    top_k = torch.tensor([p.top_k or vocabulary for p in params], device=logits_AV.device)[:, None]
+    top_p = torch.tensor([p.top_p for p in params], device=logits_AV.device)[:, None]
+    sorted_AV = sorted_AV.masked_fill(rank >= top_k, float("-inf"))
+    probs_AV = sorted_AV.softmax(-1)
+    before_AV = probs_AV.cumsum(-1) - probs_AV
+    sorted_AV = sorted_AV.masked_fill((before_AV >= top_p) & (rank > 0), float("-inf"))
+    return torch.empty_like(logits_AV).scatter_(1, order_AV, sorted_AV)
+
+
+def _inverse_cdf(probs_AV: Tensor, uniforms_A: Tensor) -> Tensor:
+    """The token at which the running sum of `probs` passes the uniform number, in float64."""
+    rows, vocabulary = probs_AV.shape
+    if vocabulary % BLOCK:
+        probs_AV = torch.nn.functional.pad(probs_AV, (0, BLOCK - vocabulary % BLOCK))
+    blocks = probs_AV.view(rows, -1, BLOCK)
+    mass = blocks.sum(-1).double().cumsum(-1)
+    target = uniforms_A.to(mass.device)[:, None] * mass[:, -1:]
+    block = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+    before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    offset = torch.searchsorted(inside.double().cumsum(-1), target - before, right=True)[:, 0]
+    # Rounding at a block's edge may point past its last possible token; the block's most likely one stands in.
+    safe = offset.clamp(max=BLOCK - 1)
+    possible = (offset < BLOCK) & (inside.gather(1, safe[:, None])[:, 0] > 0)
+    return block[:, 0] * BLOCK + torch.where(possible, safe, inside.argmax(-1))

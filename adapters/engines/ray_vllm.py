@@ -1,0 +1,275 @@
+"""vLLM engines in Ray actors: each in a process of its own, wherever the cluster has room, replaced when it dies.
+
+The actor does no more than hold a `VLLMEngine` and pass calls on. Weights reach it through shared memory: the trainer's
+own on the trainer's machine; elsewhere each bucket crosses the network once, through Ray's object store, into memory of
+the actor's.
+"""
+
+import asyncio
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from rollgrad.adapters.ray.session import ray_module
+from rollgrad.adapters.system.waiting import waiting_for
+from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightTaker
+from rollgrad.adapters.weights.shared_buckets import SharedMemory
+from rollgrad.application.engines.fleet_member import FleetMember
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest
+from rollgrad.domain.errors import EngineError, RollgradError
+from rollgrad.domain.ports.rollout_engine import PauseMode
+
+CALLS = 100_000
+"""At once in one actor: more than vLLM is ever given, and each is a coroutine."""
+
+CLOSE_SECONDS = 20.0
+"""Longest that an actor may take to end vLLM's processes before it is killed."""
+
+
+class EngineHost:
+    """What runs in the actor; its methods are those of `VLLMEngine`."""
+
+    _engine: Any = None
+    _memory: SharedMemory
+
+    async def start(self, settings: Mapping[str, Any]) -> tuple[int | None, str]:
+        """Starts vLLM, which blocks the actor; (tokens of a prompt and its reply at most, Ray's id of the machine)."""
+        gc.disable()  # as in `RankWorker`
+        try:
+            from rollgrad.adapters.engines.vllm.engine import VLLMEngine
+
+            engine = VLLMEngine(**settings)
+        finally:
+            gc.enable()
+        self._engine = engine
+        return engine.max_tokens, _machine()
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The result of one of the engine's coroutine methods."""
+        return await getattr(self._engine, method)(*arguments)
+
+    async def begin_copied(self, bucket_bytes: int) -> EngineModel:
+        """`begin_weights` with memory of this machine."""
+        self._memory = SharedMemory(bucket_bytes=bucket_bytes)
+        try:
+            model: EngineModel = await self._engine.begin_weights(
+                {"path": self._memory.path, "bucket_bytes": bucket_bytes}
+            )
+        finally:
+            self._memory.unlink()
+        return model
+
+    async def take_copied(self, update: Mapping[str, Any], run: Any) -> None:
+        """`take_weights` of a bucket that begins with the bytes of `run`, an array."""
+        self._memory.bucket(update["bucket"])[: len(run)].numpy()[:] = run
+        await self._engine.take_weights(update)
+
+    async def close(self) -> None:
+        """Ends vLLM's processes."""
+        if self._engine is not None:
+            self._engine.close()
+
+
+@frozen
+class _Actor:
+    handle: Any
+    name: str
+    restarts: int
+
+    @property
+    def id(self) -> str:
+        """Ray's, which its logs and its dashboard know it by."""
+        return str(self.handle._actor_id.hex())
+
+
+class RayVLLMEngine(FleetMember, WeightTaker):
+    """A `VLLMEngine` behind a Ray actor, named `rollgrad-engine-K` (its n-th replacement `rollgrad-engine-K.n`).
+    `ready` has to be called before anything else.
+
+    `on_token` hears the tokens of a reply all at once when it ends: they cross the process boundary together.
+
+    Args:
+        number: K.
+        settings: arguments of `VLLMEngine`.
+        options: of the actor, as Ray calls them: `num_cpus` (1 unless said), `num_gpus` (as many as the model is split
+            over), `scheduling_strategy`.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+    """
+
+    def __init__(self, number: int, settings: Mapping[str, Any], *, options: Mapping[str, Any] | None = None) -> None:
+        self._name = f"rollgrad-engine-{number}"
+        self._settings = dict(settings)
+        self._options = {"num_cpus": 1, **(options or {})}
+        self.max_tokens: int | None = None
+        """Tokens of a prompt and its reply at most, once it is ready."""
+        self._actor = self._new_actor(0)
+        self._near = True
+        self._source: SharedMemory | None = None
+
+    @property
+    def actor_id(self) -> str:
+        """Ray's id of the actor that now holds the engine."""
+        return self._actor.id
+
+    async def ready(self) -> None:
+        """Starts vLLM, once; the caller sets the deadline.
+
+        Raises:
+            EngineError: it did not start.
+        """
+        started = await self._await("starting", self._actor.handle.start.remote(self._settings))
+        self.max_tokens, machine = started
+        self._near = machine == _machine()
+
+    async def generate(
+        self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
+    ) -> Generation:
+        """See `RolloutEngine.generate`."""
+        generation: Generation = await self._call("generating", "generate", request)
+        if on_token is not None:
+            for token in generation.token_ids:
+                on_token(token)
+        return generation
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
+        await self._call("pausing", "pause", mode)
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        await self._call("resuming", "resume")
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        await self._call("going to sleep", "sleep")
+
+    async def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        await self._call("waking", "wake")
+
+    async def ping(self) -> None:
+        """See `FleetMember.ping`."""
+        await self._call("answering a ping", "ping")
+
+    async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
+        """See `WeightTaker.begin_weights`."""
+        doing = "beginning to take weights"
+        if self._near or info is None or "bucket_bytes" not in info:
+            self._source = None
+            model: EngineModel = await self._call(doing, "begin_weights", info)
+        else:
+            self._source = SharedMemory(**info)
+            model = await self._await(doing, self._actor.handle.begin_copied.remote(info["bucket_bytes"]))
+        return model
+
+    async def take_weights(self, update: Mapping[str, Any]) -> None:
+        """See `WeightTaker.take_weights`."""
+        if self._source is None:
+            await self._call("taking weights", "take_weights", update)
+            return
+        used = max((piece["offset"] + piece["size"] for piece in update["pieces"]), default=0)
+        run = ray_module().put(self._source.bucket(update["bucket"])[:used].numpy())
+        await self._await("taking weights", self._actor.handle.take_copied.remote(update, run))
+
+    async def finish_weights(self, version: int) -> None:
+        """See `WeightTaker.finish_weights`."""
+        await self._call("finishing to take weights", "finish_weights", version)
+
+    async def prove_weights(self, probe: Probe) -> None:
+        """See `WeightTaker.prove_weights`."""
+        await self._call("comparing log-probs", "prove_weights", probe)
+
+    async def abandon_weights(self, reason: str) -> None:
+        """See `WeightTaker.abandon_weights`."""
+        await self._call("ending a transfer of weights", "abandon_weights", reason)
+
+    async def restart(self) -> None:
+        """See `FleetMember.restart`; the new actor has the same options."""
+        await self.close()
+        self._actor = self._new_actor(self._actor.restarts + 1)
+        with waiting_for(f"engine {self._actor.name} to start"):
+            await self.ready()
+
+    async def close(self) -> None:
+        """See `FleetMember.close`; a process that does not end by itself is killed."""
+        import ray
+
+        handle = self._actor.handle
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._await("closing", handle.close.remote())
+        except (EngineError, TimeoutError):
+            pass  # it is killed in any case
+        finally:
+            ray.kill(handle, no_restart=True)
+
+    def _new_actor(self, restarts: int) -> _Actor:
+        name = f"{self._name}.{restarts}" if restarts else self._name
+        actor = (
+            ray_module().remote(EngineHost).options(name=name, max_restarts=0, max_concurrency=CALLS, **self._options)
+        )
+        return _Actor(actor.remote(), name, restarts)
+
+    async def _call(self, doing: str, method: str, *arguments: Any) -> Any:
+        return await self._await(doing, self._actor.handle.call.remote(method, *arguments))
+
+    async def _await(self, doing: str, reference: Any) -> Any:
+        """What the actor returns.
+
+        Raises:
+            EngineError: it has died, or fails otherwise; errors of ours are raised as they are.
+        """
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        actor = self._actor
+        try:
+            return await reference
+        except asyncio.CancelledError:
+            ray.cancel(reference)  # frees the request's place in vLLM
+            raise
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, RollgradError):
+                raise cause from None
+            raise EngineError(f"{_who(actor)} failed at {doing}: {type(cause).__name__}: {cause}") from error
+        except RayError as error:
+            raise EngineError(
+                f"{_who(actor)} died at {doing}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            ) from error
+
+
+async def start_engines(
+    count: int, settings: Mapping[str, Any], *, options: Sequence[Mapping[str, Any]] = (), seconds: float = 600.0
+) -> list[RayVLLMEngine]:
+    """Engines that are ready, started side by side; `options` has those of each, or nothing.
+
+    Raises:
+        EngineError: one of them did not start within `seconds`; then all are ended.
+    """
+    engines = [RayVLLMEngine(number, settings, options=options[number] if options else None) for number in range(count)]
+    try:
+        with waiting_for(f"{count} vLLM {'engine' if count == 1 else 'engines'} to start", deadline=seconds):
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*(engine.ready() for engine in engines))
+    except BaseException as error:
+        await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
+        if isinstance(error, TimeoutError):
+            raise EngineError(
+                f"The {count} engines were not ready within {seconds:g} s: Ray lacks the CPUs or GPUs that they "
+                "reserve (`ray status` says what is free), or their model loads more slowly."
+            ) from error
+        raise
+    return engines
+
+
+def _machine() -> str:
+    return str(ray_module().get_runtime_context().get_node_id())
+
+
+def _who(actor: _Actor) -> str:
+    return f"Engine {actor.name} (actor {actor.id})"

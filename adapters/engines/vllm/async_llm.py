@@ -1,0 +1,175 @@
+"""vLLM in processes of its own on this machine, over an `AsyncLLM`.
+
+`AsyncLLM` is deaf to the death of its processes in all calls but `generate`, so every other call is watched.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rollgrad.adapters.engines.vllm.core import LIVENESS_SECONDS, Core
+from rollgrad.adapters.engines.vllm.sampling_params import parameters
+from rollgrad.adapters.weights.receiver_port import EngineModel
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
+from rollgrad.domain.errors import EngineError
+
+T = TypeVar("T")
+
+STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
+"""vLLM's words for why a reply ended."""
+
+
+def cache_salt(part: int) -> str:
+    """vLLM's name for a part of its prefix cache: requests share blocks with those of the same salt alone."""
+    return f"rollgrad-{part}"
+
+
+class LocalCore(Core):
+    """See `Core`.
+
+    Args:
+        llm: an `AsyncLLM`, as `starting.start` makes them.
+    """
+
+    _lora_request: Any = None
+    """Goes with everything that is generated."""
+    _part = 0
+    """Part of the prefix cache that requests read and write."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        config = llm.model_config
+        self.max_tokens = config.max_model_len
+        self.model = EngineModel(config.dtype, config.get_vocab_size())
+
+    async def sample(
+        self,
+        name: str,
+        request: GenerationRequest,
+        eos_token_ids: frozenset[int],
+        on_token: Callable[[int], None] | None,
+    ) -> Generation:
+        """See `Core.sample`."""
+        tokens: list[int] = []
+        logprobs: list[float] = []
+
+        def take(output: Any) -> None:
+            tokens.extend(output.outputs[0].token_ids)
+            logprobs.extend(output.outputs[0].logprobs.logprobs)  # flat: those of the sampled tokens alone
+            for token in output.outputs[0].token_ids if on_token is not None else ():
+                on_token(token)  # type: ignore[misc]
+
+        params = parameters(request, eos_token_ids, streamed=on_token is not None)
+        last = (await self._last_output(name, request.prompt_token_ids, params, take)).outputs[0]
+        if last.finish_reason not in STOP_REASONS:
+            raise EngineError(f"Generation failed: vLLM ended the request with {last.finish_reason!r}.")
+        versions = [int(span.version) for span in last.weight_versions or () for _ in range(span.start, span.end)]
+        return Generation(
+            token_ids=tokens, logprobs=logprobs, versions=versions, stop_reason=STOP_REASONS[last.finish_reason]
+        )
+
+    async def next_logprob(self, name: str, prompt: Sequence[int], token: int, temperature: float) -> float:
+        """See `Core.next_logprob`."""
+        from vllm import SamplingParams as Params
+
+        params = Params(
+            temperature=temperature,
+            max_tokens=1,
+            logprobs=1,
+            logprob_token_ids=[token],
+            skip_reading_prefix_cache=True,
+            detokenize=False,
+        )
+        output = await self._last_output(name, prompt, params)
+        return float(output.outputs[0].logprobs[0][token].logprob)
+
+    async def abort(self, names: Sequence[str]) -> None:
+        """See `Core.abort`."""
+        await self._call(self._llm.abort(list(names)))
+
+    async def freeze(self) -> None:
+        """See `Core.freeze`."""
+        await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+
+    async def thaw(self) -> None:
+        """See `Core.thaw`."""
+        await self._call(self._llm.resume_generation())
+
+    async def announce(self, version: int) -> None:
+        """See `Core.announce`."""
+        await self._call(self._llm.update_weight_version(str(version)))
+
+    async def forget(self) -> None:
+        """See `Core.forget`."""
+        await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
+
+    def set_apart(self) -> None:
+        """See `Core.set_apart`."""
+        self._part += 1
+
+    async def sleep(self) -> None:
+        """See `Core.sleep`."""
+        await self._call(self._llm.sleep(level=1))
+
+    async def wake(self, part: str) -> None:
+        """See `Core.wake`."""
+        await self._call(self._llm.wake_up(tags=[part]))
+
+    async def ping(self) -> None:
+        """See `Core.ping`."""
+        await self._call(self._llm.is_sleeping())
+
+    async def begin_update(self, info: Mapping[str, Any] | None) -> None:
+        """See `Core.begin_update`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        if info is not None:
+            await self._call(self._llm.shutdown_weight_transfer_engine())  # leaves the group of an earlier transfer
+            await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(dict(info))))
+        await self._call(self._llm.start_weight_update())
+
+    async def take_update(self, update: Mapping[str, Any]) -> None:
+        """See `Core.take_update`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._call(self._llm.update_weights(WeightTransferUpdateRequest(dict(update))))
+
+    async def finish_update(self) -> None:
+        """See `Core.finish_update`."""
+        await self._call(self._llm.finish_weight_update())
+
+    async def _call(self, work: Awaitable[T]) -> T:
+        """The result of a call to vLLM.
+
+        Raises:
+            EngineError: it failed, or vLLM's processes died.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=LIVENESS_SECONDS)
+                if not task.done() and self._llm.errored:
+                    raise EngineError("vLLM's processes have died; their log says why. Start the engine again.")
+            return task.result()
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
+        finally:
+            task.cancel()
+
+    async def _last_output(
+        self, name: str, prompt: Sequence[int], params: Any, take: Callable[[Any], None] = lambda output: None
+    ) -> Any:
+        from vllm.inputs.engine import tokens_input
+
+        last = None
+        try:
+            tokens = tokens_input(list(prompt), cache_salt=cache_salt(self._part))
+            asked = self._llm.generate(tokens, params, name, lora_request=self._lora_request)
+            async for output in asked:
+                take(output)
+                last = output
+        except Exception as error:
+            raise EngineError(f"Generation failed: {type(error).__name__}: {error}") from error
+        return last

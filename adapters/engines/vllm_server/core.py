@@ -1,0 +1,243 @@
+"""vLLM behind a URL, as `vllm serve` starts it; and, for sampling alone, any server with OpenAI's completions in token
+ids.
+
+What a server can do is found out, not configured: `probe` has it sample, `require_weights` has it map this machine's
+shared memory. Does not own: the state of a rollout engine (`adapters.vllm.engine`).
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rollgrad.adapters.engines.vllm.async_llm import cache_salt
+from rollgrad.adapters.engines.vllm.core import Core
+from rollgrad.adapters.engines.vllm.plugin import BACKEND
+from rollgrad.adapters.engines.vllm_server.client import ServerClient
+from rollgrad.adapters.engines.vllm_server.endpoints import CompletionsWire, TokensWire, Wire
+from rollgrad.adapters.weights.receiver_port import EngineModel
+from rollgrad.adapters.weights.shared_buckets import ALIGNMENT, DIRECTORY, SharedMemory
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.errors import ConfigurationError, EngineError
+
+PROBE_SECONDS = 120.0
+"""Longest that a server may take for one call of the probe: its first reply may have to warm up."""
+
+PROBE_TOKENS = 8
+"""Of the reply that is looked at."""
+
+NO_SUCH_PATH = frozenset({404, 405})
+"""Statuses of an endpoint that a server does not have."""
+
+SERVER_INFO = "/server_info?config_format=json"
+
+
+class ServedCore(Core):
+    """See `Core`. `probe` has to be called before anything else; without `require_weights` it only samples.
+
+    Args:
+        url: of the server.
+        vocabulary: token ids below it are tokens.
+        max_requests: that the server is given at once; others wait here.
+    """
+
+    def __init__(self, url: str, *, vocabulary: int, max_requests: int) -> None:
+        self.http = ServerClient(url)
+        """Whom it calls."""
+        self.max_tokens = None
+        self.model = EngineModel(torch.float32, vocabulary)
+        self._wire: Wire = TokensWire()
+        self._slots = asyncio.Semaphore(max_requests)
+        self._health = "/health"
+        self._version = self._part = 0
+        self._aborts = 0
+        self._processed = self._controlled = False
+
+    async def probe(self) -> None:
+        """Finds out how the server samples. A pause that a run left behind is ended.
+
+        Raises:
+            EngineError: it does not answer.
+            ConfigurationError: it does not tell the tokens that it samples, or their log-probs.
+        """
+        models = await self.http.call("/v1/models", seconds=PROBE_SECONDS, repeat=True)
+        try:
+            card = models["data"][0]
+            self.max_tokens = card.get("max_model_len")
+            wires: tuple[Wire, ...] = (TokensWire(), CompletionsWire(card["id"]))
+        except (TypeError, LookupError):
+            raise EngineError(f"The server {self.http.url} lists no model under /v1/models.") from None
+        status, _ = await self.http.ask(self._health, seconds=PROBE_SECONDS)
+        self._health = "/v1/models" if status in NO_SUCH_PATH else self._health
+        status, answer = await self.http.ask("/is_paused", seconds=PROBE_SECONDS)
+        if status == 200 and answer.get("is_paused"):
+            await self.thaw()
+        for wire in wires:
+            if await self._samples_by(wire):
+                return
+
+    async def _samples_by(self, wire: Wire) -> bool:
+        """Whether it has this endpoint, which is then used."""
+        self._wire = wire
+        params = SamplingParams(top_k=1, max_new_tokens=PROBE_TOKENS)
+        request = GenerationRequest(prompt_token_ids=(self.model.vocabulary // 2,), params=params)
+        body = wire.body("rollgrad-probe", request, frozenset())
+        status, answer = await self.http.ask(wire.path, body, seconds=PROBE_SECONDS, repeat=True)
+        if isinstance(wire, TokensWire) and status in NO_SUCH_PATH:
+            return False
+        if status != 200:
+            raise EngineError(self.http.refusal(wire.path, status, answer))
+        try:
+            generation = wire.read(answer, 0)
+        except EngineError as error:
+            raise ConfigurationError(
+                f"rollout.server_urls names {self.http.url}, which does not tell what it samples in token ids with "
+                f"their log-probs ({error}), and text cannot be turned back into the tokens it was: start a server "
+                "that does, vLLM's with --enable-scale-out."
+            ) from error
+        self._processed = all(logprob == 0 for logprob in generation.logprobs)  # of one token out of one
+        return True
+
+    async def require_weights(self) -> None:
+        """Makes sure that weights can be brought. Whatever the server is at is ended.
+
+        Raises:
+            EngineError: it does not answer.
+            ConfigurationError: they cannot; the message says how to start the server.
+        """
+        lacking = []
+        if not isinstance(self._wire, TokensWire):
+            lacking.append("the endpoint /inference/v1/generate (vllm serve --enable-scale-out)")
+        if not self._processed:
+            lacking.append("log-probs of the distribution it samples from (--logprobs-mode processed_logprobs)")
+        status, info = await self.http.ask(SERVER_INFO)
+        if status not in (200, *NO_SUCH_PATH):
+            raise EngineError(self.http.refusal(SERVER_INFO, status, info))
+        if status in NO_SUCH_PATH:
+            lacking.append("the endpoints that pause it and bring weights (environment VLLM_SERVER_DEV_MODE=1)")
+        elif (info["vllm_config"].get("weight_transfer_config") or {}).get("backend") != BACKEND:
+            lacking.append(
+                f"""the way that weights take (--weight-transfer-config '{{"backend": "{BACKEND}"}}', and rollgrad """
+                "installed beside vLLM)"
+            )
+        if lacking:
+            raise ConfigurationError(
+                f"rollout.server_urls names {self.http.url}, which cannot be trained with, for it lacks "
+                f"{' and '.join(lacking)}: start it as docs/cluster.md says, or only evaluate (`rollgrad eval`)."
+            )
+        dtype = info["vllm_config"]["model_config"]["dtype"].removeprefix("torch.")
+        self.model = EngineModel(getattr(torch, dtype), self.model.vocabulary)
+        await self.abort(())
+        await self.thaw()
+        await self._require_shared_memory()
+        self._controlled = True
+
+    async def _require_shared_memory(self) -> None:
+        memory = SharedMemory(bucket_bytes=ALIGNMENT)
+        try:
+            await self._tell({"path": memory.path, "bucket_bytes": memory.bucket_bytes})
+        except EngineError as error:
+            raise ConfigurationError(
+                f"rollout.server_urls names {self.http.url}, which cannot be trained with, for it does not see this "
+                f"machine's {DIRECTORY} ({error}): start it on the machine that trains, in the same container."
+            ) from error
+        finally:
+            memory.unlink()
+
+    async def sample(
+        self,
+        name: str,
+        request: GenerationRequest,
+        eos_token_ids: frozenset[int],
+        on_token: Callable[[int], None] | None,
+    ) -> Generation:
+        """See `Core.sample`; `on_token` hears the tokens all at once when the reply ends."""
+        aborts = self._aborts
+        async with self._slots:
+            if aborts != self._aborts:
+                return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
+            body = self._wire.body(name, request, eos_token_ids)
+            if self._controlled:
+                body["cache_salt"] = cache_salt(self._part)
+            # No deadline: a frozen reply takes as long as the pause. Who waits looks after the server (`ping`).
+            answer = await self.http.call(self._wire.path, body, seconds=None, repeat=True)
+        generation = self._wire.read(answer, self._version)
+        if on_token is not None:
+            for token in generation.token_ids:
+                on_token(token)
+        return generation
+
+    async def next_logprob(self, name: str, prompt: Sequence[int], token: int, temperature: float) -> float:
+        """See `Core.next_logprob`."""
+        wire = self._tokens_wire()
+        body = wire.probe_body(name, prompt, token, temperature)
+        return wire.read_probe(await self.http.call(wire.path, body, repeat=True), token)
+
+    async def abort(self, names: Sequence[str]) -> None:
+        """See `Core.abort`; all that the server samples ends, and it takes no more steps."""
+        self._aborts += 1
+        await self._control("/pause?mode=abort&clear_cache=false")
+
+    async def freeze(self) -> None:
+        """See `Core.freeze`."""
+        await self._control("/pause?mode=keep&clear_cache=false")
+
+    async def thaw(self) -> None:
+        """See `Core.thaw`."""
+        await self._control("/resume")
+
+    async def announce(self, version: int) -> None:
+        """See `Core.announce`."""
+        self._version = version
+        if self._controlled:
+            await self._control("/update_weight_version", {"new_version": str(version)})
+
+    async def forget(self) -> None:
+        """See `Core.forget`."""
+        await self._control("/reset_prefix_cache?reset_running_requests=true")
+
+    def set_apart(self) -> None:
+        """See `Core.set_apart`."""
+        self._part += 1
+
+    async def sleep(self) -> None:
+        """See `Core.sleep`."""
+        await self._control("/sleep?level=1")
+
+    async def wake(self, part: str) -> None:
+        """See `Core.wake`."""
+        await self._control(f"/wake_up?tags={part}")
+
+    async def ping(self) -> None:
+        """See `Core.ping`."""
+        await self.http.call(self._health)
+
+    async def begin_update(self, info: Mapping[str, Any] | None) -> None:
+        """See `Core.begin_update`."""
+        if info is not None:
+            await self._tell(info)
+        status, _ = await self.http.ask("/start_weight_update", {})
+        if status != 200:  # another run left a transfer half-way
+            await self.http.ask("/finish_weight_update", {})
+            await self._control("/start_weight_update")
+
+    async def take_update(self, update: Mapping[str, Any]) -> None:
+        """See `Core.take_update`."""
+        await self._control("/update_weights", {"update_info": update})
+
+    async def finish_update(self) -> None:
+        """See `Core.finish_update`."""
+        await self._control("/finish_weight_update", {})
+
+    async def _tell(self, info: Mapping[str, Any]) -> None:
+        """Tells vLLM's backend for weights where they will be."""
+        await self._control("/init_weight_transfer_engine", {"init_info": info})
+
+    async def _control(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """A call of those that vLLM has in its development mode."""
+        await self.http.call(path, body or {})
+
+    def _tokens_wire(self) -> TokensWire:
+        assert isinstance(self._wire, TokensWire), "weights are only brought where `require_weights` passed"
+        return self._wire

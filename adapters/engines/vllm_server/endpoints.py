@@ -1,0 +1,132 @@
+"""How a reply is asked for in token ids, and read back in token ids: the two endpoints that can.
+
+`TokensWire` is vLLM's own, which also says which weights drew each token. `CompletionsWire` is that of OpenAI with the
+field `return_token_ids`, which vLLM and others know. Neither side makes tokens out of text.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from attrs import frozen
+
+from rollgrad.adapters.engines.vllm.async_llm import STOP_REASONS
+from rollgrad.adapters.engines.vllm.sampling_params import plain_parameters
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest
+from rollgrad.domain.errors import EngineError
+
+
+class Wire(Protocol):
+    """One endpoint."""
+
+    path: str
+
+    def body(self, name: str, request: GenerationRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
+        """What is posted."""
+        ...
+
+    def read(self, answer: Any, version: int) -> Generation:
+        """What came back; `version` is that of the weights, for a wire that does not carry it.
+
+        Raises:
+            EngineError: it is no reply in token ids with log-probs.
+        """
+        ...
+
+
+@frozen
+class TokensWire(Wire):
+    """vLLM's `/inference/v1/generate`."""
+
+    path: str = "/inference/v1/generate"
+
+    def body(self, name: str, request: GenerationRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
+        """See `Wire.body`."""
+        params = plain_parameters(request, eos_token_ids)
+        return {
+            "request_id": name,
+            "token_ids": list(request.prompt_token_ids),
+            "sampling_params": {**params, "logprobs": 0, "detokenize": bool(request.params.stop_strings)},
+        }
+
+    def read(self, answer: Any, version: int) -> Generation:
+        """See `Wire.read`."""
+        choice = _choice(answer)
+        logprobs = [one["logprob"] for one in (choice.get("logprobs") or {}).get("content") or ()]
+        spans = choice.get("weight_versions") or ()
+        versions = [_version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        return _generation(choice, logprobs, versions)
+
+    def probe_body(self, name: str, prompt: Sequence[int], token: int, temperature: float) -> dict[str, Any]:
+        """Asks for the log-prob of `token` after `prompt`."""
+        return {
+            "request_id": name,
+            "token_ids": list(prompt),
+            "sampling_params": {
+                "temperature": temperature,
+                "max_tokens": 1,
+                "logprobs": 2,  # as many come back, the token that is drawn being the first
+                "logprob_token_ids": [token, token],
+                "skip_reading_prefix_cache": True,
+                "detokenize": False,
+            },
+        }
+
+    def read_probe(self, answer: Any, token: int) -> float:
+        """The log-prob that `probe_body` asked for.
+
+        Raises:
+            EngineError: it is not there.
+        """
+        content = (_choice(answer).get("logprobs") or {}).get("content") or ()
+        for one in [*content, *(top for position in content for top in position["top_logprobs"])]:
+            if one["token_id"] == token:
+                return float(one["logprob"])
+        raise EngineError(f"The server did not give the log-prob of token {token} that it was asked for.")
+
+
+@frozen
+class CompletionsWire(Wire):
+    """OpenAI's `/v1/completions`, `model` being the name that the server knows its model by."""
+
+    model: str
+    path: str = "/v1/completions"
+
+    def body(self, name: str, request: GenerationRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
+        """See `Wire.body`."""
+        return {
+            "model": self.model,
+            "prompt": list(request.prompt_token_ids),
+            **plain_parameters(request, eos_token_ids),
+            "logprobs": 1,
+            "return_token_ids": True,
+        }
+
+    def read(self, answer: Any, version: int) -> Generation:
+        """See `Wire.read`."""
+        choice = _choice(answer)
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        return _generation(choice, logprobs, [version] * len(choice.get("token_ids") or ()))
+
+
+def _choice(answer: Any) -> Mapping[str, Any]:
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise EngineError(f"The server answered {str(answer)[:200]!r}, which is no completion.")
+    return choices[0]
+
+
+def _version(label: str) -> int:
+    """A version that was announced; what a server calls its first weights is 0."""
+    return int(label) if label.isdecimal() else 0
+
+
+def _generation(choice: Mapping[str, Any], logprobs: Sequence[float], versions: Sequence[int]) -> Generation:
+    tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
+    if reason not in STOP_REASONS:
+        raise EngineError(f"Generation failed: the server ended the request with {reason!r}.")
+    if tokens is None or not len(tokens) == len(logprobs) == len(versions):
+        raise EngineError(
+            f"The server gave {'no' if tokens is None else len(tokens)} token ids, {len(logprobs)} log-probs and "
+            f"{len(versions)} versions of one reply, but each of its tokens has all three."
+        )
+    return Generation(token_ids=tokens, logprobs=logprobs, versions=versions, stop_reason=STOP_REASONS[reason])

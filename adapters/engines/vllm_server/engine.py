@@ -1,0 +1,80 @@
+"""A rollout engine that somebody else started: `vllm serve`, or another server of token ids, by its URL.
+
+It is never started nor ended here. One that is lost is waited for, and used again when it answers; while a run trains
+it then gets the current weights first (`application.fleet`).
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from rollgrad.adapters.engines.vllm.engine import CoreEngine
+from rollgrad.adapters.engines.vllm_server.core import ServedCore
+from rollgrad.application.engines.fleet_member import FleetMember
+from rollgrad.domain.errors import EngineError
+
+log = structlog.get_logger(__name__)
+
+RETRY_SECONDS = 1.0
+"""Between two looks whether a lost server answers again."""
+
+
+class ServedEngine(CoreEngine, FleetMember):
+    """A `CoreEngine` over a server. `ready` has to be called before anything else.
+
+    `on_token` hears the tokens of a reply all at once when it ends.
+
+    Args:
+        url: of the server.
+        eos_token_ids: tokens that end every reply.
+        vocabulary: token ids below it are tokens.
+        max_requests: that the server is given at once; others wait here.
+    """
+
+    def __init__(self, url: str, *, eos_token_ids: Sequence[int], vocabulary: int, max_requests: int = 128) -> None:
+        self._server = ServedCore(url, vocabulary=vocabulary, max_requests=max_requests)
+        super().__init__(self._server, eos_token_ids=eos_token_ids)
+        self._trains = False
+
+    async def ready(self) -> None:
+        """Finds out how the server samples.
+
+        Raises:
+            EngineError: it does not answer.
+            ConfigurationError: it does not tell the tokens that it samples, or their log-probs.
+        """
+        await self._server.probe()
+        self.max_tokens = self._server.max_tokens
+
+    async def require_weights(self) -> None:
+        """Makes sure that it takes weights, now and whenever it comes back. Whatever the server is at is ended.
+
+        Raises:
+            EngineError: it does not answer.
+            ConfigurationError: it takes none; the message says how to start it.
+        """
+        await self._server.require_weights()
+        self._trains = True
+
+    async def restart(self) -> None:
+        """Waits for the server to answer again; the caller sets the deadline.
+
+        Raises:
+            ConfigurationError: it came back as one that cannot be used.
+        """
+        await self.close()
+        while True:
+            try:
+                await self.ready()
+                if self._trains:
+                    await self.require_weights()
+                break
+            except EngineError as error:
+                log.debug("server.lost", url=self._server.http.url, reason=str(error))
+                await asyncio.sleep(RETRY_SECONDS)
+        self._forget_state()
+
+    async def close(self) -> None:
+        """Ends connections, not the server; it may be used again."""
+        await self._server.http.aclose()

@@ -1,1 +1,0 @@
-"""Clients of HTTP services."""

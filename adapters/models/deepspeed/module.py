@@ -1,0 +1,358 @@
+"""A trained module divided over the processes of a group by DeepSpeed's ZeRO.
+
+Invariants: the gradient is the sum of the processes' gradients, not their mean: losses are weighed for the whole step
+before they are divided. A gradient that is not finite anywhere changes no weight anywhere. Its state is that of
+`MasterOptimizer`, by parameter name and whole, whatever the stage and the number of processes: a run continues on
+other ones.
+Does not own: the process group (`start_process_group`), nor which samples a process gets.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rollgrad.adapters.models.deepspeed import tensor_parallel
+from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings, engine_config, make_adam
+from rollgrad.adapters.models.torch.ema import MovingAverage
+from rollgrad.adapters.models.torch.forward import Scorer
+from rollgrad.adapters.models.torch.loss_scaling import Scaling
+from rollgrad.adapters.models.torch.muon import MOMENTUM, orthogonal, whole_directions
+from rollgrad.adapters.models.torch.optimizer import (
+    MOMENTS,
+    OptimizerSettings,
+    TrainedModule,
+    check_state,
+    moment_keys,
+    set_rates,
+    stepping,
+)
+from rollgrad.adapters.models.torch.untrained_parameters import GradientProof
+from rollgrad.application.settings.cluster import GRADIENTS, PARAMETERS
+from rollgrad.domain.errors import MissingExtraError
+
+
+def start_process_group(*, rank: int, size: int, host: str, port: int, local_rank: int, timeout: float) -> None:
+    """Joins the processes of a group, which wait for each other `timeout` seconds at most, now and later. They meet
+    at a `torch.distributed.TCPStore` that is there already, as torchrun's do.
+
+    Raises:
+        MissingExtraError: DeepSpeed is not installed.
+    """
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    deepspeed = _deepspeed()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an inference kernel, else compiled for a minute
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    deepspeed.init_distributed(
+        backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout), rank=rank, world_size=size
+    )
+
+
+def _deepspeed() -> Any:
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise MissingExtraError(
+            "Training in several processes needs DeepSpeed: pip install rollgrad[deepspeed,ray]."
+        ) from error
+    from deepspeed.utils import logger
+
+    logger.setLevel("ERROR")
+    return deepspeed
+
+
+class DeepSpeedModule(TrainedModule):
+    """See `TrainedModule`; the process group must have been started.
+
+    Args:
+        module: the same in every process.
+        settings: of the optimizer; its schedule goes by optimizer steps.
+        division: what is divided, and where it lies.
+
+    Raises:
+        ConfigurationError: DeepSpeed does not compute the module's number format on this machine.
+    """
+
+    divided = True
+
+    def __init__(self, module: nn.Module, settings: OptimizerSettings, *, division: DeepSpeedSettings) -> None:
+        deepspeed = _deepspeed()
+        self._settings = settings
+        self.first = deepspeed.comm.get_rank() == 0
+        self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        parameters = [p for _, p in self._named]
+        self._sizes = {p: p.nbytes for p in module.parameters()}
+        self._device, dtype = parameters[0].device, parameters[0].dtype
+        if dtype != torch.float32:  # DeepSpeed has other optimizers below, or none with float32 masters
+            division = evolve(division, zero_stage=max(division.zero_stage, GRADIENTS))
+        self._stage = division.zero_stage
+        self._largest: dict[str, Tensor] = {}
+        self._proof = GradientProof([name for name, _ in self._named], tells=self.first)
+        self._scaling = Scaling(module, tells=self.first)
+        for name, parameter in self._named:
+            parameter.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
+        if self._stage == PARAMETERS:
+            mixtures = {type(part) for part in module.modules() if hasattr(part, "experts")}
+            if mixtures:  # processes send tokens to different experts, but must fetch the same parameters
+                deepspeed.utils.set_z3_leaf_modules(module, list(mixtures))
+            for scorer in (part for part in module.modules() if isinstance(part, Scorer)):
+                for weight in (scorer.head.weight, scorer.head.bias):
+                    if weight is not None:
+                        deepspeed.zero.register_external_parameter(scorer, weight)
+        self._keys = moment_keys(module, settings)
+        adam = partial(make_adam, settings=settings, division=division)
+        self._stepping = stepping(module, {p: p for p in parameters}, settings, adam, self._directions)
+        plain = self._stage == 0 and dtype == torch.float32  # DeepSpeed then steps torch's own optimizer
+        self._norm: float | None = None
+        if plain:
+            self._stepping.register_step_pre_hook(self._clip)
+        config = engine_config(settings, division, parameters, clips=not plain)
+        self._engine = tensor_parallel.initialize(
+            module, config, size=division.tensor_parallel_size, optimizer=self._stepping
+        )
+        self._optimizer, self._size = self._engine.optimizer, self._engine.dp_world_size
+        self._steps = 0
+        self._make_moments()
+        masters = [master for master, _ in self._masters()]
+        self._average = None if settings.ema_beta is None else MovingAverage(masters, settings.ema_beta)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The module's forward pass."""
+        return self._engine(*inputs)
+
+    def agree(self, well: bool) -> bool:
+        """See `TrainedModule.agree`."""
+        flag = torch.tensor([float(well)], device=self._device)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
+        return bool(flag)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """See `TrainedModule.summed`."""
+        total = values.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    def backward(self, loss: Tensor) -> None:
+        """See `TrainedModule.backward`."""
+        if self._scaling.active:
+            # Of what a process computes: DeepSpeed multiplies the loss, and divides what it reduced.
+            self._optimizer.override_loss_scale(self._scaling.factor / self._size)
+        self._engine.backward(loss * self._size, scale_wrt_gas=False)  # DeepSpeed takes the mean over processes
+
+    def step(self) -> dict[str, float]:
+        """See `TrainedModule.step`."""
+        largest = float(torch.stack(list(self._largest.values())).max()) if self._largest else 0.0
+        lr = set_rates(self._optimizer, self._settings, self._steps)
+        if not self.agree(math.isfinite(largest)):
+            self.clear()
+            return {"lr": lr} | self._scaling.skipped(self._steps, largest)
+        if self._proof.under_way:
+            self._proof.look(self._gradient_sizes())
+        self._engine.step()
+        if self._average is not None:
+            self._average.follow()
+        self._largest.clear()
+        self._steps += 1
+        norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
+        return {"grad_norm": float(norm), "lr": lr} | self._scaling.applied()
+
+    def clear(self) -> None:
+        """See `TrainedModule.clear`."""
+        self._largest.clear()
+        self._engine.zero_grad()
+        self._optimizer.zero_grad()
+        if self._stage in (1, 2):  # what earlier micro-batches left lies in buffers: stage 3 forgets them by itself
+            self._optimizer.micro_step_id = -1
+            for kept in (self._optimizer.averaged_gradients, getattr(self._optimizer, "all_grad_tensors", {})):
+                for group in kept:
+                    kept[group] = None
+
+    def bytes(self, parameter: nn.Parameter) -> int:
+        """See `TrainedModule.bytes`."""
+        return self._sizes[parameter]
+
+    @contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """See `TrainedModule.gathered`."""
+        zero = _deepspeed().zero.GatheredParameters(list(parameters), enabled=self._stage == PARAMETERS)
+        with zero, tensor_parallel.gathered(parameters):
+            yield
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """See `TrainedModule.averaged`."""
+        assert self._average is not None
+        return self._average.published(self._publish)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `TrainedModule.state_dict`: the first process has it whole, the others have empty ones."""
+        state: dict[str, Any] = {"steps": self._steps, "masters": self._whole_masters(), "moments": {}}
+        state |= self._scaling.state_dict()
+        for name, parameter in self._named:
+            moments = {key: self._whole(parameter, key) for key in self._keys[name]}
+            if self.first:
+                state["moments"][name] = {key: moment.to("cpu", copy=True) for key, moment in moments.items()}
+                if MOMENTUM not in moments:
+                    state["moments"][name]["step"] = torch.tensor(float(self._steps))
+        if self._average is not None:
+            with self._average.in_place():
+                state["averages"] = self._whole_masters()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `TrainedModule.load_state_dict`."""
+        check_state(state, self._keys, self._settings)
+        self._steps = int(state["steps"])
+        self._scaling.load_state_dict(state)
+        for moments in self._stepping.state.values():
+            if "step" in moments:
+                moments["step"].fill_(self._steps)
+        for name, parameter in self._named:
+            self._set_whole(parameter, state["masters"][name])
+            for key in self._keys[name] if name in state["moments"] else ():
+                self._set_whole(parameter, state["moments"][name][key], key)
+        if self._average is not None:
+            with self._average.in_place():
+                for name, parameter in self._named:
+                    self._set_whole(parameter, state["averages"][name])
+        self._publish()
+
+    def _whole_masters(self) -> dict[str, Tensor]:
+        """Copies on the CPU, by name, in the first process; every process has its part in them."""
+        masters = {}
+        for name, parameter in self._named:
+            master = self._whole(parameter)
+            if self.first:
+                masters[name] = master.to("cpu", copy=True)
+        return masters
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Copies the masters to the weights that the module computes with."""
+        for _, parameter in self._named:
+            master = tensor_parallel.share(parameter, self._whole(parameter))
+            with self._written([parameter]):
+                parameter.copy_(master)
+
+    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+        """The largest size of its entries is not finite if one of them is not."""
+        size = torch.linalg.vector_norm(gradient.detach().flatten(), math.inf).float()
+        self._largest[name] = torch.maximum(size, self._largest[name]) if name in self._largest else size
+
+    def _gradient_sizes(self) -> dict[str, float]:
+        """The largest absolute entries of the gradients in any process, of parameters that got one in any."""
+        nothing = torch.tensor(-1.0, device=self._device)
+        sizes = torch.stack([self._largest.get(name, nothing) for name, _ in self._named])
+        torch.distributed.all_reduce(sizes, op=torch.distributed.ReduceOp.MAX)
+        return {name: size for (name, _), size in zip(self._named, sizes.tolist(), strict=True) if size >= 0}
+
+    def _clip(self, *_: Any) -> None:
+        """Before torch's own optimizer steps."""
+        parameters = [parameter for _, parameter in self._named]
+        self._norm = tensor_parallel.gradient_norm(parameters)
+        nn.utils.clip_grads_with_norm_(parameters, self._settings.max_norm or math.inf, torch.tensor(self._norm))
+
+    def _written(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """Inside, the parameters are whole, and what the first process writes holds for all."""
+        if self._stage < PARAMETERS:
+            return nullcontext()
+        written: AbstractContextManager[None] = _deepspeed().zero.GatheredParameters(list(parameters), modifier_rank=0)
+        return written
+
+    def _masters(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """The float32 tensors that are stepped on in this process, and their parameter groups."""
+        groups = self._stepping.param_groups
+        if self._stage == PARAMETERS:
+            owner = self._optimizer.sub_group_to_group_id
+            for index, flat in enumerate(self._optimizer.fp32_partitioned_groups_flat):
+                yield flat, groups[owner[index]]
+        else:
+            for group in groups:
+                for master in group["params"]:
+                    yield master, group
+
+    def _make_moments(self) -> None:
+        """What the optimizer otherwise makes in its first step, when DeepSpeed would link those of the first group
+        alone."""
+        for master, group in self._masters():
+            if "matrices" in group:
+                self._stepping.state[master] = {MOMENTUM: torch.zeros_like(master)}
+            else:
+                moments = {key: torch.zeros_like(master) for key in MOMENTS}
+                self._stepping.state[master] = {"step": torch.tensor(0.0), **moments}
+        if hasattr(self._optimizer, "_lazy_init_hp_params_optimizer_state"):
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _directions(self, parameters: Sequence[nn.Parameter], master: Tensor, momentum: Tensor) -> Tensor:
+        """Muon's, for which matrices must be whole: they are put together one after the other in the memory of the
+        weights, where DeepSpeed knows its way."""
+        if self._optimizer is self._stepping:
+            return whole_directions(parameters, master, momentum)
+        weights = master.clone()
+        master.copy_(momentum)
+        for parameter in parameters:
+            self._set_whole(parameter, orthogonal(self._whole(parameter)))
+        directions = master.clone()
+        master.copy_(weights)
+        return directions
+
+    def _whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
+        """A parameter's float32 weight, or one of its moments."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if self._optimizer is self._stepping:
+            value = parameter.detach() if key is None else self._stepping.state[parameter][key]
+        elif key is None:
+            value = safe_get_full_fp32_param(parameter)
+        else:
+            value = safe_get_full_optimizer_state(parameter, key)
+        return tensor_parallel.whole(parameter, value)
+
+    def _set_whole(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        value = tensor_parallel.share(parameter, value.to(self._device))
+        if self._optimizer is self._stepping:
+            (parameter if key is None else self._stepping.state[parameter][key]).copy_(value)
+            return
+        if self._stage == PARAMETERS:
+            self._set_part(parameter, value, key)
+        elif key is None:
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, key)
+
+    def _set_part(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+        """This process's part of a parameter, the last one filled up with zeros."""
+        from deepspeed.utils import (
+            safe_get_local_fp32_param,
+            safe_get_local_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        part = safe_get_local_fp32_param(parameter) if key is None else safe_get_local_optimizer_state(parameter, key)
+        size = part.numel()
+        whole = functional.pad(value.flatten(), (0, size * self._size - value.numel()))
+        rank = torch.distributed.get_rank(self._engine.data_parallel_group)
+        mine = whole[rank * size : (rank + 1) * size]
+        if key is None:
+            safe_set_local_fp32_param(parameter, mine)
+        else:
+            safe_set_local_optimizer_state(parameter, mine, key)

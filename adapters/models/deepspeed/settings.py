@@ -1,0 +1,95 @@
+"""What DeepSpeed is told: its configuration, and the optimizer that it steps."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.application.settings.cluster import BUCKET_NUMBERS, PARAMETERS
+from rollgrad.domain.control.loss_scale import FIRST
+from rollgrad.domain.errors import ConfigurationError
+
+ALIGNMENT = 1024
+"""A multiple of what DeepSpeed wants of its buckets."""
+
+WHOLE_GROUP = 2**62
+"""Numbers of a group of parameters that are stepped together: all of them."""
+
+NEVER = 2**31 - 1
+"""Steps between DeepSpeed's own reports."""
+
+
+@frozen(kw_only=True)
+class DeepSpeedSettings:
+    """`zero_stage` 0 copies everything, 1 divides the optimizer's state, 2 gradients too, 3 parameters too;
+    `adam_offload` keeps the optimizer's state, `param_offload` (stage 3) the parameters in the CPU's memory. Before
+    that, every `tensor_parallel_size` neighbouring processes divide the layers among them."""
+
+    zero_stage: int = 2
+    adam_offload: bool = False
+    param_offload: bool = False
+    tensor_parallel_size: int = 1
+
+
+def number_format(parameter: Tensor) -> dict[str, Any]:
+    """What DeepSpeed is told of the format that a module computes in. The loss scale of float16 is constant to it:
+    `DeepSpeedModule` overrides it, by a rule that is one process's too.
+
+    Raises:
+        ConfigurationError: DeepSpeed does not compute float16 on this machine.
+    """
+    if parameter.dtype == torch.float16:
+        from deepspeed.accelerator import get_accelerator
+
+        if not get_accelerator().is_fp16_supported():
+            raise ConfigurationError(
+                "actor.dtype is float16 with cluster.enable, but without a GPU DeepSpeed computes float16 only where "
+                "the processor does (AVX512-FP16): set --actor.dtype bfloat16, or leave --cluster.enable out."
+            )
+        return {"fp16": {"enabled": True, "loss_scale": FIRST}}
+    return {"bf16": {"enabled": True}} if parameter.dtype == torch.bfloat16 else {}
+
+
+def make_adam(groups: list[dict[str, Any]], *, settings: OptimizerSettings, division: DeepSpeedSettings) -> Any:
+    """AdamW of parameter groups: DeepSpeed's where its state lies in the memory of a GPU machine's CPU."""
+    constants: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
+    if division.adam_offload and torch.cuda.is_available():
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, **constants, adamw_mode=True)
+    return torch.optim.AdamW(groups, **constants)
+
+
+def engine_config(
+    settings: OptimizerSettings, division: DeepSpeedSettings, parameters: Sequence[nn.Parameter], *, clips: bool
+) -> dict[str, Any]:
+    """DeepSpeed's configuration for trained `parameters`; `clips`: whether DeepSpeed itself clips."""
+    offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    numbers = sum(parameter.numel() for parameter in parameters)
+    bucket = min(BUCKET_NUMBERS, -(-numbers // ALIGNMENT) * ALIGNMENT)  # its memory is taken at once
+    zero: dict[str, Any] = {
+        "stage": division.zero_stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
+    if division.adam_offload:
+        zero["offload_optimizer"] = offload
+    if division.param_offload:
+        zero["offload_param"] = offload
+    if division.zero_stage == PARAMETERS and settings.muon is not None:
+        zero["sub_group_size"] = WHOLE_GROUP
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "managed_gradient_accumulation": False,  # any number of backward passes, then a step
+        "gradient_clipping": settings.max_norm if clips else 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "steps_per_print": NEVER,
+        **number_format(parameters[0]),
+    }

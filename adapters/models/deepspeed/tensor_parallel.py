@@ -1,0 +1,135 @@
+"""Layers divided over neighbouring processes by DeepSpeed's AutoTP (tensor parallelism; Shoeybi et al. 2019,
+"Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", arXiv:1909.08053).
+
+Attention is divided by key/value heads, each with its query heads, the feed-forward layers by inner features, as the
+plan says that transformers has of the model; the output embedding, and the input's where both are one, by rows of the
+vocabulary. What is left (norms, an input embedding of its own) is alike in each process.
+Invariants: all processes of a group compute the same results from the same batch. Weights and whatever AdamW keeps of
+them are known outside by their whole values.
+Does not own: ZeRO, which divides each process's share over the groups (`module.py`).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from rollgrad.adapters.models.deepspeed.settings import NEVER, number_format
+from rollgrad.adapters.models.torch.chunked_logprobs import VocabularyShare
+from rollgrad.adapters.models.torch.forward import PackedLM
+from rollgrad.domain.errors import ConfigurationError
+
+
+def divided(module: nn.Module, *, size: int) -> Callable[..., Any]:
+    """What computes the forward pass of a module that is not trained, when `initialize` divides its layers."""
+    if size == 1:
+        return module
+    config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": NEVER, **number_format(next(module.parameters()))}
+    module.requires_grad_(True)  # AutoTP registers hooks on gradients, which it does not find where there are none
+    engine: Callable[..., Any] = initialize(module, config, size=size)
+    module.requires_grad_(False)
+    return engine
+
+
+def initialize(module: Any, config: dict[str, Any], *, size: int, optimizer: Any = None) -> Any:
+    """DeepSpeed's engine for a `PackedLM` or `PackedValue`, whose layers are divided, in place, over every `size`
+    neighbouring processes.
+
+    All models of a process must have the same `size`, unless it is 1.
+
+    Raises:
+        ConfigurationError: the model cannot be divided so.
+    """
+    import deepspeed
+
+    if size > 1:
+        _require_divisible(module.model, size)
+        module.config = module.model.config  # where AutoTP looks for the plan and the number of heads
+        module.loss_function = None  # AutoTP puts a loss there, which nobody calls: log-probs are the head's own
+        config = config | {
+            "tensor_parallel": {"autotp_size": size, "vocab_parallel_lm_head": isinstance(module, PackedLM)}
+        }
+    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    if size > 1:
+        engine.first_dataloader_check.remove()  # it compares plain tensors and lists alone
+        if isinstance(module, PackedLM):
+            head = module.model.get_output_embeddings()
+            module.scorer.vocabulary = VocabularyShare(first=head.vocab_start_index, group=head.mp_group)
+    return engine
+
+
+def is_divided(parameter: Tensor) -> bool:
+    """Whether a process has only a share of the parameter."""
+    return hasattr(parameter, "gather_params")
+
+
+def whole(parameter: Any, share: Tensor) -> Tensor:
+    """What the processes of the group have shares of, as they have of `parameter`: its weight, or a moment of it."""
+    if not is_divided(parameter):
+        return share
+    tensor = share.detach()
+    parameter.gather_params([tensor])  # sets its data
+    return tensor
+
+
+def share(parameter: Any, tensor: Tensor) -> Tensor:
+    """The reverse: this process's share of a whole tensor."""
+    if not is_divided(parameter):
+        return tensor
+    part = tensor.detach()
+    parameter._tp_partition([part])
+    return part
+
+
+@contextmanager
+def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, the parameters are whole; they are read, and not written."""
+    shares = [(parameter, parameter.data) for parameter in parameters if is_divided(parameter)]
+    try:
+        for parameter, data in shares:
+            parameter.data = whole(parameter, data)
+        yield
+    finally:
+        for parameter, data in shares:
+            parameter.data = data  # ZeRO's own memory, which a copy of the same values is not
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
+    """Of the gradients of all: shares are added up, and what each process has alike is counted once."""
+    gradients = [
+        [p.grad for p in parameters if p.grad is not None and is_divided(p) == there] for there in (True, False)
+    ]
+    of_shares, alike = (nn.utils.get_total_norm(some) if some else torch.tensor(0.0) for some in gradients)
+    if any(map(is_divided, parameters)):
+        from deepspeed.utils import groups
+
+        of_shares = of_shares.square()
+        distributed.all_reduce(of_shares, group=groups.get_tensor_model_parallel_group())
+        of_shares = of_shares.sqrt()
+    return math.hypot(float(of_shares), float(alike))
+
+
+def _require_divisible(model: Any, size: int) -> None:
+    from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads < size:
+        raise ConfigurationError(
+            f"ds.tensor_parallel_size is {size}, but the model has {heads} key/value heads, and every process needs "
+            f"one: set --ds.tensor_parallel_size to {heads} at most."
+        )
+    plan, reason = None, "transformers has no plan for it"
+    try:
+        plan = TPPlanConverter.convert(model.config.base_model_tp_plan)
+    except ValueError as error:
+        styles, _, _ = str(error).partition(". ")
+        reason = f"in transformers' plan DeepSpeed does not know the style {styles.rpartition(': ')[2]}"
+    if not plan:
+        raise ConfigurationError(
+            f"ds.tensor_parallel_size is {size}, but {type(model).__name__} cannot be divided so ({reason}): leave "
+            "--ds.tensor_parallel_size out, or choose another --actor.model_name_or_path."
+        )

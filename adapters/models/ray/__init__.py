@@ -1,0 +1,1 @@
+"""Models in the processes of a Ray group."""

@@ -1,0 +1,227 @@
+"""Policy, critic and reference whose parts lie in the processes of a group, as the ports want them.
+
+A batch is divided over the processes by tokens (`domain.sharding`), or over groups of neighbouring ranks: all of a
+group get one part, and divide its tokens among them (`adapters.torch.sequence_parallel`). Weights are sent by the
+processes themselves and cross no pipe.
+Does not own: how a process computes its part (`adapters.torch`, `adapters.deepspeed`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.ray.session import ray_module
+from rollgrad.adapters.rewards.model import Judge
+from rollgrad.adapters.weights.shared_buckets import Assembler, SharedMemory, fill_at
+from rollgrad.adapters.weights.transfer import Send
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.sharding import Shards, shards
+from rollgrad.domain.episodes.rewards import RewardInput
+from rollgrad.domain.ports.models import (
+    PolicyModel,
+    PolicyObjective,
+    ReferenceModel,
+    TokenScores,
+    ValueModel,
+    ValueObjective,
+)
+
+SAME_EVERYWHERE = ("grad_norm", "lr", "loss_scale", "skipped_steps")
+"""Results of an update that every process has alike; the others are sums over what each has seen."""
+
+
+class RankPolicy:
+    """One process's part of a policy, which can also be asked to send its weights, update by update."""
+
+    def __init__(self, policy: TorchPolicy) -> None:
+        self.policy = policy
+        self._weights: Iterator[tuple[str, Tensor]] = iter(())
+        self._updates: Iterator[Any] = iter(())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+    def open_weights(self, send: Send, *arguments: Any) -> None:
+        """Weights go the way of `send` from now on."""
+        self._open(self.policy.weights(), send, *arguments)
+
+    def open_adapter(self, send: Send, *arguments: Any) -> None:
+        """The adapters' weights alone go that way."""
+        self._open(self.policy.adapter(), send, *arguments)
+
+    def next_update(self) -> Any:
+        """What is said of the next update; None after the last."""
+        return next(self._updates, None)
+
+    def skip_weights(self) -> None:
+        """Goes through those that are left."""
+        self._updates = iter(())
+        for _ in self._weights:
+            pass
+
+    def gather_weights(self) -> None:
+        """This process's part in what another one sends."""
+        for _ in self.policy.weights():
+            pass
+
+    def gather_adapter(self) -> None:
+        """The same of the adapters."""
+        for _ in self.policy.adapter():
+            pass
+
+    def _open(self, weights: Iterator[tuple[str, Tensor]], send: Send, *arguments: Any) -> None:
+        self._weights = weights
+        self._updates = send(weights, *arguments)
+
+
+class _Trained:
+    """What a policy and a critic have alike: `width` neighbouring processes have one part of a batch."""
+
+    def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
+        self._group = group
+        self._parts = _Parts(group, width)
+
+    def save(self, path: Path) -> None:
+        """See the port; the first process writes."""
+        self._group.all("save", path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the port; the first process has it whole."""
+        state: dict[str, Any] = self._group.all("state_dict")[0]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See the port."""
+        self._group.all("load_state_dict", state)
+
+
+class ShardedPolicy(_Trained, PolicyModel):
+    """See `PolicyModel`; each process of `group` holds a `RankPolicy`, `width` neighbours one part of a batch."""
+
+    def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
+        super().__init__(group, width=width)
+        self.steps = 0
+        """Optimizer steps begun."""
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """See `PolicyModel.score`."""
+        return self._parts.score(batch)
+
+    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+        """See `PolicyModel.update`."""
+        self.steps += 1
+        return self._parts.update(micro_batches, objective)
+
+    def sent(
+        self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,), adapter: bool = False
+    ) -> Iterator[list[Any]]:
+        """See `DividedPolicy.sent`."""
+        what = "adapter" if adapter else "weights"
+        yield from self._group.read(
+            f"open_{what}",
+            send,
+            *arguments,
+            ranks=ranks,
+            following="next_update",
+            rest="skip_weights",
+            others=f"gather_{what}",
+        )
+
+    def address(self) -> tuple[str, int]:
+        """See `DividedPolicy.address`."""
+        return self._group.address()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `PolicyModel.weights`; copies on the CPU."""
+        memory = SharedMemory()
+        try:
+            assembler = Assembler(torch.device("cpu"))
+            for [(index, pieces)] in self.sent(fill_at, memory.path, memory.bucket_bytes):
+                memory.unlink()  # the sender has it open, too: what happens from now on leaves no file
+                yield from assembler.take(memory.bucket(index), pieces)
+        finally:
+            memory.unlink()
+
+
+class ShardedValue(_Trained, ValueModel):
+    """See `ValueModel`; each process of `group` holds a `TorchValue`, `width` neighbours one part of a batch."""
+
+    def values(self, batch: PackedBatch) -> Tensor:
+        """See `ValueModel.values`."""
+        return self._parts.values(batch)
+
+    def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
+        """See `ValueModel.update`."""
+        return self._parts.update(micro_batches, objective)
+
+
+class ShardedReference(ReferenceModel):
+    """See `ReferenceModel`; each process of `group` holds a whole `TorchReference`, `width` neighbours one part of a
+    batch."""
+
+    def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
+        self._parts = _Parts(group, width)
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """See `ReferenceModel.score`."""
+        return self._parts.score(batch)
+
+
+def reward_copies(group: WorkerGroup) -> list[Judge]:
+    """Calls of the `RewardModel` that each process of `group` holds whole."""
+
+    def judge(rank: int, replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
+        judged: list[tuple[float, bool]] = group.begin("judge", [rank], replies)()[0]
+        return judged
+
+    return [partial(judge, rank) for rank in range(group.size)]
+
+
+class _Parts:
+    """Calls in which every `width` neighbouring processes have one part of a batch, and results of their own alike."""
+
+    def __init__(self, group: WorkerGroup, width: int) -> None:
+        self._group = group
+        self._width = width
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """Log-probs and entropy of the whole batch."""
+        divided = self._divided(batch)
+        scores = self._each("score", [[part] for part in divided.parts])
+        return TokenScores(
+            logprobs_N=divided.merged([s.logprobs_N for s in scores]),
+            entropy_N=divided.merged([s.entropy_N for s in scores]),
+        )
+
+    def values(self, batch: PackedBatch) -> Tensor:
+        """Values of the whole batch."""
+        divided = self._divided(batch)
+        return divided.merged(self._each("values", [[part] for part in divided.parts]))
+
+    def update(
+        self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective | ValueObjective
+    ) -> dict[str, float]:
+        """One optimizer step: every process has a part of each micro-batch."""
+        divided = [self._divided(batch).parts for batch in micro_batches]
+        loss = ray_module().put(objective)
+        count = self._group.size // self._width
+        results = self._each("update", [[[parts[index] for parts in divided], loss] for index in range(count)])
+        totals: dict[str, float] = {}
+        for result in results:
+            for name, value in result.items():
+                totals[name] = value if name in SAME_EVERYWHERE else totals.get(name, 0.0) + value
+        return totals
+
+    def _divided(self, batch: PackedBatch) -> Shards:
+        return shards(batch, self._group.size // self._width)
+
+    def _each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """Results by part, from one process of each."""
+        own = [arguments[rank // self._width] for rank in range(self._group.size)]
+        return self._group.each(method, own)[:: self._width]

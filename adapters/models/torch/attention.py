@@ -1,0 +1,307 @@
+"""Padding-free attention for transformers models.
+
+`ATTENTION` is registered with transformers' attention interface. A forward pass hands it a plan through the keyword
+`attention_plan`; the plan alone knows which tokens attend to which, so the model sees one row of tokens and no cache.
+In the place of masks the model gets `LayerMask`s, which say how far a layer looks back. `ForestAttention` is the plan
+of a training pass or a prefill; the decoding plan lives with the engine.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rollgrad.adapters.models.torch.layout import Node
+from rollgrad.domain.errors import ConfigurationError
+
+ATTENTION = "rollgrad"
+"""Name under which the attention is registered."""
+
+RESULT_CHANGING = ("softcap", "s_aux", "position_bias", "indices", "cache")
+"""Keywords of transformers' attention interface that change the result when set: capped scores, attention sinks,
+biases (ALiBi among them), sparse key selection, paged caches."""
+
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+"""Layers that know other tokens through attention alone, and see nothing but a window or all of the past."""
+
+PADDING_TOLERANCE = 1.3
+"""Nodes share a bucket while padding inflates its score matrix by no more than this."""
+
+
+@frozen
+class LayerMask:
+    """Stands for a causal mask: a layer sees the last `window` tokens up to each one's own, or all (None)."""
+
+    window: int | None
+
+
+def layer_mask(*, local_size: int | None = None, **kwargs: Any) -> LayerMask:
+    """transformers' mask interface: `local_size` is the width of a sliding window."""
+    return LayerMask(local_size)
+
+
+def backbone(model: Any) -> Any:
+    """The part of a causal language model that gives the last hidden states; of that part itself, it."""
+    base = model.base_model
+    return getattr(model, "model", model) if base is model else base  # Llama 4 names its part wrongly
+
+
+class AttentionPlan(Protocol):
+    """Decides, for one forward pass, which tokens each token attends to."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, E] -> [B, T, Hq, E]."""
+        ...
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: LayerMask | None,
+    *,
+    attention_plan: AttentionPlan | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface over an `AttentionPlan`. Some models name a layer's window to its attention
+    (`sliding_window`), some in its mask alone.
+
+    Raises:
+        ConfigurationError: the model asks for something that changes the result and that no plan computes.
+    """
+    unknown = [name for name in RESULT_CHANGING if kwargs.get(name) is not None]
+    if kwargs.get("is_causal") is False:
+        unknown.append("is_causal=False")
+    if unknown:
+        raise ConfigurationError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which packed training does not "
+            "compute."
+        )
+    if attention_plan is None:
+        raise ConfigurationError("its code does not hand keywords on to its attention, which packed training needs.")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    masked = None if attention_mask is None else attention_mask.window
+    window = masked if sliding_window is None else min(sliding_window, masked or sliding_window)
+    return attention_plan.attend(int(module.layer_idx), query, key, value, scale, window), None  # type: ignore[arg-type]
+
+
+def check_layers(model: Any) -> None:
+    """Whether all layers of a transformers model could go through a plan.
+
+    Raises:
+        ConfigurationError: the model's code does not go through transformers' attention interface, or it has layers
+            through which packed sequences would see each other.
+    """
+    others = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - LAYER_TYPES
+    if others:
+        raise ConfigurationError(
+            f"it has layers of type {', '.join(sorted(others))}, and packed training knows full_attention and "
+            "sliding_attention alone."
+        )
+    if not model._can_set_attn_implementation():
+        raise ConfigurationError(
+            "its code does not use transformers' attention interface, which packed training needs."
+        )
+
+
+def install_attention(model: Any) -> None:
+    """Switches a transformers model to `ATTENTION`.
+
+    Raises:
+        ConfigurationError: see `check_layers`.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    check_layers(model)
+    AttentionInterface.register(ATTENTION, attention_forward)
+    AttentionMaskInterface.register(ATTENTION, layer_mask)
+    model.set_attn_implementation(ATTENTION)
+
+
+class ForestAttention:
+    """Each node's queries are the last of its path: query i sees path tokens up to its own position.
+
+    On CUDA in half precision with flash-attn installed, one variable-length call serves all nodes. Elsewhere nodes of
+    like size are padded into buckets, inside the attention only, and each bucket is one SDPA call; the grouped query
+    heads that share a key head are folded into the query axis, so keys are never repeated.
+    """
+
+    def __init__(self, nodes: Sequence[Node], *, device: torch.device, dtype: torch.dtype) -> None:
+        self._varlen = _flash_varlen() if device.type == "cuda" and dtype != torch.float32 else None
+        if self._varlen is not None:
+            self._flat = _FlatIndex(nodes, device)
+        else:
+            self._buckets = [_Bucket(members, device, dtype) for members in _bucketed(nodes)]
+            order = torch.cat([bucket.token_M for bucket in self._buckets])
+            self._inverse_M = torch.empty_like(order)
+            self._inverse_M[order] = torch.cat(
+                [b.slot_M + o for b, o in zip(self._buckets, self._offsets(), strict=True)]
+            )
+
+    def _offsets(self) -> list[int]:
+        """Where each bucket's padded rows begin once all buckets are laid end to end."""
+        offsets, total = [], 0
+        for bucket in self._buckets:
+            offsets.append(total)
+            total += bucket.rows * bucket.queries
+        return offsets
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """See `AttentionPlan`; B is 1 and T is the M of the layout."""
+        q_M, k_M, v_M = (x[0].transpose(0, 1) for x in (query, key, value))
+        if self._varlen is not None:
+            return self._flat.attend(self._varlen, q_M, k_M, v_M, scaling, window)[None]
+        outputs = [bucket.attend(q_M, k_M, v_M, scaling, window) for bucket in self._buckets]
+        flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return flat.index_select(0, self._inverse_M)[None]
+
+
+class _Bucket:
+    """Nodes padded to one shape: `rows` x `queries` against `rows` x `keys`."""
+
+    def __init__(self, nodes: Sequence[Node], device: torch.device, dtype: torch.dtype) -> None:
+        self.rows = len(nodes)
+        self.queries = max(node.length for node in nodes)
+        self.keys = max(node.keys for node in nodes)
+        start, length, prefix_start, prefix_length = torch.tensor(
+            [[n.start, n.length, n.prefix_start, n.prefix_length] for n in nodes]
+        ).unbind(1)
+        q = torch.arange(self.queries)[None]
+        k = torch.arange(self.keys)[None]
+        in_prefix = k < prefix_length[:, None]
+        key_token = torch.where(in_prefix, prefix_start[:, None] + k, start[:, None] + k - prefix_length[:, None])
+        real_key = k < (prefix_length + length)[:, None]
+        real_query = q < length[:, None]
+        query_token = torch.where(real_query, start[:, None] + q, start[:, None])
+        self.query_token = query_token.flatten().to(device)
+        self.key_token = torch.where(real_key, key_token, start[:, None]).flatten().to(device)
+        self.query_position = torch.where(real_query, prefix_length[:, None] + q, 0).to(device)
+        self.token_M = query_token[real_query].to(device)
+        self.slot_M = real_query.flatten().nonzero()[:, 0].to(device)
+        # Without a prefix padding keys come after every real query, so causality alone hides them.
+        self._causal = not any(node.prefix_length for node in nodes)
+        self._real_key = real_key.to(device)
+        self._dtype = dtype
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
+
+    def attend(self, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None) -> Tensor:
+        """[rows * queries, Hq, E], padding rows included."""
+        heads, dim = q_M.shape[1:]
+        key_heads = k_M.shape[1]
+        fold = heads // key_heads if self.rows * self.queries * self.keys <= FOLD_LIMIT else 1
+        q = q_M.index_select(0, self.query_token).view(self.rows, self.queries, heads // fold, fold, dim)
+        k = k_M.index_select(0, self.key_token).view(self.rows, self.keys, key_heads, dim).transpose(1, 2)
+        width = v_M.shape[2]  # of multi-head latent attention other than the keys'
+        v = v_M.index_select(0, self.key_token).view(self.rows, self.keys, key_heads, width).transpose(1, 2)
+        if self._causal and window is None:
+            q = q.view(self.rows, self.queries, heads, dim).transpose(1, 2)
+            out = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scaling, enable_gqa=heads != key_heads
+            )
+            return out.transpose(1, 2).reshape(self.rows * self.queries, heads, width)
+        q = q.permute(0, 2, 3, 1, 4).reshape(self.rows, heads // fold, fold * self.queries, dim)
+        mask = self._mask(window, fold)
+        out = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scaling, enable_gqa=heads // fold != key_heads
+        )
+        out = out.view(self.rows, heads // fold, fold, self.queries, width).permute(0, 3, 1, 2, 4)
+        return out.reshape(self.rows * self.queries, heads, width)
+
+    def _mask(self, window: int | None, fold: int) -> Tensor:
+        """Additive mask [rows, 1, fold * queries, keys], made once for all layers."""
+        if (window, fold) not in self._masks:
+            k = torch.arange(self.keys, device=self._real_key.device)
+            position = self.query_position[:, :, None]
+            visible = (k <= position) & self._real_key[:, None]
+            if window is not None:
+                visible &= k > position - window
+            mask = torch.zeros(visible.shape, dtype=self._dtype, device=k.device)
+            mask.masked_fill_(~visible, float("-inf"))
+            self._masks[window, fold] = mask[:, None].repeat(1, 1, fold, 1)
+        return self._masks[window, fold]
+
+
+def _bucketed(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Nodes of like shape together, largest first."""
+    buckets: list[list[Node]] = []
+    area = 0
+    for node in sorted(nodes, key=lambda n: (n.prefix_length == 0, n.keys, n.length), reverse=True):
+        if buckets:
+            members = [*buckets[-1], node]
+            padded = len(members) * max(n.length for n in members) * max(n.keys for n in members)
+            alike = (node.prefix_length == 0) == (buckets[-1][0].prefix_length == 0)
+            if alike and (padded <= PADDING_TOLERANCE * (area + node.length * node.keys) or padded <= SMALL_BUCKET):
+                buckets[-1].append(node)
+                area += node.length * node.keys
+                continue
+        buckets.append([node])
+        area = node.length * node.keys
+    return buckets
+
+
+SMALL_BUCKET = 1 << 17
+"""Score-matrix entries a head below which padding costs less than another call: about 0.3 ms of a CPU core."""
+
+FOLD_LIMIT = 1 << 21
+"""Mask entries up to which repeating the mask for folded heads is cheaper than repeating keys for them."""
+
+
+class _FlatIndex:
+    """Nodes end to end, as flash-attn's variable-length call takes them."""
+
+    def __init__(self, nodes: Sequence[Node], device: torch.device) -> None:
+        runs = [
+            torch.cat(
+                [
+                    torch.arange(n.prefix_start, n.prefix_start + n.prefix_length),
+                    torch.arange(n.start, n.start + n.length),
+                ]
+            )
+            for n in nodes
+        ]
+        self.key_token = torch.cat(runs).to(device)
+        self.max_q = max(n.length for n in nodes)
+        self.max_k = max(n.keys for n in nodes)
+        self.cu_q = _cumulative([n.length for n in nodes], device)
+        self.cu_k = _cumulative([n.keys for n in nodes], device)
+
+    def attend(self, varlen: Any, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None) -> Tensor:
+        """[M, Hq, E]; flash-attn aligns the causal mask to the bottom right, which is this layout's rule, and wants
+        values as wide as keys."""
+        width = v_M.shape[2]
+        out: Tensor = varlen(
+            q_M,
+            k_M.index_select(0, self.key_token),
+            functional.pad(v_M, (0, k_M.shape[2] - width)).index_select(0, self.key_token),
+            self.cu_q,
+            self.cu_k,
+            self.max_q,
+            self.max_k,
+            softmax_scale=scaling,
+            causal=True,
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+        )
+        return out[..., :width]
+
+
+def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
+    return functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device=device, dtype=torch.int32)
+
+
+def _flash_varlen() -> Any:
+    """flash-attn's variable-length function, or None when the package is not installed."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func

@@ -1,0 +1,271 @@
+"""Whether packed training computes what a transformers model computes, and how its logits follow from its head.
+
+A freshly loaded model is compared with itself: its own forward pass over one sequence at a time against a pack of
+sequences of several lengths that share a beginning. Limits that the configuration sets, such as sliding windows, are
+lowered meanwhile, so that short sequences reach beyond them. The comparison costs three forward passes of at most 40
+tokens: each reads the weights once, which for a model of 7 billion parameters in bfloat16 takes about 10 ms on a GPU
+and 1 s on a CPU.
+Does not own: decoding, which the engine compares itself.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollgrad.adapters.models.torch.attention import ForestAttention, backbone, check_layers, install_attention
+from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
+from rollgrad.adapters.models.torch.layout import prefill_layout
+from rollgrad.domain.errors import ConfigurationError
+
+LONG, SHORT, SHARED = 24, 16, 3
+"""Tokens of the two sequences that are compared, and of the beginning that they share."""
+
+LOWERED = 5
+"""Width of sliding windows during the comparison."""
+
+LIMITS = ("sliding_window", "sliding_window_size", "attention_window_size")
+"""Names that configurations and layers give to the width of a window."""
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""How far logits may be off by rounding, see `logit_gap`."""
+
+NOISE = 3.0
+"""Times the effect of one rounding step of the embeddings that the roundings of all layers may add up to."""
+
+LENGTH_DEPENDENT = ("longrope", "dynamic")
+"""Rotary embeddings whose angles depend on the longest sequence of a forward pass, once that is beyond a limit."""
+
+
+def install_and_compare(model: Any) -> None:
+    """Installs packed attention in a causal language model and compares.
+
+    Raises:
+        ConfigurationError: the model cannot be packed, or its results differ; the message is a reason, which names
+            neither the model nor a setting.
+        FloatingPointError: its own logits are not finite.
+    """
+    check_layers(model)
+    sequences = probe_tokens(model)
+    with torch.no_grad(), foreign_code(), lowered_limits(model):
+        expected = [plain_logits(model, tokens) for tokens in sequences]
+        if not all(bool(logits_TV.isfinite().all()) for logits_TV in expected):
+            raise FloatingPointError
+        install_attention(model)
+        found = packed_logits(model, sequences)
+        gap = max(logit_gap(f_TV, e_TV) for f_TV, e_TV in zip(found, expected, strict=True))
+        allowed = allowed_gap(model, sequences, gap)
+    if not gap <= allowed:
+        raise ConfigurationError(
+            f"logits of packed sequences differ from its own by {gap:.2g} of their spread, more than rounding's "
+            f"{allowed:.2g}."
+        )
+
+
+def allowed_gap(model: Any, sequences: Sequence[tuple[int, ...]], gap: float) -> float:
+    """What rounding may make of `logit_gap`. Where `gap` is beyond the usual in a coarse format it is measured: some
+    models (mixtures of experts with large random weights) multiply every rounding."""
+    dtype = next(model.parameters()).dtype
+    if gap <= TOLERANCE[dtype] or dtype == torch.float32:
+        return TOLERANCE[dtype]
+    exact = packed_logits(model, sequences)
+    step = torch.finfo(dtype).eps
+
+    def disturb(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        signs = (torch.arange(output.numel(), device=output.device) % 7 < 4).view(output.shape)
+        return torch.where(signs, output * (1 + step), output * (1 - step))
+
+    handle = model.get_input_embeddings().register_forward_hook(disturb)
+    try:
+        disturbed = packed_logits(model, sequences)
+    finally:
+        handle.remove()
+    return max(TOLERANCE[dtype], NOISE * max(map(logit_gap, disturbed, exact)))
+
+
+def probe_tokens(model: Any) -> list[tuple[int, ...]]:
+    """Two sequences of unlike lengths with the same beginning, without tokens that stand for images and the like."""
+    config = model.config.get_text_config()
+    special = {
+        token
+        for settings in (model.config, config)
+        for name, value in settings.to_dict().items()
+        if "_token" in name
+        for token in (value if isinstance(value, list) else [value])
+    }
+    usual = [token for token in range(min(config.vocab_size, 1000)) if token not in special]
+    tokens = [usual[(7 + 13 * index) % len(usual)] for index in range(LONG + SHORT)]
+    return [tuple(tokens[:LONG]), tuple(tokens[:SHARED] + tokens[LONG + SHARED :])]
+
+
+def plain_logits(model: Any, tokens: Sequence[int]) -> Tensor:
+    """logits_TV of one sequence by the model's own forward pass, float32."""
+    logits: Tensor = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
+    return logits.float()
+
+
+def logit_gap(found_TV: Tensor, expected_TV: Tensor) -> float:
+    """Of the median token, the root mean square of the logits' difference as a share of their standard deviation.
+
+    The median token, because rounding makes the routers of a mixture choose another expert for a few tokens, while what
+    is wrong with attention is wrong for most.
+    """
+    difference_T = (found_TV - expected_TV).square().mean(-1).sqrt()
+    gap = (difference_T / expected_TV.std(-1).clamp(min=torch.finfo(torch.float32).tiny)).median()
+    return float(gap) if bool(found_TV.isfinite().all()) else float("inf")
+
+
+def packed_logits(model: Any, sequences: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """logits_TV of each of the sequences, which share a beginning, by one pass over all of them; float32."""
+    layout, leaves = prefill_layout(sequences)
+    weight = next(model.parameters())
+    hidden_MH = backbone(model)(
+        input_ids=layout.tokens_M[None].to(weight.device),
+        position_ids=layout.positions_M[None].to(weight.device),
+        use_cache=False,
+        attention_plan=ForestAttention(layout.nodes, device=weight.device, dtype=weight.dtype),
+    ).last_hidden_state[0]
+    head = model.get_output_embeddings()
+    logits_MV = logit_form(model).logits(hidden_MH, head.weight, head.bias)
+    beginning = range(SHARED)
+    return [logits_MV[[*beginning, *range(leaf.start, leaf.start + leaf.length)]] for leaf in leaves]
+
+
+@contextmanager
+def lowered_limits(model: Any) -> Iterator[None]:
+    """Inside, every sliding window is a few tokens wide."""
+    places = {id(place): place for part in model.modules() for place in (part, getattr(part, "config", None))}
+    places |= {id(place): place for place in (model.config, model.config.get_text_config())}
+    before = []
+    for place in places.values():
+        for name in LIMITS:
+            value = vars(place).get(name) if place is not None else None
+            if isinstance(value, int) and value > LOWERED:
+                before.append((place, name, value))
+    try:
+        for place, name, _ in before:
+            setattr(place, name, LOWERED)
+        yield
+    finally:
+        for place, name, value in before:
+            setattr(place, name, value)
+
+
+@contextmanager
+def foreign_code() -> Iterator[None]:
+    """Whatever a model's code raises becomes a reason in one sentence; lack of memory stays what it is."""
+    try:
+        yield
+    except (ConfigurationError, FloatingPointError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        line = str(error).strip().split("\n")[0][:200]
+        raise ConfigurationError(f"its code raises {type(error).__name__}: {line.rstrip('.')}.") from error
+
+
+def logit_form(model: Any) -> LogitForm:
+    """How the logits of a causal language model follow from its head, found by giving known numbers to its head and to
+    what comes behind; no layer computes anything.
+
+    Raises:
+        ConfigurationError: they follow otherwise than by a factor and a cap.
+    """
+    head = model.get_output_embeddings()
+    if getattr(head, "weight", None) is None:
+        raise ConfigurationError("it has no output embedding, which maps its last hidden states to logits.")
+    if not hasattr(head, "bias"):
+        raise ConfigurationError("its output embedding is no linear layer.")
+    bodies, weight = {backbone(model), model.get_decoder()} - {model}, next(model.parameters())
+    vocabulary, width = head.weight.shape
+    # Rows: numbers too small to be capped, a ramp, numbers that any cap holds down.
+    given_TV = torch.stack(
+        [torch.full((vocabulary,), 2.0**-12), torch.linspace(-50, 50, vocabulary), torch.full((vocabulary,), 1e6)]
+    ).to(weight.device)
+    hidden_TH = (torch.arange(3 * width, device=weight.device) % 7 - 3.0).view(3, width)
+    seen: list[Tensor] = []
+
+    def of_head(hidden: Tensor) -> Tensor:
+        seen.append(hidden)
+        return given_TV[None]
+
+    try:
+        head.forward = of_head
+        for body in bodies:  # OPT's calls its decoder directly
+            body.forward = lambda *_, **__: _Hidden(hidden_TH[None])
+        with torch.no_grad():
+            found_TV = model(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=weight.device)).logits[0].float()
+    finally:
+        for part in (*bodies, head):
+            vars(part).pop("forward", None)
+    if len(seen) != 1 or seen[0][0].shape != hidden_TH.shape or found_TV.shape != given_TV.shape:
+        raise ConfigurationError("its logits are not one product of the last hidden states and the output embedding.")
+    factor = float(seen[0][0, 0, 6]) / float(hidden_TH[0, 6])
+    if not torch.allclose(seen[0][0].float(), hidden_TH * factor, rtol=1e-2) or (
+        factor != 1.0 and head.bias is not None
+    ):
+        raise ConfigurationError("it computes something between its last hidden states and its output embedding.")
+    scale, cap = float(found_TV[0, 0]) * 2**12, float(found_TV[2, 0])
+    form = LogitForm(
+        scale=_rounded(scale * factor),
+        cap=None if cap > 0.5e6 * scale else _rounded(cap),
+        float32=getattr(model, "float32_head", False),
+    )
+    expected_TV = given_TV * scale
+    if form.cap is not None:
+        expected_TV = torch.tanh(expected_TV / form.cap) * form.cap
+    if not torch.allclose(found_TV, expected_TV, rtol=1e-4):
+        raise ConfigurationError("its logits are neither scaled nor capped products with the output embedding.")
+    return form
+
+
+def _rounded(number: float) -> float:
+    """Without what measuring in float32 adds."""
+    return float(f"{number:.6g}")
+
+
+class _Hidden:
+    """What the body of a model returns, of which only the last hidden states are anything."""
+
+    def __init__(self, hidden_BTH: Tensor) -> None:
+        self.last_hidden_state = hidden_BTH
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.last_hidden_state
+
+
+def usable_positions(config: Any) -> int | None:
+    """Tokens of a sequence at most: as many as the model has positions for, and no more than its rotary embedding keeps
+    its angles for; None where the settings name no number."""
+    text = config.get_text_config()
+    limits = [getattr(text, "max_position_embeddings", None)]
+    limits += [rope.get("original_max_position_embeddings") for rope in _ropes(text) if rope["rope_type"] == "longrope"]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def check_positions(model: Any, longest: int) -> None:
+    """Whether the angles of rotary embeddings are the same for all sequences of a pack, whose longest has so many
+    tokens.
+
+    Raises:
+        ConfigurationError: it is beyond the limit from which on they depend on the others.
+    """
+    text = model.config.get_text_config()
+    kinds = sorted({rope["rope_type"] for rope in _ropes(text)} & set(LENGTH_DEPENDENT))
+    limit = usable_positions(text)
+    if kinds and limit is not None and longest > limit:
+        raise ConfigurationError(
+            f"A sequence has {longest} tokens, but beyond {limit} the rotary embedding of {type(model).__name__} "
+            f"({kinds[0]}) would change for the others of its pack too: set --data.max_len {limit}."
+        )
+
+
+def _ropes(text: Any) -> list[dict[str, Any]]:
+    """Settings of the rotary embeddings, one or one a kind of layer."""
+    settings = getattr(text, "rope_parameters", None) or {}
+    found = [settings] if "rope_type" in settings else list(settings.values())
+    return [rope for rope in found if isinstance(rope, dict) and "rope_type" in rope]

@@ -1,0 +1,140 @@
+"""Modules that compute a whole packed batch in one call.
+
+One forward pass takes a micro-batch as a single row of distinct tokens (`layout.py`), attends through a plan
+(`attention.py`) and evaluates the vocabulary at action positions only (`head.py`). Tokens may be divided over several
+processes (`sequence_parallel.py`), each of which then gets the results of all.
+Does not own: losses, batching, nor gradients.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from rollgrad.adapters.models.torch.attention import ForestAttention, backbone
+from rollgrad.adapters.models.torch.chunked_logprobs import PLAIN_LOGITS, WHOLE_VOCABULARY, LogitForm, token_logprobs
+from rollgrad.adapters.models.torch.compatibility import check_positions, logit_form
+from rollgrad.adapters.models.torch.expert_balance import chosen_experts, routed, token_counts
+from rollgrad.adapters.models.torch.layout import build_layout
+from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, sequence_group
+from rollgrad.domain.batches.packed import PackedBatch
+
+
+@frozen(kw_only=True, eq=False)
+class ActionRows:
+    """Of `count` action tokens those that this process computes (`actions_B`, indices among all): the `hidden_BH` of
+    their predecessors, and the tokens themselves, `targets_B`; where the model is."""
+
+    hidden_BH: Tensor
+    targets_B: Tensor
+    actions_B: Tensor
+    count: int
+    routing: tuple[Tensor, ...] = ()
+    """If it was asked for, what `routing.routed` says of all tokens."""
+
+
+def action_hidden(model: Any, batch: PackedBatch, group: SequenceGroup, *, routing: bool = False) -> ActionRows:
+    """The model's last hidden states of `batch`, which every process of `group` has; `routing` needs a group of one."""
+    weight = next(model.parameters())
+    layout = group.padded(build_layout(batch))
+    check_positions(model, int(batch.lengths_S.max()))
+    plan = ForestAttention(layout.nodes, device=weight.device, dtype=weight.dtype)
+    recorded: AbstractContextManager[list[Tensor]] = chosen_experts(model) if routing else nullcontext([])
+    with recorded as chosen:
+        output = backbone(model)(
+            input_ids=group.share(layout.tokens_M)[None].to(weight.device),
+            position_ids=group.share(layout.positions_M)[None].to(weight.device),
+            use_cache=False,
+            attention_plan=group.plan(plan, len(layout.tokens_M), weight.device),
+            **({"output_router_logits": True} if routing else {}),
+        )
+    hidden_CH = output.last_hidden_state[0]
+    action_A = batch.action_mask_N.nonzero()[:, 0]
+    actions_B, rows_B = group.actions(layout.index_N[action_A - 1])
+    return ActionRows(
+        hidden_BH=hidden_CH.index_select(0, rows_B.to(weight.device)),
+        targets_B=batch.tokens_N[action_A[actions_B]].to(weight.device),
+        actions_B=actions_B.to(weight.device),
+        count=len(action_A),
+        routing=routed(output.router_logits, chosen, token_counts(layout, batch)) if routing else (),
+    )
+
+
+def scatter(values_A: Tensor, batch: PackedBatch) -> Tensor:
+    """Values of the action tokens at their places, 0 elsewhere: float32 on the batch's device."""
+    full_N = torch.zeros(batch.token_count, dtype=torch.float32, device=batch.tokens_N.device)
+    return full_N.index_put((batch.action_mask_N.nonzero()[:, 0],), values_A.to(full_N.device))
+
+
+class PackedLM(nn.Module):
+    """`forward(batch)` gives (logprobs_A, entropy_A) of the action tokens under softmax(logits / temperature), float32;
+    `forward(batch, True)` also (tokens_E, probabilities_E) of its routers to experts, see `routing.routed`.
+
+    `model` is a causal language model with packed attention installed (`loading.py`).
+    """
+
+    def __init__(self, model: Any, *, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.model = model
+        self._group = sequence_group(model)
+        self.scorer = Scorer(model.get_output_embeddings(), temperature, logit_form(model))
+
+    def forward(self, batch: PackedBatch, routing: bool = False) -> tuple[Tensor, ...]:
+        """See the class."""
+        rows = action_hidden(self.model, batch, self._group, routing=routing)
+        columns_B = self.scorer(rows.hidden_BH, rows.targets_B)
+        logprobs_A, entropy_A = self._group.gathered(rows.actions_B, rows.count, *columns_B)
+        return logprobs_A, entropy_A, *rows.routing
+
+
+class Scorer(nn.Module):
+    """The vocabulary's head without its logits. The head stays a part of the model alone: a module is never a child
+    twice."""
+
+    def __init__(self, head: Any, temperature: float, form: LogitForm = PLAIN_LOGITS) -> None:
+        super().__init__()
+        self._head = (head,)
+        self._form = form
+        self._temperature = temperature
+        self.vocabulary = WHOLE_VOCABULARY
+        """The rows of the head that this process has."""
+
+    @property
+    def head(self) -> Any:
+        """Whose weights are read."""
+        return self._head[0]
+
+    def forward(self, hidden_AH: Tensor, targets_A: Tensor) -> tuple[Tensor, Tensor]:
+        """(logprobs_A, entropy_A)."""
+        head = self.head
+        return token_logprobs(
+            hidden_AH, head.weight, head.bias, targets_A, self._temperature, self.vocabulary, self._form
+        )
+
+
+class PackedValue(nn.Module):
+    """`forward(batch)` gives values_A of the action tokens, float32: a scalar head on the language model's body.
+
+    Without a `head` (`weight` [1, H] and, if there is one, `bias` [1]) values start at 0: an untrained one is no bias.
+    """
+
+    def __init__(self, model: Any, head: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.model = backbone(model)
+        self._group = sequence_group(model)
+        self.value_head = nn.Linear(
+            model.config.get_text_config().hidden_size, 1, device=next(model.parameters()).device
+        )
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+        if head:
+            self.value_head.load_state_dict({"bias": self.value_head.bias.detach(), **head})
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """See the class."""
+        rows = action_hidden(self.model, batch, self._group)
+        values_B: Tensor = self.value_head(rows.hidden_BH.to(self.value_head.weight.dtype))[:, 0]
+        (values_A,) = self._group.gathered(rows.actions_B, rows.count, values_B.float())
+        return values_A

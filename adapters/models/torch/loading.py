@@ -1,0 +1,222 @@
+"""Loads transformers models for packed training, with errors a user can act on."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollgrad.adapters.models.torch.allocator import keep_freed_memory
+from rollgrad.adapters.models.torch.compatibility import install_and_compare, usable_positions
+from rollgrad.adapters.models.torch.quantised import finish_loading, four_bits
+from rollgrad.domain.errors import CheckpointError, ConfigurationError
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it natively (CUDA, AMX, AVX512-BF16), else float32: without
+    native support a CPU's bfloat16 product is several times slower than its float32 one. float16 is never chosen by
+    itself: not every model's activations fit into it."""
+    if name != "auto":
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+    native = (
+        torch.cuda.is_bf16_supported(including_emulation=False)
+        if device.type == "cuda"
+        else torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    )
+    return torch.bfloat16 if native else torch.float32
+
+
+def default_device() -> torch.device:
+    """The first CUDA device, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_causal_lm(
+    name_or_path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    flag: str,
+    load_in_4bit: bool = False,
+    float32_head: bool = False,
+    headless: bool = False,
+) -> Any:
+    """An `AutoModelForCausalLM` in eval mode with packed attention installed.
+
+    Args:
+        name_or_path: hub name or directory.
+        dtype: compute format of the weights.
+        device: where they go.
+        flag: command-line flag to name in errors.
+        load_in_4bit: its linear layers but the head are quantised (`quantized.py`), and cannot be trained.
+        float32_head: its logits are computed in float32.
+        headless: its files need not have an output embedding, which nobody reads.
+
+    Raises:
+        CheckpointError: there is no such model, it cannot be read, lacks weights, is quantised, or it is adapters to
+            another one.
+        ConfigurationError: packed training cannot compute what the model computes, or it has no 4-bit form.
+        MissingExtraError: quantising needs a package that is not installed.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if device.type == "cpu":
+        keep_freed_memory()
+    quantised = four_bits(dtype, device) if load_in_4bit else {}
+    model, info = _from_pretrained(
+        AutoModelForCausalLM, name_or_path, flag, dtype=dtype, output_loading_info=True, **quantised
+    )
+    _require_weights(model, info["missing_keys"], name_or_path, flag, headless=headless)
+    model = model.to(device).eval()
+    model.float32_head = float32_head
+    finish_loading(model, name_or_path, flag)
+    if hasattr(model, "peft_config"):
+        raise CheckpointError(
+            f"{flag} is {name_or_path!r}, which holds adapters beside a model of its own: name a model that has them "
+            "merged, as rollgrad saves it one directory above."
+        )
+    try:
+        install_and_compare(model)
+    except FloatingPointError as error:
+        remedy = (
+            "float16 ends at 65504, so set --actor.dtype bfloat16"
+            if dtype == torch.float16
+            else f"its weights are broken, so choose another {flag}"
+        )
+        raise ConfigurationError(
+            f"{flag} is {name_or_path!r}, whose logits are not finite in {str(dtype).removeprefix('torch.')}: {remedy}."
+        ) from error
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"{flag} is {name_or_path!r}, whose {type(model).__name__} packed training does not compute as it is "
+            f"({str(error).rstrip('.')}): choose another {flag}."
+        ) from error
+    return model
+
+
+def _require_weights(model: Any, missing: Iterable[str], name_or_path: str, flag: str, *, headless: bool) -> None:
+    """Refuses what transformers would fill with random numbers.
+
+    Raises:
+        CheckpointError: the files lack weights.
+    """
+    head = model.get_output_embeddings()
+    of_head = {name for name, part in model.named_parameters() if head is not None and part is head.weight}
+    lacking = sorted(set(missing) - (of_head if headless else set()))
+    if lacking:
+        more = f" and {len(lacking) - 3} others" if len(lacking) > 3 else ""
+        raise CheckpointError(
+            f"{flag} is {name_or_path!r}, whose files lack weights of {type(model).__name__} "
+            f"({', '.join(lacking[:3])}{more}), which would be random: name a causal language model."
+        )
+
+
+def load_critic(
+    name_or_path: str, *, dtype: torch.dtype, device: torch.device, flag: str
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(a model as `load_causal_lm` gives it, the scalar head that its checkpoint holds).
+
+    A critic saved by rollgrad has `value_head.safetensors`; a reward model (sequence classification with one label) has
+    `score`. Other checkpoints have no head: the dict is then empty.
+
+    Raises:
+        CheckpointError, ConfigurationError: as `load_causal_lm`, or the head has several outputs.
+    """
+    from safetensors import SafetensorError
+
+    model = load_causal_lm(name_or_path, dtype=dtype, device=device, flag=flag, headless=True)
+    try:
+        head = _scalar_head(name_or_path)
+        shape = tuple(head["weight"].shape) if head else None
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{flag} is {name_or_path!r}, whose head cannot be read ({type(error).__name__}: {error}): bring back a "
+            "copy of it, or name another model."
+        ) from error
+    width = model.config.get_text_config().hidden_size
+    if shape not in (None, (1, width)):
+        raise CheckpointError(
+            f"{flag} is {name_or_path!r}, whose head has the shape {shape}: a critic needs one output for {width} "
+            "inputs."
+        )
+    return model, head
+
+
+def _scalar_head(name_or_path: str) -> dict[str, torch.Tensor]:
+    import json
+
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    def find(file: str) -> str | None:
+        found: str | None = cached_file(name_or_path, file, _raise_exceptions_for_missing_entries=False)
+        return found
+
+    files = {"value_head.": find("value_head.safetensors"), "score.": find("model.safetensors")}
+    index = find("model.safetensors.index.json")
+    if index is not None:
+        shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        files["score."] = find(shards["score.weight"]) if "score.weight" in shards else None
+    for prefix, file in files.items():
+        if file is not None:
+            with safe_open(file, framework="pt") as tensors:
+                head = {
+                    name.removeprefix(prefix): tensors.get_tensor(name)
+                    for name in tensors.keys()  # noqa: SIM118 (no mapping)
+                    if name.startswith(prefix)
+                }
+            if head:
+                return head
+    return {}
+
+
+def load_tokenizer(name_or_path: str, *, flag: str) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    return _from_pretrained(AutoTokenizer, name_or_path, flag)
+
+
+def load_positions(name_or_path: str) -> int | None:
+    """Tokens that a sequence may have (`usable_positions`); None where the model's settings name no number.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    return usable_positions(_from_pretrained(AutoConfig, name_or_path, "--actor.model_name_or_path"))
+
+
+def load_generation_settings(name_or_path: str) -> Any:
+    """The checkpoint's `GenerationConfig`, or what its model's settings say of generation."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(name_or_path)
+    except OSError:
+        config = _from_pretrained(AutoConfig, name_or_path, "--actor.model_name_or_path")
+        return GenerationConfig.from_model_config(config)
+
+
+def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) -> Any:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    looks_local = name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1
+    path = Path(name_or_path).expanduser()
+    if looks_local and "/" in name_or_path and not path.exists():
+        raise CheckpointError(f"{flag} is {name_or_path!r}: there is no such directory.")
+    try:
+        return factory.from_pretrained(str(path) if path.exists() else name_or_path, **kwargs)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the code of a model's class and its files may raise anything
+        first_line = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(":.")
+        raise CheckpointError(
+            f"{flag} is {name_or_path!r}, which cannot be loaded as a Hugging Face model: {first_line}."
+        ) from error

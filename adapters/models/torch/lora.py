@@ -1,0 +1,205 @@
+"""LoRA: a model whose weights stay, each linear layer beside a product of two narrow matrices that is trained
+(Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1: W + alpha / rank * B A).
+
+Invariants: the model keeps its class and its parts; B starts at 0, so that fresh adapters change nothing; A starts as
+the seed says, alike in every process. Whoever takes weights sees the plain model: adapters are added to the weights
+in float32, and the sum is rounded once to the compute format. What computes through the adapters does not round that
+sum: in bfloat16 an engine with a copy differs by this rounding, and one that shares the model does not.
+Does not own: the optimizer, nor putting weights together that are divided over processes (`models.py`).
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from rollgrad.adapters.models.torch.quantised import dequantised, is_quantised, is_turned
+from rollgrad.adapters.models.torch.saving import writing
+from rollgrad.application.settings.models import ALL_LINEAR, LoraConfig
+from rollgrad.domain.errors import ConfigurationError, MissingExtraError
+
+ADAPTER = "default"
+"""Peft's name for the only adapter of a model."""
+
+SAVED_PREFIX = "base_model.model."
+"""What precedes a weight's name in peft's files: they are written from a model in two wrappers."""
+
+
+@frozen(kw_only=True, eq=False)
+class NamedWeight:
+    """`parameter` under the name that the rest of the world knows it by; `layer` is peft's, if it has an adapter."""
+
+    name: str
+    parameter: nn.Parameter
+    layer: Any = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Whatever `value` reads."""
+        return [self.parameter, *(_matrices(self.layer) if self.layer is not None else ())]
+
+    def value(self) -> Tensor:
+        """The weight, with its adapter, and dequantised if it is in 4 bits; otherwise the parameter's own memory."""
+        weight = dequantised(self.parameter)
+        if self.layer is not None:
+            a, b = (matrix.detach().float() for matrix in _matrices(self.layer))
+            product = self.layer.scaling[ADAPTER] * (b @ a)
+            merged: Tensor = weight.float() + (product.T if self.layer.fan_in_fan_out else product)
+            weight = merged.to(weight.dtype)
+        return weight.T.contiguous() if is_turned(self.parameter) else weight
+
+
+def add_lora(model: Any, lora: LoraConfig, *, seed: int) -> None:
+    """Puts adapters into `model`, in place and in its number format; nothing else of it is trainable afterwards.
+
+    Args:
+        model: a transformers model; for packed training, after its attention was installed.
+        lora: what adapters there are; `rank` is above 0.
+        seed: of the first values of A.
+
+    Raises:
+        ConfigurationError: a target module is no linear layer of the model, or its head.
+        MissingExtraError: peft is not installed.
+    """
+    targets = _targets(model, lora.target_modules)
+    # peft imports bitsandbytes wherever it is installed, which warns of a kernel for CPUs that it does without
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError(
+            f"actor.lora.rank is {lora.rank}, but LoRA needs peft: pip install rollgrad[lora], or leave "
+            "--actor.lora.rank out."
+        ) from error
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, bias="none"
+    )
+    settings.base_model_name_or_path = model.name_or_path
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # peft draws on the CPU, wherever the model is
+        peft.inject_adapter_in_model(settings, model, ADAPTER)
+    for layer in _layers(model):
+        if is_quantised(layer.base_layer.weight):  # peft then takes float32
+            for matrix in _matrices(layer):
+                matrix.data = matrix.data.to(layer.base_layer.compute_dtype)
+    model.eval()
+
+
+def adapter_numbers(model: Any, lora: LoraConfig) -> int:
+    """How many numbers the adapters of `lora` would have in `model`, which needs no memory for its weights.
+
+    Raises:
+        ConfigurationError: as `add_lora`.
+    """
+    weights = (model.get_submodule(name).weight for name in _targets(model, lora.target_modules))
+    return lora.rank * sum(sum(weight.shape) for weight in weights)
+
+
+def plain_weights(module: nn.Module) -> list[NamedWeight]:
+    """Every weight of the model without adapters, under its own name."""
+    layers = _layers(module)
+    adapted = {layer.base_layer.weight: layer for layer in layers}
+    added = {matrix for layer in layers for matrix in _matrices(layer)}
+    return [
+        NamedWeight(name=_plain(name), parameter=parameter, layer=adapted.get(parameter))
+        for name, parameter in module.named_parameters()
+        if parameter not in added
+    ]
+
+
+def plain_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint of the model without adapters holds besides its weights."""
+    state = module.state_dict(keep_vars=True)
+    scales = tuple(f"{name}." for name, parameter in module.named_parameters() if is_quantised(parameter))
+    return {
+        _plain(name): tensor
+        for name, tensor in state.items()
+        if not isinstance(tensor, nn.Parameter) and not name.startswith(scales)
+    }
+
+
+def adapter_weights(module: nn.Module) -> list[NamedWeight]:
+    """The adapters' own weights, as peft names them in files; none without LoRA."""
+    added = {matrix for layer in _layers(module) for matrix in _matrices(layer)}
+    return [
+        NamedWeight(name=SAVED_PREFIX + name.replace(f".{ADAPTER}.", "."), parameter=parameter)
+        for name, parameter in module.named_parameters()
+        if parameter in added
+    ]
+
+
+def save_adapter(model: Any, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Writes `adapter_weights` and their settings as peft does, to the directory `path`, which it makes.
+
+    Raises:
+        CheckpointError: `path` cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        model.peft_config[ADAPTER].save_pretrained(str(path))
+        save_file(dict(weights), path / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what it did before it got adapters, for every thread."""
+    layers = _layers(module)
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def _layers(module: nn.Module) -> list[Any]:
+    """Peft's layers."""
+    if not hasattr(module, "peft_config"):
+        return []  # and peft, which takes seconds to import, is not needed
+    from peft.tuners.lora import LoraLayer
+
+    return [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
+
+
+def _matrices(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """A [rank, in] and B [out, rank]."""
+    return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+
+
+def _plain(name: str) -> str:
+    """Peft keeps what it puts adapters beside in `base_layer`."""
+    return name.replace(".base_layer.", ".")
+
+
+def _targets(model: Any, wanted: tuple[str, ...]) -> list[str]:
+    """Full names of the linear layers that `wanted` names by how their names end."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    linear = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, (nn.Linear, Conv1D)) and part is not head  # the head's weight is read without its layer
+    ]
+    if wanted == ALL_LINEAR:
+        return linear
+    for target in wanted:
+        if not any(_ends(name, target) for name in linear):
+            there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ConfigurationError(
+                f"actor.lora.target_modules has {target!r}, but the linear layers of {type(model).__name__} that can "
+                f"have adapters are {there}: change --actor.lora.target_modules."
+            )
+    return [name for name in linear if any(_ends(name, target) for target in wanted)]
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")

@@ -1,0 +1,319 @@
+"""Policy, critic and reference over packed batches.
+
+What takes the optimizer's steps is a `TrainedModule`: one on this process's device, or one that is divided over
+processes, each of which then holds one of these objects and calls it at the same time with samples of its own.
+Does not own: losses (the objective is handed in), batching, nor what the weights are pushed to.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollgrad.adapters.models.torch.expert_balance import balance_weights, check_routers
+from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue, scatter
+from rollgrad.adapters.models.torch.lora import (
+    NamedWeight,
+    adapter_weights,
+    plain_buffers,
+    plain_weights,
+    save_adapter,
+    without_adapters,
+)
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, TrainedModule
+from rollgrad.adapters.models.torch.saving import save_pretrained, writing
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
+from rollgrad.domain.ports.models import (
+    LossOutput,
+    PolicyModel,
+    PolicyObjective,
+    ReferenceModel,
+    TokenScores,
+    ValueModel,
+    ValueObjective,
+)
+
+Optimize = Callable[[nn.Module, OptimizerSettings], TrainedModule]
+"""Puts a module under an optimizer."""
+
+ADAPTER_DIRECTORY = "adapter"
+"""Below the directory of a saved policy: its adapters alone."""
+
+AVERAGE_DIRECTORY = "ema"
+"""Below the directory of a saved policy: the same with the moving averages of its weights."""
+
+GATHERED_BYTES = 64 * 2**20
+"""Weights that are divided over processes are put together so many bytes at a time."""
+
+
+def _optimizer_step(
+    micro_batches: Sequence[PackedBatch], loss_of: Callable[[PackedBatch], LossOutput], trained: TrainedModule
+) -> dict[str, float]:
+    """Accumulates the micro-batches' gradients and steps once."""
+    totals: dict[str, float] = {"loss": 0.0}
+    for batch in micro_batches:
+        output = loss_of(batch)
+        loss = float(output.loss.detach())
+        if not trained.agree(bool(torch.isfinite(output.loss))):
+            trained.clear()
+            raise NonFiniteUpdateError(f"The loss is {loss}; the optimizer step was not applied.")
+        trained.backward(output.loss)
+        totals["loss"] += loss
+        for name, value in output.metrics.items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+    return totals | trained.step()
+
+
+def _values(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[tuple[str, Tensor]]:
+    """Every weight once; what is divided over processes is whole until the next is asked for."""
+    run: list[NamedWeight] = []
+    filled = 0
+    for weight in [*weights, None]:
+        size = 0 if weight is None else sum(map(trained.bytes, weight.parameters))
+        if run and (weight is None or filled + size > GATHERED_BYTES):
+            with trained.gathered([parameter for member in run for parameter in member.parameters]):
+                for member in run:
+                    yield member.name, member.value()
+            run, filled = [], 0
+        if weight is not None:
+            run.append(weight)
+            filled += size
+
+
+def _copied(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
+    """Copies on the CPU; without `keep` the weights are only gone through, which every process has to do."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in weights if keep}
+
+
+def _token_scores(scored: Sequence[Tensor], batch: PackedBatch) -> TokenScores:
+    logprobs_A, entropy_A = scored
+    return TokenScores(logprobs_N=scatter(logprobs_A, batch), entropy_N=scatter(entropy_A, batch))
+
+
+class TorchPolicy(PolicyModel):
+    """A causal language model under an optimizer. `model` must have packed attention installed (`loading.py`).
+
+    Of a model with adapters (`lora.py`) the state is theirs alone; weights, and the model that is saved, have them
+    merged.
+
+    Args:
+        model: what is trained.
+        tokenizer: saved beside it.
+        settings: of the optimizer.
+        temperature: of the distribution whose log-probs are meant.
+        gradient_checkpointing: recompute activations in the backward pass.
+        aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`routing.py`), which takes another
+            forward pass.
+        optimize: puts the model under an optimizer.
+
+    Raises:
+        ConfigurationError: there is such a weight, but no mixture of experts.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: OptimizerSettings,
+        *,
+        temperature: float = 1.0,
+        gradient_checkpointing: bool = False,
+        aux_loss_coef: float = 0.0,
+        optimize: Optimize = MasterOptimizer,
+    ) -> None:
+        if aux_loss_coef:
+            check_routers(model, aux_loss_coef)
+        self.module = model
+        self._aux_loss_coef = aux_loss_coef
+        self._tokenizer = tokenizer
+        self._checkpointing = gradient_checkpointing
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._averages = settings.ema_beta is not None
+        self._trained = optimize(PackedLM(model, temperature=temperature), settings)
+        self.steps = 0
+        """Optimizer steps begun."""
+
+    def _scores(self, batch: PackedBatch) -> TokenScores:
+        return _token_scores(self._trained(batch), batch)
+
+    @torch.no_grad()
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """See `PolicyModel.score`."""
+        return self._scores(batch)
+
+    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+        """See `PolicyModel.update`."""
+        self.steps += 1
+        if self._checkpointing:
+            self._train_without_dropout()
+        try:
+            if not self._aux_loss_coef:
+                scored = self._scores
+                return _optimizer_step(micro_batches, lambda batch: objective(scored(batch), batch), self._trained)
+            weights_E = self._balance_weights(micro_batches)
+            balanced = partial(self._balanced, objective=objective, weights_E=weights_E)
+            return _optimizer_step(micro_batches, balanced, self._trained)
+        finally:
+            self.module.eval()
+
+    @torch.no_grad()
+    def _balance_weights(self, micro_batches: Sequence[PackedBatch]) -> Tensor:
+        """Of the whole step, in all processes: its routers' choices have to be known before any gradient."""
+        tokens_E = torch.stack([self._trained(batch, True)[2] for batch in micro_batches]).sum(0)
+        return balance_weights(self._trained.summed(tokens_E), self.module.config.num_experts_per_tok)
+
+    def _balanced(self, batch: PackedBatch, *, objective: PolicyObjective, weights_E: Tensor) -> LossOutput:
+        """The objective, and the batch's share of the load-balancing loss."""
+        *scored, _, probabilities_E = self._trained(batch, True)
+        output = objective(_token_scores(scored, batch), batch)
+        share = (weights_E * probabilities_E).sum().to(output.loss.device)
+        loss = output.loss + self._aux_loss_coef * share
+        return LossOutput(loss=loss, metrics={**output.metrics, "aux_loss": share.detach()})
+
+    def _train_without_dropout(self) -> None:
+        """transformers recomputes activations in train mode only, but ratios need a deterministic policy."""
+        self.module.train()
+        for module in self.module.modules():
+            if isinstance(module, nn.Dropout):
+                module.eval()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `PolicyModel.weights`."""
+        return _values(plain_weights(self.module), self._trained)
+
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters' own weights, as peft names them in files; nothing without adapters."""
+        return _values(adapter_weights(self.module), self._trained)
+
+    def save(self, path: Path) -> None:
+        """See `PolicyModel.save`; adapters alone are in `adapter` below, in peft's format, and the model of averaged
+        weights, if they are kept, in `ema`."""
+        error: OSError | None = None
+        try:
+            self._save(path)
+        except OSError as raised:
+            error = raised
+        if self._averages and self._trained.agree(error is None):  # one process writes, but all have parts of averages
+            with self._trained.averaged():
+                self._save(path / AVERAGE_DIRECTORY)
+        if error is not None:
+            raise error
+
+    def _save(self, path: Path) -> None:
+        trained = self._trained
+        if not trained.divided and not adapter_weights(self.module):
+            save_pretrained(self.module, self._tokenizer, path)
+            return
+        weights = _copied(self.weights(), keep=trained.first)
+        of_adapters = _copied(self.adapter(), keep=trained.first)
+        if trained.first:
+            save_pretrained(self.module, self._tokenizer, path, weights | plain_buffers(self.module))
+            if of_adapters:
+                save_adapter(self.module, of_adapters, path / ADAPTER_DIRECTORY)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `PolicyModel.state_dict`."""
+        return self._trained.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `PolicyModel.load_state_dict`.
+
+        Raises:
+            CheckpointError: the state is of other weights; nothing has changed.
+        """
+        masters = state["masters"]
+        sizes = {f"model.{name}": p for name, p in self.module.named_parameters() if p.requires_grad}
+        if sizes.keys() != masters.keys() or any(
+            masters[name].numel() * p.element_size() != self._trained.bytes(p) for name, p in sizes.items()
+        ):
+            raise CheckpointError(
+                "The state to continue from is of a run that trained other weights: set --actor.lora.rank, "
+                "--actor.lora.target_modules and --actor.model_name_or_path to what they were."
+            )
+        self._trained.load_state_dict(state)
+
+
+class TorchReference(ReferenceModel):
+    """A frozen causal language model; `divide` gives what computes its forward pass where it lies in several
+    processes."""
+
+    def __init__(
+        self, model: Any, *, temperature: float = 1.0, divide: Callable[[nn.Module], Callable[..., Any]] | None = None
+    ) -> None:
+        module = PackedLM(model.requires_grad_(False), temperature=temperature)
+        self._forward = divide(module) if divide else module
+
+    @torch.no_grad()
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """See `ReferenceModel.score`."""
+        return _token_scores(self._forward(batch), batch)
+
+
+class AdapterlessReference(ReferenceModel):
+    """What `policy` was before it got adapters, on its own weights, with which nothing else may compute meanwhile."""
+
+    def __init__(self, policy: TorchPolicy) -> None:
+        self._policy = policy
+
+    def score(self, batch: PackedBatch) -> TokenScores:
+        """See `ReferenceModel.score`."""
+        with without_adapters(self._policy.module):
+            return self._policy.score(batch)
+
+
+class TorchValue(ValueModel):
+    """A language model whose vocabulary head is replaced by one scalar a token.
+
+    `head`: `weight` [1, H] and, if there is one, `bias` [1] to start from (a reward model's, say); empty starts from
+    values of 0.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: OptimizerSettings,
+        *,
+        head: Mapping[str, Tensor] | None = None,
+        optimize: Optimize = MasterOptimizer,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._module = PackedValue(model, dict(head or {}))
+        self._trained = optimize(self._module, settings)
+
+    def _values(self, batch: PackedBatch) -> Tensor:
+        return scatter(self._trained(batch), batch)
+
+    @torch.no_grad()
+    def values(self, batch: PackedBatch) -> Tensor:
+        """See `ValueModel.values`."""
+        return self._values(batch)
+
+    def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
+        """See `ValueModel.update`."""
+        return _optimizer_step(micro_batches, lambda batch: objective(self._values(batch), batch), self._trained)
+
+    def save(self, path: Path) -> None:
+        """Writes the backbone as a Hugging Face model and the head as `value_head.safetensors`."""
+        from safetensors.torch import save_file
+
+        weights = _copied(_values(plain_weights(self._module), self._trained), keep=self._trained.first)
+        if self._trained.first:
+            of_body = {name.removeprefix("model."): t for name, t in weights.items() if name.startswith("model.")}
+            save_pretrained(self._module.model, self._tokenizer, path, of_body)
+            head = {name: tensor for name, tensor in weights.items() if name.startswith("value_head.")}
+            with writing(path):
+                save_file(head, path / "value_head.safetensors")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ValueModel.state_dict`."""
+        return self._trained.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `ValueModel.load_state_dict`."""
+        self._trained.load_state_dict(state)

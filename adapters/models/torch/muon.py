@@ -1,0 +1,100 @@
+"""Muon: the momentum of a matrix is orthogonalised before it becomes a step (Jordan et al. 2024, "Muon: An optimizer
+for hidden layers in neural networks"; a step of lr turns every direction of the matrix alike, by about lr).
+
+Embeddings, the vocabulary's head, vectors and stacks of matrices are AdamW's, as the authors advise. The iteration and
+the scale by shape are `torch.optim.Muon`'s. Does not own: AdamW, nor where parts of a matrix lie.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from rollgrad.adapters.models.torch.forward import Scorer
+
+MOMENTUM = "momentum_buffer"
+"""What Muon keeps of each matrix."""
+
+
+@frozen(kw_only=True)
+class MuonSettings:
+    """Peak learning rate and the decay of the (Nesterov) momentum."""
+
+    lr: float
+    momentum: float = 0.95
+
+
+def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """The trainable matrices of `module` that lie between embeddings and head."""
+    outer = {part.weight for part in module.modules() if isinstance(part, nn.Embedding)}
+    outer |= {part.head.weight for part in module.modules() if isinstance(part, Scorer)}
+    return [p for p in module.parameters() if p.requires_grad and p.ndim == 2 and min(p.shape) > 1 and p not in outer]
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """All singular values of `matrix` brought near 1, times sqrt(max(1, rows / columns)); float32."""
+    step = nn.Parameter(torch.zeros_like(matrix, dtype=torch.float32))
+    step.grad = matrix.float()
+    muon = torch.optim.Muon([step], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
+    muon.step()  # type: ignore[no-untyped-call]
+    return -step.detach()
+
+
+Directions = Callable[[Sequence[nn.Parameter], Tensor, Tensor], Tensor]
+"""(parameters of a group, one of the tensors that the group is stepped as, its momentum) -> the direction of a step."""
+
+
+def whole_directions(_: Sequence[nn.Parameter], master: Tensor, momentum: Tensor) -> Tensor:
+    """Where each tensor that is stepped is a matrix."""
+    return orthogonal(momentum)
+
+
+class MuonWithAdam(torch.optim.Optimizer):
+    """Steps matrices by Muon and the rest by `adam`.
+
+    Args:
+        group: the parameter group of the matrices, with `lr` and `weight_decay`.
+        matrices: the parameters of the model that it stands for.
+        adam: an optimizer of the rest; None if there is no rest.
+        momentum: its decay.
+        directions: makes steps of momentum; by default tensors are whole matrices.
+    """
+
+    def __init__(
+        self,
+        group: dict[str, Any],
+        matrices: Sequence[nn.Parameter],
+        adam: torch.optim.Optimizer | None,
+        *,
+        momentum: float,
+        directions: Directions = whole_directions,
+    ) -> None:
+        self._momentum = momentum
+        self._directions = directions
+        self._adam = adam
+        super().__init__([{**group, "matrices": matrices}, *(adam.param_groups if adam else ())], {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of the groups that are there; whoever divides a model swaps tensors and groups between steps."""
+        for group in self.param_groups:
+            if "matrices" in group:
+                for master in group["params"]:
+                    if master.grad is not None:
+                        self._step_matrices(group, master)
+        if self._adam is not None:
+            self._adam.state = self.state
+            self._adam.param_groups = [group for group in self.param_groups if "matrices" not in group]
+            if self._adam.param_groups:
+                self._adam.step()
+
+    def _step_matrices(self, group: dict[str, Any], master: Tensor) -> None:
+        state = self.state[master]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(master)
+        state[MOMENTUM].lerp_(master.grad, 1 - self._momentum)
+        ahead = master.grad.lerp(state[MOMENTUM], self._momentum)  # type: ignore[union-attr]
+        direction = self._directions(group["matrices"], master, ahead)
+        master.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])

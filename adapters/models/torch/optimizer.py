@@ -1,0 +1,369 @@
+"""AdamW, or Muon beside it, on float32 master weights under a model that computes in another format.
+
+Invariants: gradients of all micro-batches of a step are summed in float32; a step with a non-finite gradient changes
+no weight, nor moment nor schedule; after `step` the compute weights equal the rounded masters.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+
+from rollgrad.adapters.models.torch.ema import MovingAverage
+from rollgrad.adapters.models.torch.loss_scaling import Scaling
+from rollgrad.adapters.models.torch.muon import (
+    MOMENTUM,
+    Directions,
+    MuonSettings,
+    MuonWithAdam,
+    hidden_matrices,
+    whole_directions,
+)
+from rollgrad.adapters.models.torch.untrained_parameters import GradientProof, may_lack_gradient
+from rollgrad.domain.control.learning_rate import lr_factor
+from rollgrad.domain.errors import CheckpointError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each parameter."""
+
+
+@frozen(kw_only=True)
+class OptimizerSettings:
+    """Learning rate (peak), AdamW's constants, schedule over `total_steps` optimizer steps, and the norm to clip at
+    (0: never); with `muon`, hidden matrices are stepped by Muon, with `ema_beta` a moving average is kept."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    scheduler: str = "constant"
+    warmup_ratio: float = 0.0
+    min_lr_ratio: float = 0.1
+    max_norm: float = 1.0
+    total_steps: int = 1
+    muon: MuonSettings | None = None
+    ema_beta: float | None = None
+
+
+class TrainedModule(Protocol):
+    """A module under an optimizer. If it is `divided`, every process makes the same calls in the same order, and the
+    gradient is the sum of theirs."""
+
+    divided: bool
+    """Whether parameters, gradients or moments lie in several processes."""
+    first: bool
+    """Whether this is the process that writes what all of them know."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The module's forward pass."""
+        ...
+
+    def agree(self, well: bool) -> bool:
+        """Whether all processes are well."""
+        ...
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum of what all processes have."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of `loss` to that of the step, scaled in float16."""
+        ...
+
+    def step(self) -> dict[str, float]:
+        """Clips and steps; returns `grad_norm` and `lr`, in float16 also `loss_scale` and `skipped_steps`.
+
+        In float16 a gradient that is not finite halves the scale, and changes nothing else: `skipped_steps` is then 1,
+        and there is no `grad_norm`.
+
+        Raises:
+            NonFiniteUpdateError: the gradient is not finite, and no scale is left to lower; nothing has changed.
+            UntrainedParameterError: a parameter has none; nothing has changed.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Drops accumulated gradients."""
+        ...
+
+    def bytes(self, parameter: nn.Parameter) -> int:
+        """Size of a parameter when it is whole."""
+        ...
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """Inside, the parameters are whole."""
+        ...
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the module computes with the moving averages of its weights."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """`steps` taken, `masters` (float32 weights), `moments` (what the optimizer keeps) and, if they are kept,
+        `averages` by parameter name, and in float16 `loss_scale`: the same however the module is divided. Where it is
+        divided, of the first process; the others' may be empty."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state_dict` of any division.
+
+        Raises:
+            CheckpointError: it is of another optimizer, or has averages where none are kept, or none where they are.
+        """
+        ...
+
+
+def stepping(
+    module: nn.Module,
+    masters: Mapping[nn.Parameter, Tensor],
+    settings: OptimizerSettings,
+    adam: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    directions: Directions = whole_directions,
+) -> torch.optim.Optimizer:
+    """What steps `masters`, the tensors that stand for the trainable parameters of `module`: matrices decay, biases and
+    norm weights do not.
+
+    `adam` makes AdamW of parameter groups; `directions` is Muon's, see `MuonWithAdam`.
+    """
+    matrices = hidden_matrices(module) if settings.muon else []
+    chosen = set(matrices)
+    rest = [(parameter, master) for parameter, master in masters.items() if parameter not in chosen]
+    kinds = (
+        ([master for parameter, master in rest if parameter.ndim > 1], settings.weight_decay),
+        ([master for parameter, master in rest if parameter.ndim <= 1], 0.0),
+    )
+    groups = [
+        {"params": members, "weight_decay": decay, "lr": settings.lr, "peak": settings.lr}
+        for members, decay in kinds
+        if members
+    ]
+    if settings.muon is None:
+        return adam(groups)
+    lr = settings.muon.lr
+    return MuonWithAdam(
+        {"params": [masters[p] for p in matrices], "weight_decay": settings.weight_decay, "lr": lr, "peak": lr},
+        matrices,
+        adam(groups) if groups else None,
+        momentum=settings.muon.momentum,
+        directions=directions,
+    )
+
+
+def set_rates(optimizer: Any, settings: OptimizerSettings, step: int) -> float:
+    """The learning rates of the `step`-th optimizer step, from 0; returns AdamW's."""
+    factor = lr_factor(
+        settings.scheduler,
+        step,
+        total_steps=settings.total_steps,
+        warmup_ratio=settings.warmup_ratio,
+        min_ratio=settings.min_lr_ratio,
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * factor
+    return settings.lr * factor
+
+
+def moment_keys(module: nn.Module, settings: OptimizerSettings) -> dict[str, tuple[str, ...]]:
+    """What the optimizer keeps of each trainable parameter, by its name."""
+    chosen = set(hidden_matrices(module) if settings.muon else [])
+    return {
+        name: (MOMENTUM,) if parameter in chosen else MOMENTS
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def check_state(state: Mapping[str, Any], keys: Mapping[str, Sequence[str]], settings: OptimizerSettings) -> None:
+    """Checks that a `TrainedModule.state_dict` is of the same optimizer, whose `moment_keys` are `keys`, and whole.
+
+    Raises:
+        CheckpointError: it is of another one, or moments are missing.
+    """
+    lost = [name for name in keys if name not in state["moments"] and not may_lack_gradient(name)]
+    if lost and state["steps"]:
+        raise CheckpointError(
+            f"The state to continue from has taken {state['steps']} optimizer steps, but has no moments of {lost[0]} "
+            f"({len(lost)} of {len(keys)} parameters): continue from another training state."
+        )
+    for name, moments in state["moments"].items():
+        if not set(keys.get(name, ())) <= set(moments):
+            raise CheckpointError(
+                f"The state to continue from has {', '.join(sorted(moments))} of {name}, which another optimizer "
+                "keeps: set --actor.optim (--critic.optim) to what it was."
+            )
+        for key in keys.get(name, ()):
+            if moments[key].shape != state["masters"][name].shape:
+                raise CheckpointError(
+                    f"The state to continue from has {key} of {name} in the shape {tuple(moments[key].shape)}, but its "
+                    f"weight has {tuple(state['masters'][name].shape)}: continue from another training state."
+                )
+    if ("averages" in state) != (settings.ema_beta is not None):
+        raise CheckpointError(
+            f"The state to continue from has {'a' if 'averages' in state else 'no'} moving average of the weights: set "
+            "--train.enable_ema to what it was."
+        )
+
+
+class MasterOptimizer:
+    """A `TrainedModule` on one device: owns the master weights of `module`'s trainable parameters."""
+
+    divided = False
+    first = True
+
+    def __init__(self, module: nn.Module, settings: OptimizerSettings) -> None:
+        self._module = module
+        self._settings = settings
+        self._names, self._params = zip(
+            *((name, p) for name, p in module.named_parameters() if p.requires_grad), strict=True
+        )
+        self._masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in self._params]
+        for param, master in zip(self._params, self._masters, strict=True):
+            if param is not master:
+                param.register_post_accumulate_grad_hook(_move_gradient_to(master))
+        self._keys = moment_keys(module, settings)
+        adam = partial(torch.optim.AdamW, betas=settings.betas, eps=settings.eps, fused=True)
+        self._stepping = stepping(module, dict(zip(self._params, self._masters, strict=True)), settings, adam)
+        self._average = None if settings.ema_beta is None else MovingAverage(self._masters, settings.ema_beta)
+        self._proof = GradientProof(self._names)
+        self._scaling = Scaling(module)
+        self._steps = 0
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The module's forward pass."""
+        return self._module(*inputs)
+
+    def agree(self, well: bool) -> bool:
+        """See `TrainedModule.agree`."""
+        return well
+
+    def summed(self, values: Tensor) -> Tensor:
+        """See `TrainedModule.summed`."""
+        return values
+
+    def backward(self, loss: Tensor) -> None:
+        """See `TrainedModule.backward`."""
+        (loss * self._scaling.factor).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> dict[str, float]:
+        """Clips, steps, copies masters to compute weights, clears gradients; see `TrainedModule.step`.
+
+        Raises:
+            NonFiniteUpdateError: the gradient norm is NaN or infinite, and no scale is left to lower; weights are
+                untouched, gradients cleared.
+            UntrainedParameterError: a parameter has no gradient in the first step; weights are untouched.
+        """
+        gradients = [m.grad for m in self._masters if m.grad is not None]
+        scale = self._scaling.factor
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / scale if gradients else 0.0
+        lr = set_rates(self._stepping, self._settings, self._steps)
+        if not math.isfinite(norm):
+            self.clear()
+            return {"lr": lr} | self._scaling.skipped(self._steps, norm)
+        if self._proof.under_way:
+            self._proof.look(self._gradient_sizes())
+        limit = self._settings.max_norm
+        shrink = (limit / norm if limit and norm > limit else 1.0) / scale
+        if shrink != 1.0:
+            torch._foreach_mul_(gradients, shrink)
+        self._stepping.step()
+        if self._average is not None:
+            self._average.follow()
+        self.clear()
+        self._publish()
+        self._steps += 1
+        return {"grad_norm": norm, "lr": lr} | self._scaling.applied()
+
+    def clear(self) -> None:
+        """Drops accumulated gradients."""
+        for param, master in zip(self._params, self._masters, strict=True):
+            param.grad = master.grad = None
+
+    def bytes(self, parameter: nn.Parameter) -> int:
+        """See `TrainedModule.bytes`."""
+        return parameter.nbytes
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """See `TrainedModule.gathered`."""
+        return nullcontext()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """See `TrainedModule.averaged`."""
+        assert self._average is not None
+        return self._average.published(self._publish)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `TrainedModule.state_dict`."""
+        named = list(zip(self._names, self._masters, strict=True))
+        state = {
+            "steps": self._steps,
+            "masters": {name: master.detach().clone() for name, master in named},
+            "moments": {
+                name: {key: value.clone() for key, value in self._stepping.state[master].items()}
+                for name, master in named
+                if master in self._stepping.state
+            },
+            **self._scaling.state_dict(),
+        }
+        if self._average is not None:
+            with self._average.in_place():
+                state["averages"] = {name: master.detach().clone() for name, master in named}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `TrainedModule.load_state_dict`; restores the compute weights too."""
+        check_state(state, self._keys, self._settings)
+        self._steps = int(state["steps"])
+        self._scaling.load_state_dict(state)
+        self._stepping.state.clear()
+        with torch.no_grad():
+            for name, master in zip(self._names, self._masters, strict=True):
+                master.copy_(state["masters"][name])
+                if name in state["moments"]:
+                    self._stepping.state[master] = {
+                        key: value.to(master.device, copy=True) for key, value in state["moments"][name].items()
+                    }
+            if self._average is not None:
+                with self._average.in_place():
+                    for name, master in zip(self._names, self._masters, strict=True):
+                        master.copy_(state["averages"][name])
+        self._publish()
+
+    def masters(self) -> dict[str, Tensor]:
+        """Master weights by parameter name."""
+        return dict(zip(self._names, (m.detach() for m in self._masters), strict=True))
+
+    def _gradient_sizes(self) -> dict[str, float]:
+        """Of each gradient the largest absolute entry, scaled."""
+        names, gradients = [], []
+        for name, master in zip(self._names, self._masters, strict=True):
+            if master.grad is not None:
+                names.append(name)
+                gradients.append(master.grad)
+        sizes = torch._foreach_norm(gradients, math.inf) if gradients else ()
+        return dict(zip(names, map(float, sizes), strict=True))
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        pairs = [(p, m) for p, m in zip(self._params, self._masters, strict=True) if p is not m]
+        if pairs:
+            params, masters = zip(*pairs, strict=True)
+            torch._foreach_copy_(params, masters)
+
+
+def _move_gradient_to(master: Tensor) -> Any:
+    """A hook that adds a compute-format gradient to the master's float32 one and frees it."""
+
+    def hook(param: Tensor) -> None:
+        if param.grad is not None:
+            if master.grad is None:
+                master.grad = param.grad.float()
+            else:
+                master.grad += param.grad
+            param.grad = None
+
+    return hook

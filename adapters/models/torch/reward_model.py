@@ -1,0 +1,244 @@
+"""A reward model: one number for a whole text, from the last token of a sequence classifier.
+
+Invariants: a text's score depends on the text alone, not on what it is scored with: texts are padded on the right,
+where a causal model does not look, and the score is read at the last token of the text. Nothing is added behind a text:
+a reply that was cut off ends where it was cut off, and one that ended has its end-of-turn token. Does not own: its
+training.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import structlog
+import torch
+from attrs import frozen
+
+from rollgrad.adapters.models.torch.allocator import keep_freed_memory
+from rollgrad.adapters.models.torch.compatibility import usable_positions
+from rollgrad.adapters.models.torch.loading import _from_pretrained, load_tokenizer
+from rollgrad.application.settings.models import REWARD_TOKENS
+from rollgrad.domain.episodes.rewards import RewardInput
+from rollgrad.domain.errors import CheckpointError, ConfigurationError
+
+log = structlog.get_logger(__name__)
+
+
+@frozen
+class EncodedText:
+    """Token ids of a text, and whether its beginning was left out because it is longer than the model reads."""
+
+    tokens: tuple[int, ...]
+    truncated: bool
+
+
+def encode(text: str, tokenizer: Any, max_length: int) -> EncodedText:
+    """What a reward model with this tokenizer reads of a text (see `RewardModel`), `max_length` tokens at most."""
+    ended = text.rstrip("\n")  # templates write a line break behind the end of a turn, which a model never samples
+    text = ended if ended.endswith(_special_tokens(tokenizer)) else text
+    tokens = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    bos = tokenizer.bos_token_id
+    if bos is not None and tokens[:1] != [bos] and tokenizer("a")["input_ids"][:1] == [bos]:
+        tokens.insert(0, bos)
+    return _shortened(tokens, bos, max_length)
+
+
+def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return tuple({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""})
+
+
+def _shortened(tokens: Sequence[int], bos: int | None, max_length: int) -> EncodedText:
+    """The last `max_length` tokens, but for the beginning-of-sequence token, which stays."""
+    if len(tokens) <= max_length:
+        return EncodedText(tuple(tokens), truncated=False)
+    start = tokens[:1] if tokens[0] == bos else ()
+    return EncodedText((*start, *tokens[len(start) - max_length :]), truncated=True)
+
+
+def same_vocabulary(policy: Any, own: Any) -> bool:
+    """Whether every token id of the tokenizer `policy` stands for the same token in `own`, which may have more."""
+    known = own.get_vocab()
+    return all(known.get(token) == index for token, index in policy.get_vocab().items())
+
+
+class RewardModel:
+    """Scores texts with a `*ForSequenceClassification` of one label.
+
+    A text is a conversation as the model's template renders it; special tokens in it are what they stand for. Nothing
+    is added but the beginning-of-sequence token, where the tokenizer has it so; line breaks behind a special token at
+    the end are left out. OpenRLHF's server puts the tokenizer's end-of-sequence token behind every text instead.
+
+    Args:
+        model: in eval mode; its head `score` maps hidden states to one number.
+        tokenizer: of the model; on which side it pads does not matter.
+        policy_tokenizer: of the model whose replies are judged: where it has the same vocabulary, their very tokens are
+            scored, else their text.
+        max_length: tokens of a text at most, those added included; None: as many as the model has positions for. What
+            is too long loses its beginning (but for the beginning-of-sequence token): the reply is at the end.
+        batch_tokens: tokens of a forward pass, padding included; a longer text has one of its own.
+        moments: mean and standard deviation that scores are centred and scaled by; None leaves them as they are.
+
+    Raises:
+        ConfigurationError: max_length or batch_tokens is too small, or max_length beyond the model's positions.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        policy_tokenizer: Any = None,
+        max_length: int | None = None,
+        batch_tokens: int = REWARD_TOKENS,
+        moments: tuple[float, float] | None = None,
+    ) -> None:
+        positions = usable_positions(model.config) or sys.maxsize
+        if max_length is not None and not 2 <= max_length <= positions:
+            raise ConfigurationError(
+                f"--max_length is {max_length}, but must be between 2 and the model's {positions} positions: correct "
+                "it, or leave it out."
+            )
+        if batch_tokens < 1:
+            raise ConfigurationError(f"--batch_tokens is {batch_tokens}, but must be at least 1: raise it.")
+        self._model = model
+        self._head = model.score.float()  # scores that half precision would round to ties stay apart
+        self._tokenizer = tokenizer
+        self._max_length = max_length or positions
+        self._batch_tokens = batch_tokens
+        shared = policy_tokenizer is not None and same_vocabulary(policy_tokenizer, tokenizer)
+        self._rows = model.get_input_embeddings().weight.shape[0] if shared else 0
+        """Token ids of the policy below this are the model's own."""
+        self._mean, self._std = moments or (0.0, 1.0)
+        self._device: torch.device = next(model.parameters()).device
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        flag: str,
+        policy_tokenizer: Any = None,
+        max_length: int | None = None,
+        batch_tokens: int = REWARD_TOKENS,
+        normalize: bool = False,
+        normalize_flag: str = "--reward.normalize model",
+    ) -> "RewardModel":
+        """The model of a hub name or directory, which `flag` names. With `normalize`, which `normalize_flag` turns on,
+        scores are centred and scaled by the `mean` and `std` in its config.json, where OpenRLHF's training of reward
+        models writes them.
+
+        Raises:
+            CheckpointError: there is no such model, or it has no scalar head.
+            ConfigurationError: its config.json lacks what `normalize` needs; see also the class.
+        """
+        from transformers import AutoModelForSequenceClassification
+
+        if device.type == "cpu":
+            keep_freed_memory()
+        try:
+            model, info = _from_pretrained(
+                AutoModelForSequenceClassification,
+                name_or_path,
+                flag,
+                dtype=dtype,
+                num_labels=1,
+                output_loading_info=True,
+            )
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, RuntimeError):  # transformers: a tensor has another shape
+                raise
+            raise _not_scalar(flag, name_or_path, "the head gives several numbers") from error
+        if not hasattr(model, "score"):
+            raise _not_scalar(flag, name_or_path, f"{type(model).__name__} has no head `score` at the last token")
+        if info["missing_keys"]:
+            raise _not_scalar(flag, name_or_path, f"its weights lack {', '.join(sorted(info['missing_keys']))}")
+        moments = _moments(model.config, name_or_path, normalize_flag, wanted=normalize)
+        tokenizer = load_tokenizer(name_or_path, flag=flag)
+        return cls(
+            model.to(device).eval(),
+            tokenizer,
+            policy_tokenizer=policy_tokenizer,
+            max_length=max_length,
+            batch_tokens=batch_tokens,
+            moments=moments,
+        )
+
+    def encode(self, text: str) -> EncodedText:
+        """What the model reads of a text. Thread-compatible: one thread at a time."""
+        return encode(text, self._tokenizer, self._max_length)
+
+    def score(self, texts: Sequence[str]) -> list[float]:
+        """One number a text, in order; NaN or infinite if the model says so.
+
+        Raises:
+            ValueError: a text has no tokens (an empty one, of a tokenizer without end-of-sequence token).
+        """
+        return self.score_encoded([self.encode(text) for text in texts])
+
+    def judge(self, replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
+        """Scores of the policy's replies, each with whether the beginning of its text was left out."""
+        encoded = [self.encode_reply(reply) for reply in replies]
+        return [(score, text.truncated) for score, text in zip(self.score_encoded(encoded), encoded, strict=True)]
+
+    def encode_reply(self, reply: RewardInput) -> EncodedText:
+        """What the model reads of a reply: its tokens where they are the model's own, else those of its text."""
+        tokens = reply.token_ids
+        if tokens and max(tokens) < self._rows:
+            return _shortened(tokens, self._tokenizer.bos_token_id, self._max_length)
+        return self.encode(reply.text)
+
+    @torch.inference_mode()
+    def score_encoded(self, texts: Sequence[EncodedText]) -> list[float]:
+        """`score` of texts that `encode` has encoded."""
+        if not all(text.tokens for text in texts):
+            raise ValueError("A text without tokens cannot be scored.")
+        scores = [0.0] * len(texts)
+        for batch in self._batches(texts):
+            for index, score in zip(batch, self._forward([texts[i].tokens for i in batch]), strict=True):
+                scores[index] = (score - self._mean) / self._std
+        return scores
+
+    def _batches(self, texts: Sequence[EncodedText]) -> Iterator[list[int]]:
+        """Indices of texts of like length, longest first, so that what does not fit in memory fails at once."""
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens), reverse=True)
+        while order:
+            count = max(1, self._batch_tokens // len(texts[order[0]].tokens))
+            yield order[:count]
+            order = order[count:]
+
+    def _forward(self, rows: Sequence[tuple[int, ...]]) -> list[float]:
+        lengths_S = torch.tensor([len(row) for row in rows])
+        width = int(lengths_S.max())
+        # Masked, and behind the text: any token serves as padding, whatever the tokenizer calls it.
+        tokens_ST = torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows])
+        mask_ST = (torch.arange(width) < lengths_S[:, None]).long()
+        hidden_STH = self._model.base_model(
+            input_ids=tokens_ST.to(self._device), attention_mask=mask_ST.to(self._device), use_cache=False
+        ).last_hidden_state
+        last_SH = hidden_STH[torch.arange(len(rows)), lengths_S - 1]
+        scores: list[float] = self._head(last_SH.float())[:, 0].tolist()
+        return scores
+
+
+def _moments(config: Any, name_or_path: str, flag: str, *, wanted: bool) -> tuple[float, float] | None:
+    """Mean and standard deviation that a reward model's config.json names, if they are wanted."""
+    pair: tuple[Any, Any] = getattr(config, "mean", None), getattr(config, "std", None)
+    usable = all(isinstance(number, int | float) and math.isfinite(number) for number in pair) and pair[1] > 0
+    if wanted and not usable:
+        raise ConfigurationError(
+            f"{flag} is set, but config.json of {name_or_path!r} has mean {pair[0]} and std {pair[1]}, not two numbers "
+            f"with a std above 0: leave {flag} out, or name a model that was saved with them."
+        )
+    if usable and not wanted:
+        log.warning("mean and std of the reward model are not used", mean=pair[0], std=pair[1], to_use_them=flag)
+    return pair if wanted else None
+
+
+def _not_scalar(flag: str, name_or_path: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{flag} is {name_or_path!r}, which is no reward model ({reason}): name a sequence classifier with one label."
+    )

@@ -1,0 +1,117 @@
+"""What lets this project's loop play an `AgentSession` with an `LLMEngine`: the ports over the two.
+
+For serving alone: such an engine reports no log-probs, so nothing that it samples can be trained on. Engines and
+environments block, so they run in threads.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollgrad.adapters.openrlhf.agent_library.model import LLMEngine
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
+from rollgrad.domain.episodes.messages import Action, Message, ParsedReply, assistant_message
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.errors import EngineError
+from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, ReplyStream, ToolSchema
+from rollgrad.domain.ports.environment import Environment, StepResult
+from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+
+_TEXT_ONLY = "An OpenRLHF-Agent session is played in text: its template writes the messages, not the codec."
+
+
+class EngineCodec(ChatCodec):
+    """The engine's tokenizer; it knows the text of what the engine sampled, and of nothing else."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self.texts: dict[tuple[int, ...], str] = {}
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text; none are asked for of an empty one."""
+        return tuple(self._engine.tokenize(text)) if text else ()
+
+    def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """The text that the engine gave with these tokens."""
+        return self.texts[tuple(token_ids)]
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
+        """Refuses: see the module."""
+        raise EngineError(_TEXT_ONLY)
+
+    def extend(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        reply_token_ids: Sequence[int],
+    ) -> tuple[int, ...] | None:
+        """None: there is only text between two replies."""
+        return None
+
+    @property
+    def end_of_turn(self) -> str:
+        """Unknown: empty."""
+        return ""
+
+    def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
+        """The text as it is: the session reads the calls."""
+        return ParsedReply(message=assistant_message(text))
+
+    def stream(self, prompt: str, tools: Sequence[ToolSchema] = ()) -> ReplyStream:
+        """Refuses: see the module."""
+        raise EngineError(_TEXT_ONLY)
+
+
+class ServedEngine(RolloutEngine):
+    """Samples with `engine`, at the temperature that it has by itself; log-probs are 0 and mean nothing."""
+
+    def __init__(self, engine: LLMEngine, codec: EngineCodec) -> None:
+        self._engine = engine
+        self._codec = codec
+
+    async def generate(
+        self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
+    ) -> Generation:
+        """One reply."""
+        prompt, limit = list(request.prompt_token_ids), request.params.max_new_tokens
+        sampled, text = await asyncio.to_thread(self._engine.generate, prompt, max_tokens=limit)
+        token_ids = tuple(int(token) for token in sampled)
+        self._codec.texts[token_ids] = text
+        if on_token is not None:
+            for token in token_ids:
+                on_token(token)
+        zeros = [0] * len(token_ids)
+        return Generation(token_ids=token_ids, logprobs=zeros, versions=zeros, stop_reason=StopReason.STOP)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Does nothing: weights never change."""
+
+    async def resume(self) -> None:
+        """Does nothing."""
+
+    async def sleep(self) -> None:
+        """Does nothing: the memory is the server's."""
+
+    async def wake(self) -> None:
+        """Does nothing."""
+
+
+class ServedEnvironment(Environment):
+    """The session (`step_from_text`), serving; `info["step"]` is what it answered."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    async def reset(self, prompt: Prompt) -> str:
+        """Adds nothing: whoever wrote the prompt has started the session."""
+        return ""
+
+    async def step(self, action: Action) -> StepResult:
+        """Carries out what the reply asks for."""
+        answer = await asyncio.to_thread(self._session.step_from_text, action.text, runtime=True)
+        return StepResult(observation=answer.rendered_observation, terminated=answer.terminated, info={"step": answer})
+
+    async def close(self) -> None:
+        """Releases nothing."""

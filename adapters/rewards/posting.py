@@ -1,0 +1,180 @@
+"""Questions to servers that judge: JSON out, JSON back, over several addresses, with attempts within one deadline.
+
+A question goes to the server with the fewest in flight whose circuit is closed. Asking twice is harmless, so it is
+asked again, first of the servers that it has not been to, when a connection breaks or a server answers 429 or 5xx.
+Does not own: what is asked, and how the answers are read.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+
+from rollgrad.application.foreign import foreign_code, told
+from rollgrad.domain.addresses import address_problem
+from rollgrad.domain.control.circuit_breaker import Circuit
+from rollgrad.domain.errors import ConfigurationError, RewardError
+
+if TYPE_CHECKING:
+    import httpx2
+
+ATTEMPTS = 4
+"""Times that a question is sent at most to one server; every further server adds one."""
+BACKOFF = 0.2
+"""Seconds before the second attempt, and their random part; each further one doubles them."""
+QUOTED = 200
+"""Characters of an answer that an error quotes."""
+
+
+@define(eq=False)
+class _Server:
+    url: str
+    circuit: Circuit = field(factory=Circuit)
+    in_flight: int = 0
+
+
+class _TransientError(Exception):
+    """The attempt failed in a way that another may not."""
+
+
+class JudgeServers:
+    """Asks the servers `urls`.
+
+    Args:
+        urls: where to post; at least one.
+        name: of such a server, for errors ("reward server").
+        flag: the setting that names them.
+        timeout: seconds for one question, all attempts together.
+        token_variable: environment variable whose value, if set, is sent as a bearer token.
+        circuit: when a server is left alone.
+
+    Raises:
+        ConfigurationError: a URL is none that a request can be sent to.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        name: str,
+        flag: str,
+        timeout: float,
+        token_variable: str,
+        circuit: Circuit | None = None,
+    ) -> None:
+        for url in urls:
+            if (problem := address_problem(url, flag)) is not None:
+                raise ConfigurationError(problem)
+        self._servers = [_Server(url, circuit or Circuit()) for url in urls]
+        self._name = name
+        self._flag = flag
+        self._timeout = timeout
+        self._token_variable = token_variable
+        self._client: httpx2.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def ask(self, body: Mapping[str, Any], *, about: str) -> tuple[str, Any]:
+        """(address of the server, its answer) to the question `body`, which is about so many replies.
+
+        Raises:
+            RewardError: no server answered in time, or one refused.
+        """
+        import stamina
+
+        last = "none has answered yet"
+        attempts = ATTEMPTS + len(self._servers) - 1
+        tried: list[_Server] = []
+        try:
+            async with asyncio.timeout(self._timeout):
+                async for attempt in stamina.retry_context(
+                    on=_TransientError, attempts=attempts, timeout=None, wait_initial=BACKOFF, wait_jitter=BACKOFF
+                ):
+                    with attempt:
+                        tried.append(await self._next_server(tried))
+                        try:
+                            return tried[-1].url, await self._post(tried[-1], body)
+                        except _TransientError as failure:
+                            last = str(failure)
+                            raise
+        except TimeoutError:
+            raise RewardError(
+                f"No {self._name} judged {about} within {self._timeout:g} s (last: {last}): check the servers, or "
+                "raise --reward.timeout."
+            ) from None
+        except _TransientError:
+            pass
+        raise RewardError(f"The {self._name}s failed {attempts} times (last: {last}): check the servers.")
+
+    async def aclose(self) -> None:
+        """Ends connections; call it in the event loop that asked."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    async def _next_server(self, tried: Sequence[_Server]) -> _Server:
+        """The least busy server whose circuit lets a call through, rather one that is not among `tried`; waits for
+        one."""
+        while True:
+            now = time.monotonic()
+            ready = [server for server in self._servers if server.circuit.allows(now)]
+            if ready:
+                chosen = min(ready, key=lambda server: (server in tried, server.in_flight))
+                chosen.circuit = chosen.circuit.started(now)
+                return chosen
+            await asyncio.sleep(BACKOFF / 2)
+
+    async def _post(self, server: _Server, body: Mapping[str, Any]) -> Any:
+        """One attempt.
+
+        Raises:
+            _TransientError: another attempt may succeed.
+            RewardError: it cannot.
+        """
+        import httpx2
+
+        server.in_flight += 1
+        try:
+            with foreign_code(self._refusal(server, "cannot be asked")):
+                response = await self._http().post(server.url, json=body)
+        except RewardError as error:
+            server.circuit = server.circuit.failed(time.monotonic())
+            if isinstance(error.__cause__, httpx2.HTTPError):
+                raise _TransientError(f"{server.url}: {told(error.__cause__)}") from error
+            raise
+        except asyncio.CancelledError:  # the deadline: a server that hangs is a broken one
+            server.circuit = server.circuit.failed(time.monotonic())
+            raise
+        finally:
+            server.in_flight -= 1
+        if response.status_code == 429 or response.status_code >= 500:
+            server.circuit = server.circuit.failed(time.monotonic())
+            raise _TransientError(f"{server.url} answered {response.status_code}")
+        server.circuit = server.circuit.succeeded()
+        if response.status_code != 200:
+            raise RewardError(
+                f"The {self._name} {server.url} answered {response.status_code} ({response.text[:QUOTED]!r}): check "
+                f"--{self._flag} and what the server expects."
+            )
+        with foreign_code(self._refusal(server, f"answered {response.text[:QUOTED]!r}, which is no JSON")):
+            return response.json()
+
+    def _refusal(self, server: _Server, what: str) -> Callable[[str], RewardError]:
+        return lambda words: RewardError(
+            f"The {self._name} {server.url} {what} ({words}): check --{self._flag} and the server."
+        )
+
+    def _http(self) -> "httpx2.AsyncClient":
+        import httpx2
+
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:  # connections belong to the loop that opened them
+            self._loop = loop
+            token = os.environ.get(self._token_variable)
+            # asyncio.timeout in ask is the deadline: a read timeout of the client's own would only get in its way.
+            self._client = httpx2.AsyncClient(
+                timeout=None, headers={"Authorization": f"Bearer {token}"} if token else None
+            )
+        return self._client

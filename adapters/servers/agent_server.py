@@ -1,0 +1,284 @@
+"""The agent server: chat completions and Anthropic's messages over one `ChatService`.
+
+`/s/KEY/v1/...` is a recorded session, so that an agent which knows nothing of training is trained by its base URL; the
+key may also come as API key. Without a session, requests are answered and forgotten where `answer` is given, and
+refused where not. Invariants: a key opens one session and tells nothing of others; a client that goes away frees the
+engine, unless its session records the reply, which a retry then finds.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import structlog
+from attrs import frozen
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
+from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, HttpError, given_keys, internal_error, read_json
+from rollgrad.adapters.servers.openai_wire import OpenAIWire
+from rollgrad.adapters.servers.server import create_app, health_route
+from rollgrad.adapters.servers.wire import Call, Wire
+from rollgrad.application.episodes.chat_service import (
+    ChatRequest,
+    ChatService,
+    Origin,
+    RecordedSession,
+    RefusedError,
+)
+from rollgrad.application.episodes.reply import ChatReply, OnPiece
+from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, ForeignError
+from rollgrad.domain.ports.chat_codec import ChatCodec
+
+KEEP_ALIVE_SECONDS = 3.0
+"""Silence after which a stream says that it is alive: clients give up on silent ones, and ask again."""
+STATUS: Mapping[str, int] = {"sealed": 410, "turn_limit": 400, "context_length": 400, "conflict": 400, "busy": 429}
+CODES: Mapping[str, str] = {"context_length": "context_length_exceeded"}
+
+_log = structlog.get_logger()
+
+BYTES_PER_TOKEN = 64
+"""Of JSON for each token of a conversation at most: text has 3 to 4, escaped to ASCII up to 24, spaces more."""
+SMALLEST_BODY = 256 * 2**10
+"""Bytes that a request may have whatever the model: tools and settings are part of it."""
+
+Answer = Callable[[ChatRequest, OnPiece | None], Awaitable[ChatReply]]
+"""Answers a request outside of any session."""
+_Pieces = asyncio.Queue[tuple[str, str] | None]
+"""Of a reply, in order; None is its end."""
+
+
+def max_body_bytes(max_tokens: int | None) -> int:
+    """Returns how large a request may be to a model of `max_tokens` positions: what is longer leaves no room for a
+    reply, and is refused before it is read."""
+    return MAX_BODY_BYTES if max_tokens is None else min(MAX_BODY_BYTES, SMALLEST_BODY + BYTES_PER_TOKEN * max_tokens)
+
+
+@frozen(kw_only=True, eq=False)
+class _Asked:
+    """A decoded request and who asked."""
+
+    call: Call
+    session: RecordedSession | None
+    origin: Origin
+
+
+class AgentServer:
+    """Routes for `service`.
+
+    Args:
+        service: samples and keeps sessions.
+        codec: counts and decodes tokens.
+        model: the name that clients see.
+        answer: answers requests outside of sessions; None refuses them.
+    """
+
+    def __init__(self, service: ChatService, codec: ChatCodec, *, model: str, answer: Answer | None = None) -> None:
+        self._service = service
+        self._codec = codec
+        self._model = model
+        self._answer = answer
+
+    def app(self) -> Starlette:
+        """The ASGI app; serve it behind a `Guard`."""
+        openai, anthropic = OpenAIWire(), AnthropicWire()
+
+        def routes(prefix: str) -> list[Route]:
+            return [
+                self._route(f"{prefix}/v1/chat/completions", openai, self._complete),
+                self._route(f"{prefix}/v1/messages", anthropic, self._complete),
+                self._route(f"{prefix}/v1/messages/count_tokens", anthropic, self._count),
+                Route(f"{prefix}/v1/models", self._models, methods=["GET"]),
+            ]
+
+        facts = health_route(lambda: {"model": self._model, "in_flight": self._service.in_flight})
+        return create_app([facts, *routes(""), *routes("/s/{key}")])
+
+    def _route(self, path: str, wire: Wire, answer: Callable[[Wire, _Asked, Request], Awaitable[Response]]) -> Route:
+        """A POST route whose refusals are in the wire's shape."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await answer(wire, await self._asked(wire, request), request)
+            except HttpError as error:
+                return JSONResponse(wire.error(error), error.status_code, headers=error.headers)
+
+        return Route(path, endpoint, methods=["POST"])
+
+    async def _complete(self, wire: Wire, asked: _Asked, request: Request) -> Response:
+        if asked.call.stream:
+            return await self._streaming(wire, asked, request)
+        reply = await self._reply(asked, request)
+        return JSONResponse(wire.encode(asked.call, reply, secrets.token_hex(12), self._decode))
+
+    async def _count(self, wire: Wire, asked: _Asked, request: Request) -> Response:
+        chat = asked.call.request
+        with _refusals():
+            tokens = await self._service.count_tokens(chat)
+        return JSONResponse({"input_tokens": tokens})
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        openai = {"object": "model", "created": 0, "owned_by": "rollgrad"}
+        anthropic = {"type": "model", "display_name": self._model, "created_at": "1970-01-01T00:00:00Z"}
+        page = {"first_id": self._model, "last_id": self._model, "has_more": False}
+        return JSONResponse({"object": "list", "data": [{"id": self._model, **openai, **anthropic}], **page})
+
+    async def _asked(self, wire: Wire, request: Request) -> _Asked:
+        session = self._session(request)
+        body = await read_json(request)
+        call = wire.decode(body)
+        return _Asked(call=call, session=session, origin=_origin(request, body))
+
+    def _session(self, request: Request) -> RecordedSession | None:
+        """Whose request it is; None for one outside of sessions."""
+        key = request.path_params.get("key")
+        if key is not None:
+            session = self._service.session(key)
+            if session is None:
+                raise HttpError(410, "There is no such session, or its episode has ended.", code="sealed")
+            return session
+        session = next(filter(None, map(self._service.session, given_keys(request.headers))), None)
+        if session is None and self._answer is None:
+            raise HttpError(401, "Send the session's key as API key, or use its URL.", code="invalid_api_key")
+        return session
+
+    async def _reply(self, asked: _Asked, request: Request) -> ChatReply:
+        task = asyncio.ensure_future(self._sampled(asked, None))
+        gone = asyncio.ensure_future(_gone(request))
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise HttpError(499, "The client went away.")
+            with _refusals():
+                return task.result()
+        finally:
+            task.cancel()
+            gone.cancel()
+
+    async def _sampled(self, asked: _Asked, on_piece: OnPiece | None) -> ChatReply:
+        if asked.session is not None:
+            return await asked.session.reply(asked.call.request, origin=asked.origin, on_piece=on_piece)
+        assert self._answer is not None
+        with foreign_code(ForeignError):  # of a template, a tokenizer, a tool: a task must not die of it
+            return await self._answer(asked.call.request, on_piece)
+
+    async def _streaming(self, wire: Wire, asked: _Asked, request: Request) -> Response:
+        """A refusal that comes soon, before any piece, is a status as without streaming: clients act on those."""
+        pieces: _Pieces = asyncio.Queue()
+        begun = asyncio.Event()
+
+        def on_piece(field: str, text: str) -> None:
+            pieces.put_nowait((field, text))
+            begun.set()
+
+        def on_end(task: object) -> None:
+            pieces.put_nowait(None)
+            begun.set()
+
+        task = asyncio.ensure_future(self._sampled(asked, on_piece))
+        task.add_done_callback(on_end)
+        waits = [asyncio.ensure_future(begun.wait()), asyncio.ensure_future(_gone(request))]
+        try:
+            await asyncio.wait(waits, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if waits[1].done():
+                raise HttpError(499, "The client went away.")
+            if task.done():
+                with _refusals():
+                    task.result()
+        except BaseException:  # also when this request is cancelled
+            task.cancel()
+            raise
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return StreamingResponse(self._stream(wire, asked, task, pieces), media_type="text/event-stream")
+
+    async def _stream(
+        self, wire: Wire, asked: _Asked, task: "asyncio.Future[ChatReply]", pieces: "_Pieces"
+    ) -> AsyncIterator[str]:
+        events = wire.events(asked.call, secrets.token_hex(12))
+        heard = False
+        try:
+            for event in events.start():
+                yield event
+            while True:
+                try:
+                    piece = await asyncio.wait_for(pieces.get(), KEEP_ALIVE_SECONDS)
+                except TimeoutError:
+                    yield events.keep_alive()
+                    continue
+                if piece is None:
+                    break
+                heard = True
+                for event in events.piece(*piece):
+                    yield event
+            try:
+                with _refusals():
+                    reply = task.result()
+            except HttpError as error:
+                for event in events.failed(error):
+                    yield event
+                return
+            if not heard:  # a retry gets the reply that an earlier request is given in pieces
+                for field in ("reasoning_content", "content"):
+                    if reply.parsed.message.get(field):
+                        for event in events.piece(field, reply.parsed.message[field]):
+                            yield event
+            for event in events.finish(reply, self._decode):
+                yield event
+        finally:
+            task.cancel()
+
+    def _decode(self, token_ids: Any) -> str:
+        return self._codec.decode(token_ids, special_tokens=True)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Turns what a call may raise into what a client is told."""
+    try:
+        yield
+    except RefusedError as error:
+        headers = {"Retry-After": "1"} if error.kind == "busy" else None
+        code = CODES.get(error.kind, error.kind)
+        raise HttpError(STATUS[error.kind], str(error), code=code, headers=headers) from error
+    except asyncio.CancelledError as error:
+        raise HttpError(410, "The session was closed while the reply was sampled.", code="sealed") from error
+    except ConfigurationError as error:  # the engine: the conversation is too long for the model
+        raise HttpError(400, str(error), code="context_length_exceeded") from error
+    except DataError as error:
+        raise HttpError(400, str(error), code="invalid_messages") from error
+    except EngineError as error:
+        raise HttpError(503, str(error), code="engine_error") from error
+    except Exception as error:  # a defect: the log says which, the client does not learn it
+        _log.exception("reply_failed")
+        raise internal_error() from error
+
+
+async def _gone(request: Request) -> None:
+    """Returns once the client has closed the connection."""
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return
+
+
+def _origin(request: Request, body: Mapping[str, Any]) -> Origin:
+    """What a request and its retries share: an idempotency key, or else path and body.
+
+    The SDKs count their retries in a header. An identical request without it is a new one: agents ask several times
+    to choose among replies.
+    """
+    digest = hashlib.sha256(json.dumps([request.url.path, body], sort_keys=True).encode()).hexdigest()
+    key = request.headers.get("idempotency-key")
+    retried = request.headers.get("x-stainless-retry-count", "0") != "0"
+    return Origin(key=key or digest, digest=digest, is_retry=retried or key is not None)

@@ -1,0 +1,196 @@
+"""Anthropic's `POST /v1/messages`: bodies, events and errors.
+
+Thinking, tool use and tool results are mapped to the same conversation as on OpenAI's wire, so that both play the same
+sessions. Images, documents, forced tool choice and server-side tools are refused.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rollgrad.adapters.servers.guard import HttpError, error_type
+from rollgrad.adapters.servers.wire import (
+    Call,
+    Decode,
+    EventStream,
+    Wire,
+    arguments_of,
+    bad,
+    call_of,
+    calls_of,
+    count,
+    messages_of,
+    number,
+    read,
+    stops,
+    temperature,
+    text_of,
+    tool_of,
+)
+from rollgrad.application.episodes.reply import ChatReply
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.messages import Message, call_entry
+
+SIGNATURE = "unsigned"
+"""Of thinking: some clients send thinking whose signature is empty back as text."""
+
+
+class AnthropicWire(Wire):
+    """See `Wire`."""
+
+    def decode(self, body: Mapping[str, Any]) -> Call:
+        """Reads the body of a message request."""
+        messages = messages_of(body)
+        choice = read(body, "tool_choice", dict, {"type": "auto"})
+        if choice.get("type") not in ("auto", "none"):
+            raise bad(f"tool_choice is of type {choice.get('type')!r}, but this server knows auto and none only.")
+        tools = [] if choice["type"] == "none" else read(body, "tools", list, [])
+        settings = {
+            "temperature": temperature(body, 1),
+            "top_p": number(body, "top_p", 1e-6, 1),
+            "top_k": count(body, "top_k", 0),
+            "max_new_tokens": count(body, "max_tokens"),
+            "stop_strings": stops(body, "stop_sequences"),
+        }
+        system = text_of(body.get("system"), "system")
+        conversation: list[Message] = [{"role": "system", "content": system}] if system else []
+        names: dict[str, str] = {}
+        for index, message in enumerate(messages):
+            conversation += _messages(message, index, names)
+        return call_of(body, conversation, [_tool(tool, index) for index, tool in enumerate(tools)], settings)
+
+    def encode(self, call: Call, reply: ChatReply, call_id: str, decode: Decode) -> dict[str, Any]:
+        """A `message`."""
+        message = reply.parsed.message
+        blocks: list[dict[str, Any]] = []
+        if message.get("reasoning_content"):
+            blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": SIGNATURE})
+        if message.get("content"):
+            blocks.append({"type": "text", "text": message["content"]})
+        for use_id, name, arguments in calls_of(message):
+            blocks.append({"type": "tool_use", "id": use_id, "name": name, "input": json.loads(arguments)})
+        return {**_head(call, call_id), "content": blocks, **_end(reply), "usage": _usage(reply)}
+
+    def events(self, call: Call, call_id: str) -> EventStream:
+        """Message events, each named."""
+        return _Events(call, call_id)
+
+    def error(self, error: HttpError) -> dict[str, Any]:
+        """Anthropic's error body."""
+        return {"type": "error", "error": {"type": error_type(error), "message": error.detail}}
+
+
+class _Events(EventStream):
+    def __init__(self, call: Call, call_id: str) -> None:
+        self._call, self._id = call, call_id
+        self._block = -1
+        self._open: str | None = None
+
+    def start(self) -> Iterator[str]:
+        usage = {"input_tokens": 0, "output_tokens": 0}
+        head = {**_head(self._call, self._id), "content": [], "stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message={**head, "usage": usage})
+
+    def piece(self, field: str, text: str) -> Iterator[str]:
+        kind = "text" if field == "content" else "thinking"
+        if self._open != kind:
+            yield from self._close()
+            empty = {"type": "text", "text": ""} if kind == "text" else {"type": kind, "thinking": "", "signature": ""}
+            yield self._begin(kind, empty)
+        yield self._delta({"type": f"{kind}_delta", kind: text})
+
+    def finish(self, reply: ChatReply, decode: Decode) -> Iterator[str]:
+        yield from self._close()
+        for use_id, name, arguments in calls_of(reply.parsed.message):
+            yield self._begin("tool_use", {"type": "tool_use", "id": use_id, "name": name, "input": {}})
+            yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+            yield from self._close()
+        yield _event("message_delta", delta=_end(reply), usage=_usage(reply))
+        yield _event("message_stop")
+
+    def failed(self, error: HttpError) -> Iterator[str]:
+        yield _event("error", error=AnthropicWire().error(error)["error"])
+
+    def keep_alive(self) -> str:
+        return _event("ping")
+
+    def _begin(self, kind: str, block: Mapping[str, Any]) -> str:
+        self._block += 1
+        self._open = kind
+        return _event("content_block_start", index=self._block, content_block=block)
+
+    def _delta(self, delta: Mapping[str, Any]) -> str:
+        return _event("content_block_delta", index=self._block, delta=delta)
+
+    def _close(self) -> Iterator[str]:
+        if self._open is not None:
+            if self._open == "thinking":
+                yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
+            self._open = None
+            yield _event("content_block_stop", index=self._block)
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields}, ensure_ascii=False)}\n\n"
+
+
+def _head(call: Call, call_id: str) -> dict[str, Any]:
+    return {"id": f"msg_{call_id}", "type": "message", "role": "assistant", "model": call.model}
+
+
+def _end(reply: ChatReply) -> dict[str, Any]:
+    if reply.generation.stop_reason is not StopReason.STOP:
+        reason = "max_tokens"
+    elif reply.parsed.message.get("tool_calls"):
+        reason = "tool_use"
+    else:
+        reason = "end_turn" if reply.stopped_by is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": reply.stopped_by}
+
+
+def _usage(reply: ChatReply) -> dict[str, int]:
+    return {"input_tokens": len(reply.prompt_token_ids), "output_tokens": len(reply.generation.token_ids)}
+
+
+def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:
+    """A message of Anthropic's as ours; tool results become messages. `names` maps ids of uses to tools."""
+    where = f"messages[{index}]"
+    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+        raise bad(f"{where} must be an object whose role is user or assistant.")
+    role, content = message["role"], message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results: list[Message] = []
+    for block in read(message, "content", list, []):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "text":
+            texts.append(read(block, "text", str, ""))
+        elif kind == "thinking":
+            thoughts.append(read(block, "thinking", str, ""))
+        elif kind == "tool_use" and role == "assistant":
+            use_id, name = read(block, "id", str, ""), read(block, "name", str, "")
+            names[use_id] = name
+            calls.append(call_entry(use_id, name, arguments_of(block.get("input") or {})))
+        elif kind == "tool_result" and role == "user":
+            use_id = read(block, "tool_use_id", str, "")
+            text = text_of(block.get("content"), f"{where}.content")
+            results.append({"role": "tool", "tool_call_id": use_id, "name": names.get(use_id, ""), "content": text})
+        else:
+            raise bad(f"{where} has a block of type {kind!r}, but this model reads text, thinking and tool results.")
+    if role != "assistant":
+        return [*results, *([{"role": role, "content": "".join(texts)}] if texts or not results else [])]
+    reply: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    if thoughts:
+        reply["reasoning_content"] = "".join(thoughts)
+    if calls:
+        reply["tool_calls"] = calls
+    return [reply]
+
+
+def _tool(tool: Any, index: int) -> Mapping[str, Any]:
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or tool.get("type") not in (None, "custom"):
+        raise bad(f"tools[{index}] must have a name and an input_schema: tools that run at the server are not offered.")
+    return tool_of(tool, "input_schema")

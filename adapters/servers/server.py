@@ -1,0 +1,298 @@
+"""What rollgrad's HTTP servers share: a guarded socket, JSON errors, tokens, a health route.
+
+Invariant: a server that other machines can reach asks for a token. Apps are served without lifespan events and
+WebSockets: who starts a server also starts and stops what its app needs. Does not own: what a request may look like
+(`guard.py`), routes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvicorn
+from attrs import frozen
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from rollgrad.adapters.servers.connections import HEADER_BYTES, BoundedProtocol
+from rollgrad.adapters.servers.guard import (
+    HEALTH_PATH,
+    MAX_BODY_BYTES,
+    Guard,
+    HttpError,
+    authority,
+    error_response,
+    internal_error,
+    is_loopback,
+)
+from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.errors import ConfigurationError
+
+TOKEN_VARIABLE = "ROLLGRAD_TOKEN"
+"""Environment variable with the token that clients must send; a flag would show it to every user of the machine."""
+STOP_SECONDS = 10.0
+"""Longest wait for answers that are on their way when a server stops."""
+
+_log = structlog.get_logger()
+
+
+def create_app(routes: Sequence[BaseRoute]) -> Starlette:
+    """A Starlette app over `routes` whose errors are JSON."""
+
+    def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if not isinstance(error, HttpError):  # the router's own: 404 and 405
+            sentence = f"{request.method} {request.url.path} is not served here."
+            error = HTTPException(error.status_code, sentence, error.headers)
+        return error_response(error)
+
+    def defect(request: Request, error: Exception) -> Response:
+        return error_response(internal_error())  # Starlette raises it again, and the guard logs it
+
+    return Starlette(routes=routes, exception_handlers={HTTPException: refused, Exception: defect})
+
+
+def health_route(facts: Callable[[], Mapping[str, Any]]) -> Route:
+    """`GET /health`, which needs no token: `{"status": "ok"}` and what `facts` adds."""
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok", **facts()})
+
+    return Route(HEALTH_PATH, health, methods=["GET"])
+
+
+def read_token(token_file: Path | None) -> str | None:
+    """The token of `token_file`, else that of ROLLGRAD_TOKEN, else None. White space around it is left out.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or the token is empty or not printable ASCII in one word.
+    """
+    if token_file is not None:
+        source = f"--token_file {token_file}"
+        try:
+            token = token_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigurationError(
+                f"{source} cannot be read ({reason}): name a file that holds the token."
+            ) from error
+    else:
+        source = TOKEN_VARIABLE
+        variable = os.environ.get(TOKEN_VARIABLE)
+        if variable is None:
+            return None
+        token = variable
+    token = token.strip()
+    if not (token.isascii() and token.isprintable() and token and " " not in token):
+        raise ConfigurationError(f"The token of {source} must be one word of printable ASCII: put a secret there.")
+    return token
+
+
+def check_exposure(host: str, token: str | None, name: str) -> None:
+    """Refuses a server that other machines reach without a token.
+
+    Raises:
+        ConfigurationError: `host` is not a loopback interface, and there is no token.
+    """
+    if token is None and not is_loopback(host):
+        raise ConfigurationError(
+            f"--host is {host!r}, where other machines reach the {name}, but no token protects it: set "
+            f"{TOKEN_VARIABLE} or --token_file, or leave --host out."
+        )
+
+
+@frozen
+class Tls:
+    """Files of a server's certificate (with those that it depends on) and its private key, both PEM, the key without a
+    password."""
+
+    certfile: Path
+    keyfile: Path
+
+    @classmethod
+    def of(cls, certfile: Path | None, keyfile: Path | None) -> "Tls | None":
+        """Returns the pair, after a look into both files; None if neither is set.
+
+        Raises:
+            ConfigurationError: one is missing, or they are no certificate and its key.
+        """
+        if certfile is None and keyfile is None:
+            return None
+        if certfile is None or keyfile is None:
+            lacking, given = ("certfile", "keyfile") if certfile is None else ("keyfile", "certfile")
+            raise ConfigurationError(f"--ssl_{given} is set, but --ssl_{lacking} is not: TLS needs both.")
+        with foreign_code(
+            lambda words: ConfigurationError(
+                f"--ssl_certfile {certfile} and --ssl_keyfile {keyfile} cannot be used ({words}): give a certificate "
+                "and its key as PEM files, the key without a password."
+            )
+        ):
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certfile, keyfile, password="")
+        return cls(certfile, keyfile)
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """uvicorn without its signal handlers: signals belong to who started the server."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    """An app behind a `Guard` on one socket, inside a running event loop. `url` is its address once started.
+
+    Args:
+        host: interface to bind.
+        port: 0 picks a free one.
+        token: see `Guard`.
+        name: of the server, in the log and in errors.
+        max_body: see `Guard`.
+        tls: certificate and key; None serves plain HTTP.
+
+    Raises:
+        ConfigurationError: other machines could reach the server, and there is no token.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        name: str,
+        max_body: int = MAX_BODY_BYTES,
+        tls: "Tls | None" = None,
+    ) -> None:
+        check_exposure(host, token, name)
+        self.url: str | None = None
+        self._host, self._port, self._name = host, port, name
+        self._scheme = "http" if tls is None else "https"
+        self._server = _EmbeddedServer(
+            uvicorn.Config(
+                Guard(app, host=host, token=token, max_body=max_body),
+                http=BoundedProtocol,
+                h11_max_incomplete_event_size=HEADER_BYTES,
+                ssl_certfile=None if tls is None else str(tls.certfile),
+                ssl_keyfile=None if tls is None else str(tls.keyfile),
+                lifespan="off",
+                ws="none",
+                access_log=False,
+                log_config=None,
+                log_level=logging.CRITICAL,  # the guard logs what an app raises
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=int(STOP_SECONDS),
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Serves until `stop`; returns the address, `http(s)://HOST:PORT`. Call it once.
+
+        Raises:
+            ConfigurationError: the address is taken, or not this machine's.
+        """
+        bound = self._bind()
+        self._task = asyncio.create_task(self._server.serve(sockets=[bound]))
+        self.url = f"{self._scheme}://{authority(self._host)}:{bound.getsockname()[1]}"
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+            await asyncio.sleep(0.001)
+        _log.info("server_started", name=self._name, url=self.url)
+        return self.url
+
+    async def stop(self) -> None:
+        """Takes no more requests, waits STOP_SECONDS for answers on their way, ends the rest. Idempotent."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+    def stop_now(self) -> None:
+        """Makes a `stop` under way wait no longer."""
+        self._server.should_exit = self._server.force_exit = True
+
+    def _bind(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            return socket.create_server((self._host, self._port), family=family)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigurationError(
+                f"The {self._name} cannot listen on --host {self._host} --port {self._port} ({reason}): choose "
+                "another, or --port 0 for any free one."
+            ) from error
+
+
+def run_server(
+    load: Callable[[], contextlib.AbstractContextManager[tuple[ASGIApp, int]]],
+    *,
+    host: str,
+    port: int,
+    token_file: Path | None,
+    name: str,
+    ssl_certfile: Path | None = None,
+    ssl_keyfile: Path | None = None,
+) -> None:
+    """Serves an app from the main thread until SIGTERM, then returns; a second signal waits for no answers.
+
+    The server's address, once it answers requests, is the one line on stdout, for scripts.
+
+    Args:
+        load: makes the app and says how many bytes its largest request has; that may take a while. Ends the app once
+            the server has stopped. Nothing is loaded for a server that must not run.
+        host, port, name: see `Server`.
+        token_file: see `read_token`.
+        ssl_certfile, ssl_keyfile: see `Tls.of`.
+
+    Raises:
+        KeyboardInterrupt: SIGINT, after the server has stopped.
+        ConfigurationError: see `Server`, `read_token` and `Tls.of`.
+    """
+    token = read_token(token_file)
+    check_exposure(host, token, name)
+    tls = Tls.of(ssl_certfile, ssl_keyfile)
+    with contextlib.ExitStack() as stack:
+        with contextlib.redirect_stdout(sys.stderr):  # what libraries print
+            app, max_body = stack.enter_context(load())
+        _serve_until_signal(Server(app, host=host, port=port, token=token, name=name, max_body=max_body, tls=tls))
+
+
+def _serve_until_signal(server: Server) -> None:
+    received: list[signal.Signals] = []
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+
+        def on_signal(number: signal.Signals) -> None:
+            received.append(number)
+            stop.set()
+            if len(received) > 1:
+                server.stop_now()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+        url = await server.start()
+        sys.stdout.write(f"{url}\n")
+        sys.stdout.flush()
+        await stop.wait()
+        await server.stop()
+
+    asyncio.run(serve())
+    if received[0] == signal.SIGINT:
+        raise KeyboardInterrupt

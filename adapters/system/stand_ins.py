@@ -1,0 +1,92 @@
+"""Lets files written for OpenRLHF and OpenRLHF-Agent find the names that they import from there.
+
+`install()` puts one finder at the end of Python's list. Python asks the finders in order, so it is asked only for what
+nobody else has: a package that is really installed always wins, and nothing inside such a package is ever added or
+replaced. It knows the modules of `STAND_INS` and no other, and each of them has the listed names and no other. Because
+the finder stays, an import inside a function, which runs long after the file was loaded, finds the same modules; so do
+other modules that the file imports. A question whether a package is installed (`importlib.util.find_spec`) is answered
+with no, so that no library chooses vLLM because of a stand-in; once a file has imported a stand-in, Python itself says
+that it is there.
+"""
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_AGENT = "rollgrad.adapters.openrlhf.agent_library"
+_SHIM = "rollgrad.adapters.openrlhf.shim"
+_UTILS = "rollgrad.adapters.openrlhf.utils"
+
+STAND_INS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "openrlhf": {},
+    "openrlhf.utils": {_UTILS: ("extract_boxed_answer", "grade_answer")},
+    "openrlhf.utils.agent": {_SHIM: ("AgentExecutorBase", "AgentInstanceBase", "MultiTurnAgentExecutor")},
+    "openrlhf.utils.logging_utils": {_UTILS: ("init_logger",)},
+    "openrlhf_agent": {
+        f"{_AGENT}.agent": ("AgentRuntime", "AgentSession"),
+        f"{_AGENT}.environment": ("make_environment",),
+        f"{_AGENT}.model": ("LLMEngine", "OpenAIEngine"),
+        f"{_AGENT}.template": ("make_template",),
+    },
+    "openrlhf_agent.agent": {
+        f"{_AGENT}.agent": ("AgentRuntime", "AgentSession"),
+        f"{_AGENT}.types": ("AgentStepResult",),
+    },
+    "openrlhf_agent.environment": {
+        f"{_AGENT}.environment": ("DefaultEnvironment", "Environment", "ReActEnvironment", "make_environment"),
+        f"{_AGENT}.tools": ("FinalTool", "ThinkTool", "ToolBase", "ToolRegistry"),
+    },
+    "openrlhf_agent.model": {f"{_AGENT}.model": ("LLMEngine", "OpenAIEngine")},
+    "openrlhf_agent.template": {f"{_AGENT}.template": ("Qwen3Template", "Template", "make_template")},
+    "openrlhf_agent.types": {f"{_AGENT}.types": ("ToolCall", "ToolResult")},
+    "vllm": {_SHIM: ("SamplingParams",)},
+}
+"""Module -> where its names come from. A module whose name begins with another's is its submodule."""
+
+_IMPORT_STATEMENT = "_find_and_load_unlocked"
+"""The function of Python's import system that runs for a statement, and not for `find_spec`."""
+
+
+class StandInFinder(MetaPathFinder, Loader):
+    """Finds and makes the modules of `STAND_INS`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module's place, None for a module of somebody else.
+
+        Raises:
+            ModuleNotFoundError: it belongs to a package that is stood in for, but is not among what there is of it.
+        """
+        root = fullname.partition(".")[0]
+        if root not in STAND_INS or sys._getframe(2).f_code.co_name != _IMPORT_STATEMENT:
+            return None
+        if root != fullname and getattr(sys.modules.get(root), "__loader__", None) is not self:
+            return None
+        if fullname not in STAND_INS:
+            known = ", ".join(name for name in STAND_INS if name.partition(".")[0] == root)
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}: {root} is not installed, and rollgrad stands in for {known} only",
+                name=fullname,
+            )
+        is_package = any(name.startswith(f"{fullname}.") for name in STAND_INS)
+        return ModuleSpec(fullname, self, origin="rollgrad", is_package=is_package)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fills the module with its names."""
+        for source, names in STAND_INS[module.__name__].items():
+            implementation = importlib.import_module(source)
+            for name in names:
+                setattr(module, name, getattr(implementation, name))
+
+
+_FINDER = StandInFinder()
+
+
+def install() -> None:
+    """Lets the files that are loaded from now on import the names; idempotent."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)

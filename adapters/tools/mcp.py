@@ -1,0 +1,223 @@
+"""Tools of an MCP server, over the official SDK.
+
+Invariant: one task opens the connection, holds it and closes it, because the SDK's cancel scopes belong to the task
+that entered them; calls come from any task of the same event loop. Does not own: what the server checks of arguments.
+"""
+
+import asyncio
+import os
+import shlex
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+import structlog
+from attrs import frozen
+
+from rollgrad.domain.episodes.messages import ToolResult
+from rollgrad.domain.errors import ConfigurationError, MissingExtraError
+from rollgrad.domain.ports.environment import Tool
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+TOKEN_VARIABLE = "ROLLGRAD_MCP_TOKEN"
+"""Environment variable whose value, if set, is sent to HTTP servers as a bearer token."""
+START_SECONDS = 120.0
+"""Longest wait for a server to start and list its tools: some are downloaded first."""
+CLOSE_SECONDS = 10.0
+"""Longest wait for a server to end; a process is killed by then."""
+
+_log = structlog.get_logger()
+
+
+@frozen(kw_only=True)
+class McpTool(Tool):
+    """One tool of a server: name, description and parameters are the server's. `timeout` is in seconds a call."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    connection: "McpTools"
+    timeout: float
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """What the server answers: its texts, and other parts by their kind (`[image]`).
+
+        Errors that the server reports, wrong arguments among them, and a passed deadline are results with `is_error`.
+
+        Raises:
+            ConnectionError: the connection is closed, by `McpTools.close` or by the server.
+        """
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        try:
+            async with asyncio.timeout(self.timeout) as deadline:
+                result = await self.connection.client.call_tool(self.name, dict(arguments))
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                raise self.connection.lost() from error
+            return ToolResult(content=error.message, is_error=True)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            text = f"The tool {self.name!r} gave no answer within {self.timeout:g} s."
+            return ToolResult(content=text, is_error=True)
+        texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        return ToolResult(content="\n".join(texts), is_error=result.is_error)
+
+    async def close(self) -> None:
+        """Does nothing: `McpTools.close` closes the connection, which all tools of the server share."""
+
+
+class McpTools:
+    """A connection to an MCP server, made by `connect`; closes itself at the end of `async with`."""
+
+    def __init__(self, server: str, timeout: float, start_timeout: float) -> None:
+        self.tools: Sequence[McpTool] = ()
+        """The server's tools as they were when the connection opened, in its order."""
+        self._server = server
+        self._timeout = timeout
+        self._start_timeout = start_timeout
+        self._client: Client | None = None
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def client(self) -> "Client":
+        """The SDK's client.
+
+        Raises:
+            ConnectionError: the connection is closed.
+        """
+        if self._client is None:
+            raise self.lost()
+        return self._client
+
+    def lost(self) -> ConnectionError:
+        """What calls raise when there is no connection."""
+        return ConnectionError(f"The connection to the MCP server {self._server!r} is closed: look at its output.")
+
+    async def open(self) -> None:
+        """Connects and lists the tools; see `connect`."""
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold(opened))
+        try:
+            async with asyncio.timeout(self._start_timeout):
+                await asyncio.wait({opened, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            await self._end()
+            raise self._failure(f"it gave no answer within {self._start_timeout:g} s") from None
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+        if not opened.done():
+            error = self._task.exception()
+            raise self._failure(_reason(error)) from error
+
+    async def close(self) -> None:
+        """Ends the connection, and the server if it is a process; idempotent."""
+        self._closing.set()
+        if self._task is not None and not self._task.done():
+            await asyncio.wait({self._task}, timeout=CLOSE_SECONDS)
+        await self._end()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def _end(self) -> None:
+        """Leaves no task behind; what goes wrong in closing is logged."""
+        self._client = None
+        task, self._task = self._task, None
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.wait({task}, timeout=CLOSE_SECONDS)
+        error = task.exception() if task.done() and not task.cancelled() else None
+        if error is not None:
+            _log.warning("mcp_close_failed", server=self._server, error=_reason(error))
+
+    async def _hold(self, opened: "asyncio.Future[None]") -> None:
+        """Everything that the connection's cancel scopes see."""
+        async with _client(self._server, self._timeout) as client:
+            found, cursor = [], None
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                found += page.tools
+                cursor = page.next_cursor
+                if cursor is None:
+                    break
+            self.tools = tuple(
+                McpTool(
+                    name=tool.name,
+                    description=tool.description or "",
+                    parameters=tool.input_schema,
+                    connection=self,
+                    timeout=self._timeout,
+                )
+                for tool in found
+            )
+            self._client = client
+            opened.set_result(None)
+            await self._closing.wait()
+
+    def _failure(self, reason: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"The MCP server {self._server!r} cannot be used ({reason}): give a command that starts one, or the "
+            f"http(s) URL of one that runs (a bearer token goes into {TOKEN_VARIABLE})."
+        )
+
+
+async def connect(server: str, *, timeout: float = 30.0, start_timeout: float = START_SECONDS) -> McpTools:
+    """Connects to an MCP server; close what it returns, best with `async with await connect(...) as connection`.
+
+    Args:
+        server: an http(s) URL (streamable HTTP), or a command line, which is started as a process with the SDK's short
+            list of safe environment variables and talked to over its standard input and output.
+        timeout: seconds for each call.
+        start_timeout: seconds for connecting, and for the process to start.
+
+    Raises:
+        ConfigurationError: the server cannot be started or reached, or does not speak MCP.
+        MissingExtraError: the SDK is not installed.
+    """
+    try:
+        import mcp  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(
+            f"The tools of {server!r} come from an MCP server, but the SDK is not installed: pip install rollgrad[mcp]"
+        ) from error
+    tools = McpTools(server, timeout, start_timeout)
+    await tools.open()
+    return tools
+
+
+@asynccontextmanager
+async def _client(server: str, timeout: float) -> AsyncIterator["Client"]:
+    import httpx2
+    from mcp import Client, StdioServerParameters
+    from mcp.client.streamable_http import streamable_http_client
+
+    async with AsyncExitStack() as stack:
+        if server.startswith(("http://", "https://")):
+            token = os.environ.get(TOKEN_VARIABLE)
+            http = httpx2.AsyncClient(
+                headers={"Authorization": f"Bearer {token}"} if token else None,
+                timeout=httpx2.Timeout(timeout, read=None),  # a stream of events may be silent for long
+            )
+            await stack.enter_async_context(http)
+            yield await stack.enter_async_context(Client(streamable_http_client(server, http_client=http)))
+        else:
+            command, *arguments = shlex.split(server) or [""]
+            yield await stack.enter_async_context(Client(StdioServerParameters(command=command, args=arguments)))
+
+
+def _reason(error: BaseException | None) -> str:
+    """The first of the errors that task groups wrap, in words."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

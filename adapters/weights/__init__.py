@@ -1,0 +1,1 @@
+"""The way of weights from the trainer to engines."""

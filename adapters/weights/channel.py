@@ -1,0 +1,316 @@
+"""The trainer's weights into vLLM's processes, by vLLM's own weight transfer calls and one of several backends.
+
+Every transfer moves the whole model, or its adapters, bucket by bucket, and every bucket once to all engines
+(`transport.py`).
+Afterwards engines and trainer score the same tokens; what they may differ by is rounding.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar, cast
+
+import torch
+from attrs import define, field, frozen
+
+from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightsDifferError, WeightTaker, coarser
+from rollgrad.adapters.weights.shared_memory import shared_memory
+from rollgrad.adapters.weights.transfer import Backend, Life, Passage, Update
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.engines.fleet_member import Taker
+from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
+from rollgrad.domain.errors import EngineError
+from rollgrad.domain.ports.models import PolicyModel
+from rollgrad.domain.ports.weight_channel import WeightChannel
+
+T = TypeVar("T")
+
+PROBE_TOKENS = 9
+"""The first is the prompt, eight are scored."""
+
+PROBE_STRIDE = 7919
+"""A prime: probe tokens are spread over the vocabulary."""
+
+CALL_SECONDS = 300.0
+"""Longest that an engine may take for one bucket, or to begin, finish or prove a transfer. To repack a large model
+takes seconds."""
+
+GRACE_SECONDS = 30.0
+"""Longest that engines may take to end a transfer whose way is lost."""
+
+BROKE_OFF = "A transfer of weights to vLLM broke off and left it with half a model: push again."
+
+
+class EngineWeights(WeightChannel):
+    """See `WeightChannel`. For the one engine of a run in one process.
+
+    Args:
+        engine: where the weights go.
+        backend: how they get there.
+        temperature: of the policy's `score`: engine and trainer are compared at it.
+    """
+
+    def __init__(self, engine: WeightTaker, *, backend: Backend = shared_memory, temperature: float = 1.0) -> None:
+        self._engine = engine
+        self._backend = backend
+        self._temperature = temperature
+
+    async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
+        """See `WeightChannel.push`. `seconds` are those of the transfer, without the comparison that follows; requests
+        that a pause froze put the comparison off until `resume`.
+
+        Raises:
+            EngineError: requests are in flight and generation is not paused; vLLM did not take the weights, or computes
+                something else with them. In the last two cases the engine refuses
+                requests until a push succeeds.
+            ConfigurationError: the backend has no room.
+        """
+        transfer = Transfer([self._engine], [(0, 0)], self._backend)
+        await transfer.send(policy, version)
+        if transfer.takers:
+            await transfer.prove(await transfer.probe(policy, self._temperature))
+        for error in transfer.failed.values():
+            raise error
+        return {"seconds": transfer.seconds, "bytes": float(transfer.bytes)}
+
+
+@frozen(kw_only=True)
+class _Pushed:
+    """What a restarted engine needs of the last push; `steps` is the policy's count then."""
+
+    policy: PolicyModel
+    version: int
+    steps: int
+    probe: Probe
+
+
+class FleetWeights(WeightChannel):
+    """See `WeightChannel`. One transfer serves all engines of a fleet; an engine that fails in it is given up, and the
+    others go on. An engine that restarts is brought the weights of the last push, as long as the policy still has them:
+    a policy that is trained counts the optimizer steps that it has begun in its attribute `steps`. Pushes and such
+    refreshes never overlap.
+
+    Args:
+        fleet: where the weights go; its members are `WeightTaker`s.
+        backend: how they get there.
+        temperature: of the policy's `score`: engines and trainer are compared at it.
+    """
+
+    def __init__(self, fleet: EngineFleet, *, backend: Backend = shared_memory, temperature: float = 1.0) -> None:
+        self._fleet = fleet
+        self._backend = backend
+        self._temperature = temperature
+        self._lock = asyncio.Lock()
+        self._last: _Pushed | None = None
+        fleet.refresh = self.refresh
+
+    async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
+        """See `WeightChannel.push`, and `EngineWeights.push` for what is returned. If all engines die in it, it
+        begins again with their replacements.
+
+        Raises:
+            EngineError: requests are in flight and generation is not paused; no engine is left; or all compute
+                something else with the weights than the trainer.
+            ConfigurationError: the backend has no room.
+        """
+        async with self._lock:
+            self._last = None
+            while True:
+                self._fleet.new_weights(version)
+                takers = await self._fleet.takers()
+                transfer = self._transfer_to(takers)
+                steps = _steps(policy)
+                await transfer.send(policy, version)
+                if transfer.takers:
+                    probe = await transfer.probe(policy, self._temperature)
+                    await transfer.prove(probe)
+                for index, error in transfer.failed.items():
+                    self._fleet.lost(takers[index], str(error))
+                if transfer.takers:
+                    self._fleet.took([takers[index] for index in transfer.takers], version)
+                    self._last = _Pushed(policy=policy, version=version, steps=steps, probe=probe)
+                    return {"seconds": transfer.seconds, "bytes": float(transfer.bytes)}
+                for error in transfer.failed.values():
+                    if isinstance(error, WeightsDifferError):
+                        raise error
+
+    async def refresh(self, taker: Taker) -> None:
+        """Brings the weights of the last push to one restarted member, unless it was part of that push; it is left for
+        the next if the policy has begun another step meanwhile."""
+        async with self._lock:
+            last = self._last
+            if last is None or self._fleet.health.serves(taker.number) or _steps(last.policy) != last.steps:
+                return
+            transfer = self._transfer_to([taker])
+            await transfer.send(last.policy, last.version)
+            if _steps(last.policy) != last.steps:
+                await transfer.abandon("The policy changed while a restarted engine took its weights: push again.")
+                return
+            await transfer.prove(last.probe)
+            for error in transfer.failed.values():
+                self._fleet.lost(taker, str(error))
+            if transfer.takers:
+                self._fleet.took([taker], last.version)
+
+    def _transfer_to(self, takers: Sequence[Taker]) -> "Transfer":
+        """The fleet's members are `WeightTaker`s, as the class demands."""
+        engines = [cast(WeightTaker, taker.member) for taker in takers]
+        return Transfer(engines, [(taker.number, taker.life) for taker in takers], self._backend)
+
+
+@define
+class Transfer:
+    """One transfer to `engines`, of which those that fail drop out."""
+
+    engines: Sequence[WeightTaker]
+    lives: Sequence[Life]
+    backend: Backend
+    takers: dict[int, WeightTaker] = field(init=False)
+    """Index: an engine that has not failed."""
+    failed: dict[int, EngineError] = field(factory=dict, init=False)
+    """Index: why an engine dropped out."""
+    seconds: float = field(default=0.0, init=False)
+    """Of `send`."""
+    bytes: int = field(default=0, init=False)
+    dtype: torch.dtype = field(default=torch.float32, init=False)
+    """The coarsest format of the trainer's weights."""
+    _vocabulary: int = field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.takers = dict(enumerate(self.engines))
+
+    async def send(self, policy: PolicyModel, version: int) -> None:
+        """Brings the policy's weights to the engines.
+
+        Raises:
+            ConfigurationError: the backend has no room. Whatever the policy raises goes through, too.
+        """
+        started = time.perf_counter()
+        passage = self.backend(policy, self.lives, version)
+        well = False
+        try:
+            await self._updates(passage)
+            await self._each("finish", lambda taker: taker.finish_weights(version))
+            well = len(self.takers) == len(self.engines)
+        except BaseException:
+            await self.abandon(BROKE_OFF)
+            raise
+        finally:
+            with suppress(ValueError):  # a push that was cancelled leaves its thread inside
+                await asyncio.to_thread(passage.updates.close)
+            passage.close(well)
+        self.seconds = time.perf_counter() - started
+
+    async def probe(self, policy: PolicyModel, temperature: float) -> Probe:
+        """The policy's log-probs of tokens that all engines know."""
+        tokens = [PROBE_STRIDE * index % self._vocabulary for index in range(1, PROBE_TOKENS + 1)]
+        try:
+            expected = await asyncio.to_thread(lambda: policy.score(_batch(tokens)).logprobs_N[1:].tolist())
+        except BaseException:
+            await self.abandon(BROKE_OFF)
+            raise
+        return Probe(tokens=tokens, expected=expected, temperature=temperature, dtype=self.dtype)
+
+    async def prove(self, probe: Probe) -> None:
+        """Has the engines compare, which ends the transfer."""
+        await self._each("compare its log-probs", lambda taker: taker.prove_weights(probe))
+
+    async def abandon(self, reason: str) -> None:
+        """Ends the transfer half-way."""
+        await self._each("end a transfer", lambda taker: taker.abandon_weights(reason))
+
+    async def _updates(self, passage: Passage) -> None:
+        """Everything but the end of the way: the engines begin and take all updates."""
+        asked: asyncio.Task[None] = asyncio.create_task(self._begin(passage))
+        begun = False
+        try:
+            while self.takers:
+                if not passage.ahead and begun:
+                    await asked
+                update: Update | None = await asyncio.to_thread(next, passage.updates, None)
+                await asked
+                if not begun:
+                    passage.begun()
+                    begun = True
+                if passage.whole and self.failed:  # those that are left try again without the others
+                    await self.abandon(BROKE_OFF)
+                    self.takers.clear()
+                if update is None or not self.takers:
+                    break
+                self._count(update)
+                asked = asyncio.create_task(self._take(update))
+        except EngineError as error:  # of the way, not of one engine
+            asked.cancel()
+            for index in [*self.takers]:
+                self.failed[index] = error
+            with suppress(TimeoutError):  # they may hang
+                async with asyncio.timeout(GRACE_SECONDS):
+                    await self.abandon(BROKE_OFF)
+            self.takers.clear()
+        except BaseException:
+            if not begun:
+                await asked  # who is only now beginning could not be told to end
+            raise
+        finally:
+            asked.cancel()
+
+    async def _begin(self, passage: Passage) -> None:
+        infos = passage.infos
+
+        async def begin(index: int, taker: WeightTaker) -> EngineModel:
+            return await taker.begin_weights(infos[index])
+
+        models = await self._each_of("begin", begin)
+        self._vocabulary = min((model.vocabulary for model in models), default=0)
+
+    async def _take(self, update: Update) -> None:
+        await self._each("take a bucket", lambda taker: taker.take_weights(update.info))
+
+    def _count(self, update: Update) -> None:
+        self.bytes += update.bytes
+        for name in update.dtypes:
+            self.dtype = coarser(self.dtype, getattr(torch, name))
+
+    async def _each(self, doing: str, call: Callable[[WeightTaker], Awaitable[T]]) -> list[T]:
+        """What the engines say that are still with it; who fails or is too slow drops out."""
+        return await self._each_of(doing, lambda index, taker: call(taker))
+
+    async def _each_of(self, doing: str, call: Callable[[int, WeightTaker], Awaitable[T]]) -> list[T]:
+        """The same with their indices."""
+
+        async def one(index: int, taker: WeightTaker) -> list[T]:
+            try:
+                async with asyncio.timeout(CALL_SECONDS):
+                    return [await call(index, taker)]
+            except TimeoutError:
+                error = EngineError(f"vLLM took more than {CALL_SECONDS:g} s to {doing} in a transfer of weights.")
+            except EngineError as failure:
+                error = failure
+            del self.takers[index]
+            self.failed[index] = error
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(CALL_SECONDS):
+                    await taker.abandon_weights(BROKE_OFF)
+            return []
+
+        answers = await asyncio.gather(*(one(index, taker) for index, taker in self.takers.items()))
+        return [answer for answered in answers for answer in answered]
+
+
+def _steps(policy: PolicyModel) -> int:
+    """Optimizer steps that the policy has begun; 0 if it does not count."""
+    steps: int = getattr(policy, "steps", 0)
+    return steps
+
+
+def _batch(tokens: list[int]) -> PackedBatch:
+    """A sequence whose tokens are all scored but the first."""
+    builder = TrajectoryBuilder(tokens[:1], group_id=0, sample_id=0)
+    nothing = [0] * (len(tokens) - 1)
+    builder.add_action(
+        Generation(token_ids=tokens[1:], logprobs=nothing, versions=nothing, stop_reason=StopReason.LENGTH)
+    )
+    return pack([builder.build(stop_reason=StopReason.LENGTH)])

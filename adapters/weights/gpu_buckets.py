@@ -1,0 +1,79 @@
+"""Tensors packed into buckets of one size, as vLLM's NCCL and CUDA IPC backends unpack them: byte after byte, with
+names, formats, shapes and sizes beside.
+
+A bucket is closed when the next tensor does not fit, or would not lie where numbers of its format may lie; a tensor
+larger than a bucket has one of its own size. vLLM's NCCL backend expects one broadcast of such a bucket.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from rollgrad.adapters.weights.transfer import Update
+
+BUCKET_BYTES = 256 * 2**20
+"""Of a GPU's memory, on every side of a transfer."""
+
+
+@frozen
+class Contents:
+    """What is in a bucket, in its order: vLLM's words."""
+
+    names: list[str] = field(factory=list)
+    dtype_names: list[str] = field(factory=list)
+    shapes: list[list[int]] = field(factory=list)
+    tensor_sizes: list[int] = field(factory=list)
+    """Bytes."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """One tensor more."""
+        self.names.append(name)
+        self.dtype_names.append(dtype_name(tensor.dtype))
+        self.shapes.append(list(tensor.shape))
+        self.tensor_sizes.append(tensor.nbytes)
+
+    def update(self, **others: Any) -> Update:
+        """What engines are told of it."""
+        info = {"names": self.names, "dtype_names": self.dtype_names, "shapes": self.shapes, **others}
+        return Update(info, bytes=sum(self.tensor_sizes), dtypes=tuple({*self.dtype_names}))
+
+
+@define
+class Packer:
+    """Buckets in memory of `device`, which is used again for every one of them that fits."""
+
+    device: torch.device
+    bucket_bytes: int = BUCKET_BYTES
+    memory: Tensor = field(init=False)
+    """uint8; another one once a tensor is larger."""
+
+    def __attrs_post_init__(self) -> None:
+        self.memory = self._empty(self.bucket_bytes)
+
+    def buckets(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Contents, Tensor]]:
+        """(what is in a bucket, its bytes), which the next one overwrites."""
+        contents, used = Contents(), 0
+        for name, tensor in weights:
+            source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            size = source.numel()
+            if used and (used + size > self.bucket_bytes or used % tensor.element_size()):
+                yield contents, self.memory[:used]
+                contents, used = Contents(), 0
+            if size > self.memory.numel():
+                self.memory = self._empty(size)
+            self.memory[used : used + size].copy_(source)
+            contents.add(name, tensor)
+            used += size
+        if contents.names:
+            yield contents, self.memory[:used]
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What torch's module calls it."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,41 @@
+"""Weights through the CPU's memory: the trainer writes two buckets that the engines' workers read; see `buckets`."""
+
+from collections.abc import Generator, Sequence
+
+from rollgrad.adapters.weights.shared_buckets import SharedMemory, fill_at
+from rollgrad.adapters.weights.transfer import Life, Passage, Update, sent
+from rollgrad.domain.ports.models import PolicyModel
+
+
+def shared_memory(policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
+    """See `Backend`. The policy's first process is on this machine, and so are the engines, or who takes their place.
+
+    Raises:
+        ConfigurationError: /dev/shm is too small.
+    """
+    return _passage(policy, engines, adapter=False)
+
+
+def shared_memory_adapter(policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
+    """The same of the adapters alone, to engines that take nothing else (`VLLMEngine`'s `lora`)."""
+    return _passage(policy, engines, adapter=True)
+
+
+def _passage(policy: PolicyModel, engines: Sequence[Life], *, adapter: bool) -> Passage:
+    memory = SharedMemory()
+
+    def updates() -> Generator[Update]:
+        for [(bucket, pieces)] in sent(policy, fill_at, memory.path, memory.bucket_bytes, adapter=adapter):
+            yield Update(
+                {"bucket": bucket, "pieces": pieces},
+                bytes=sum(piece["size"] for piece in pieces),
+                dtypes=tuple({piece["dtype"] for piece in pieces}),
+            )
+        yield Update({"bucket": 0, "pieces": [], "last": True})
+
+    return Passage(
+        infos=[{"path": memory.path, "bucket_bytes": memory.bucket_bytes}] * len(engines),
+        updates=updates(),
+        begun=memory.unlink,  # every process has mapped it, and it goes away with them, however they end
+        close=lambda well: memory.unlink(),
+    )

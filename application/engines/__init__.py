@@ -1,0 +1,1 @@
+"""Several engines behind one, and requests that continue after an abort."""

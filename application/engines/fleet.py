@@ -1,0 +1,425 @@
+"""Several engines behind one: requests go to the least loaded, an engine that dies is replaced, and what it was playing
+is played again on another.
+
+Invariants: every `generate` ends once, with an answer or an error, and within `wait_seconds` if no engine serves; an
+engine that serves has the current weights (`domain.fleet`). While the fleet is paused or asleep, new requests wait here
+and not in the engines, so that replacements need not be told.
+Does not own: how engines run (`FleetMember`), and how weights reach them (`refresh`, installed by the weight channel).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import structlog
+
+from rollgrad.application.engines.fleet_member import (
+    FleetMember,
+    GaveUpError,
+    Listener,
+    MemberCalls,
+    Taker,
+    engine_work,
+)
+from rollgrad.application.foreign import told
+from rollgrad.domain.control.engine_health import Death, EngineState, FleetBounds, FleetHealth, LeastLoaded, Recent
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
+from rollgrad.domain.errors import EngineError
+from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+LONGEST_ROUND = 2.0
+"""Of the time between two rounds of pings, in multiples of `ping_seconds`, that counts as the engines' silence: in the
+rest this process itself stood still."""
+
+
+class EngineFleet(RolloutEngine):
+    """See `RolloutEngine`. Serves one event loop; the members are started.
+
+    A request whose engine dies is played again from its beginning with the same seed, so it is sampled anew only where
+    the weights have changed or products are rounded otherwise; `on_token` then hears only the positions that it has
+    not heard before, and the generation that is returned counts. A request that begins or is replayed during a pause
+    waits for `resume`, in which `pause(WAIT)` does not wait for it; `pause(ABORT)` ends it at once, unless `on_token`
+    has heard more of it than there is to return: it is then played again after `resume`.
+
+    Args:
+        members: the engines, all with the same weights.
+        bounds: of silence and restarts.
+        ping_seconds: how often members that say nothing are asked whether they are well, and dead ones replaced.
+        call_seconds: longest that a member may take to pause (but for a pause that waits), resume, sleep and wake.
+        wait_seconds: longest that a request waits for an engine that serves, pauses not counted.
+        restart_seconds: longest that a member may take to start again.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[FleetMember],
+        *,
+        bounds: FleetBounds | None = None,
+        ping_seconds: float = 2.0,
+        call_seconds: float = 120.0,
+        wait_seconds: float = 600.0,
+        restart_seconds: float = 600.0,
+    ) -> None:
+        self._members = list(members)
+        self.health = FleetHealth(bounds or FleetBounds(), len(self._members))
+        self.max_tokens: int | None = getattr(self._members[0], "max_tokens", None)
+        """Tokens of a prompt and its reply at most."""
+        self.replayed = 0
+        """Requests played again because their engine died."""
+        self.refresh: Callable[[Taker], Awaitable[None]] | None = None
+        """Brings the current weights to a member that has restarted, and says so by `took` or `lost`; without it, or if
+        it does neither, the member waits for the next push."""
+        self._ping_seconds = ping_seconds
+        self._call_seconds = call_seconds
+        self._wait_seconds = wait_seconds
+        self._restart_seconds = restart_seconds
+        self._loads = LeastLoaded(len(self._members))
+        for number in range(len(self._members)):
+            self._loads.offer(number, True)
+        self._seen = Recent()
+        """Hash of a prompt's opening: the engine that saw it last."""
+        self._calls = [MemberCalls() for _ in self._members]
+        self._background: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._gate = asyncio.Event()
+        self._now = 0.0
+        """Seconds of rounds of pings."""
+        self._defect: EngineError | None = None
+        """Why nobody watches the engines any more."""
+        self._requests = self._aborts = 0
+        self._paused = self._asleep = self._closed = False
+
+    async def generate(
+        self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
+    ) -> Generation:
+        """See `RolloutEngine.generate`.
+
+        Raises:
+            EngineError: no engine served it in time or ever will, or one that is well refused it.
+        """
+        self._watch()
+        listener = Listener(on_token)
+        aborts = self._aborts
+        self._requests += 1
+        try:
+            while True:
+                engine = await self._place(request, None if listener.told else aborts)
+                if engine is None:
+                    return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
+                part = await self._play(engine, request, listener)
+                if part is not None and not (
+                    part.stop_reason is StopReason.ABORTED and len(part.token_ids) < listener.told
+                ):
+                    return part
+                self.replayed += 1
+        finally:
+            self._requests -= 1
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`; a member that fails at it is replaced."""
+        self._paused = True
+        if mode is PauseMode.ABORT:
+            self._aborts += 1
+            self._changed()
+        seconds = None if mode is PauseMode.WAIT else self._call_seconds
+        await self._all("pause", lambda member: member.pause(mode), seconds)
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`; a member that fails at it is replaced."""
+        await self._all("resume", lambda member: member.resume(), self._call_seconds)
+        self._paused = False
+        self._changed()
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`; a member that fails at it is replaced. Dead ones are replaced after `wake`."""
+        refusal = EngineError("The engines cannot sleep while requests are in flight: pause with abort or wait first.")
+        if self._requests:
+            raise refusal
+        self._asleep = True
+        while self.health.states[EngineState.RESTARTING]:  # it would start awake; its own deadline ends this
+            await self._change("replacements of engines before they sleep", None)
+        if await self._all("sleep", lambda member: member.sleep(), self._call_seconds, may_refuse=True):
+            await self.wake()
+            raise refusal
+
+    async def wake(self) -> None:
+        """See `RolloutEngine.wake`; a member that fails at it is replaced."""
+        await self._all("wake", lambda member: member.wake(), self._call_seconds)
+        self._asleep = False
+        self._changed()
+
+    async def aclose(self) -> None:
+        """Ends all members; requests in flight raise `EngineError`. May be called again."""
+        self._closed = True
+        self._changed()
+        tasks = [task for task in (self._watching, *self._background) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for number in range(len(self._members)):
+            self._calls[number].give_up()
+        await asyncio.gather(*(self._end(number) for number in range(len(self._members))))
+
+    def new_weights(self, version: int) -> None:
+        """Weights of `version` are on their way: no member serves until it `took` them.
+
+        Raises:
+            EngineError: requests are in flight and generation is not paused, or the engines sleep.
+        """
+        if self._asleep:
+            raise EngineError("Weights cannot change while the engines sleep: wake them first.")
+        if self._loads.total and not self._paused:
+            raise EngineError("Weights changed while requests were in flight: pause the engines first.")
+        self.health.weights(version)
+        for number in range(len(self._members)):
+            self._offer(number)
+
+    async def takers(self) -> list[Taker]:
+        """The members that new weights go to: those that live, as soon as one does.
+
+        Raises:
+            EngineError: none did in time, or ever will.
+        """
+        self._watch()
+        until = self._until()
+        while not self.health.living:
+            self._hope()
+            await self._change("an engine that takes weights", until)
+        return [self._taker(number) for number in self.health.living]
+
+    def took(self, takers: Sequence[Taker], version: int) -> None:
+        """These have weights of `version`; those that still live, and whose weights are still current, serve."""
+        for taker in takers:
+            if self._lives(taker) and version == self.health.version:
+                self.health.took(taker.number, version, self._now)
+                self._offer(taker.number)
+        self._changed()
+
+    def lost(self, taker: Taker, reason: str) -> None:
+        """It failed to take weights."""
+        if self._lives(taker):
+            self._bury(taker.number, Death.WEIGHTS, f"engine {taker.number}: {reason}")
+
+    def _taker(self, number: int) -> Taker:
+        return Taker(self._members[number], number, self.health.restarts(number))
+
+    def _lives(self, taker: Taker) -> bool:
+        return self.health.alive(taker.number) and self.health.restarts(taker.number) == taker.life
+
+    async def _place(self, request: GenerationRequest, aborts: int | None) -> int | None:
+        """An engine for a request, which counts among its requests; None if an abort ends the request before: one
+        after the first `aborts`."""
+        opening = hash(request.prompt_token_ids[: len(request.prompt_token_ids) - request.begun])
+        until = None
+        while True:
+            self._hope()
+            if aborts is not None and aborts != self._aborts:
+                return None
+            if self._paused or self._asleep:
+                until = None
+            else:
+                engine = self._loads.acquire(self._seen.get(opening))
+                if engine is not None:
+                    self._seen.put(opening, engine)
+                    return engine
+                until = until or self._until()
+            await self._change("an engine that serves", until)
+
+    async def _play(self, engine: int, request: GenerationRequest, listener: Listener) -> Generation | None:
+        """What a member makes of a request; None if it died."""
+        member = self._members[engine]
+        try:
+            return await self._ask(engine, member.generate(request, on_token=listener.attempt()))
+        except GaveUpError:
+            return None
+        except EngineError as error:
+            if await self._is_well(engine, str(error)):
+                raise
+            return None
+        finally:
+            listener.over()
+            self._loads.release(engine)
+
+    async def _all(
+        self,
+        doing: str,
+        call: Callable[[FleetMember], Coroutine[Any, Any, None]],
+        seconds: float | None,
+        *,
+        may_refuse: bool = False,
+    ) -> bool:
+        """Has all living members do something; whether one that is well refused, where it may."""
+        self._watch()
+
+        async def one(engine: int) -> bool:
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._ask(engine, call(self._members[engine]))
+            except GaveUpError:
+                pass
+            except TimeoutError:
+                self._bury(engine, Death.SILENT, f"engine {engine} took more than {seconds:g} s to {doing}")
+            except EngineError as error:
+                if may_refuse and await self._is_well(engine, str(error)):
+                    return True
+                self._bury(engine, Death.FAILED, f"engine {engine} could not {doing}: {error}")
+            return False
+
+        return any(await asyncio.gather(*map(one, self.health.living)))
+
+    async def _ask(self, engine: int, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a member's `work`; `GaveUpError` if it died meanwhile."""
+        result = await self._calls[engine].ask(work)
+        if self.health.alive(engine):
+            suspect = not self.health.serves(engine)
+            self.health.answered(engine, self._now)
+            if suspect and self.health.serves(engine):
+                self._offer(engine)
+                self._changed()
+        return result
+
+    async def _is_well(self, engine: int, error: str) -> bool:
+        """Whether a member that raised `error` is well all the same; otherwise it is given up."""
+        try:
+            async with asyncio.timeout(self._call_seconds):
+                await self._ask(engine, self._members[engine].ping())
+            return True
+        except GaveUpError:
+            return False
+        except (EngineError, TimeoutError):
+            self._bury(engine, Death.FAILED, f"engine {engine}: {error}")
+            return False
+
+    def _bury(self, engine: int, kind: Death, reason: str) -> None:
+        """Gives a member up, unless it is dead already."""
+        if self.health.alive(engine):
+            self.health.died(engine, kind, reason)
+            self._buried(engine)
+
+    def _buried(self, engine: int) -> None:
+        log.warning("fleet.engine_died", engine=engine, reason=self.health.last_reason, fleet=self.health.summary())
+        self._offer(engine)
+        self._calls[engine].give_up()
+        self._changed()
+        if not self.health.restartable(engine):
+            self._spawn(self._end(engine))
+
+    def _offer(self, engine: int) -> None:
+        self._loads.offer(engine, self.health.serves(engine))
+
+    def _changed(self) -> None:
+        """Lets all who wait look again."""
+        self._gate.set()
+        self._gate = asyncio.Event()
+
+    def _hope(self) -> None:
+        if self._closed:
+            raise EngineError("The engines are closed: no request can be made of them.")
+        if self._defect is not None:
+            raise self._defect
+        if (failure := self.health.failure) is not None:
+            raise EngineError(failure)
+
+    def _until(self) -> float:
+        return asyncio.get_running_loop().time() + self._wait_seconds
+
+    async def _change(self, what: str, until: float | None) -> None:
+        """Waits for anything to change, on the way to `what`, until that time of the event loop.
+
+        Raises:
+            EngineError: nothing did.
+        """
+        try:
+            async with asyncio.timeout_at(until):
+                await self._gate.wait()
+        except TimeoutError as error:
+            raise EngineError(
+                f"Waited {self._wait_seconds:g} s for {what}; the fleet is: {self.health.summary()}."
+            ) from error
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(engine_work(work))
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+
+    def _watch(self) -> None:
+        """Starts the rounds of pings, of which there are none before the fleet is first used, nor when it is closed."""
+        if not self._closed and (self._watching is None or self._watching.done()):
+            self._watching = asyncio.create_task(engine_work(self._rounds()))
+            self._watching.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A task that looks after the engines ended. By an error: nobody would find a dead engine any more, so all who
+        wait for one learn of it."""
+        self._background.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self._defect = EngineError(f"What watches the engines failed: {told(error)}")
+        self._defect.__cause__ = error
+        for calls in self._calls:
+            calls.give_up()
+        self._changed()
+
+    async def _rounds(self) -> None:
+        loop = asyncio.get_running_loop()
+        asked: set[int] = set()
+
+        async def ping(engine: int) -> None:
+            try:
+                await self._ask(engine, self._members[engine].ping())
+            except GaveUpError:
+                pass
+            except EngineError as error:
+                self._bury(engine, Death.FAILED, f"engine {engine}: {error}")
+            finally:
+                asked.discard(engine)
+
+        while True:
+            began = loop.time()
+            await asyncio.sleep(self._ping_seconds)
+            self._now += min(loop.time() - began, LONGEST_ROUND * self._ping_seconds)
+            for engine in self.health.living:
+                if engine not in asked and self.health.silence(engine, self._now) >= self._ping_seconds:
+                    asked.add(engine)
+                    self._spawn(ping(engine))
+            for engine in self.health.tick(self._now):
+                self._buried(engine)
+            for engine in range(len(self._members)):
+                self._offer(engine)
+            for engine in () if self._asleep else self.health.to_restart:
+                self.health.restarting(engine)
+                self._spawn(self._replace(engine))
+
+    async def _replace(self, engine: int) -> None:
+        member = self._members[engine]
+        try:
+            async with asyncio.timeout(self._restart_seconds):
+                await engine_work(member.restart())
+        except Exception as error:  # however it fails, this member has no engine
+            slow = f"it took more than {self._restart_seconds:g} s"
+            reason = f"engine {engine} did not start again: {slow if isinstance(error, TimeoutError) else error}"
+            self.health.died(engine, Death.START, reason)
+            self._buried(engine)
+            return
+        self.health.restarted(engine, self._now)
+        log.info("fleet.engine_restarted", engine=engine, fleet=self.health.summary())
+        self._offer(engine)
+        self._changed()
+        if self.health.serves(engine) or self.refresh is None:
+            return
+        try:
+            await self.refresh(self._taker(engine))
+        except Exception as error:  # of the trainer's side: the next push brings it out
+            log.warning("fleet.no_refresh", engine=engine, reason=f"{type(error).__name__}: {error}")
+
+    async def _end(self, engine: int) -> None:
+        """Closes a member that nothing more is asked of; one that does not close is left to itself."""
+        try:
+            async with asyncio.timeout(self._call_seconds):
+                await self._members[engine].close()
+        except (TimeoutError, EngineError) as error:
+            log.warning("fleet.not_closed", engine=engine, reason=str(error) or "no answer in time")

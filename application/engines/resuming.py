@@ -1,0 +1,80 @@
+"""Requests that an engine aborts go on where they were: what "recompute" means when weights change in flight.
+
+The tokens so far become part of the prompt, so that their keys and values are computed anew under the weights that are
+then in place; each token keeps the log-prob and the version that it was drawn with.
+"""
+
+from collections.abc import Callable
+
+from attrs import evolve
+
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
+from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+
+
+class ContinuingEngine(RolloutEngine):
+    """`engine`, but a request that `pause(ABORT)` ends is continued after `resume` and returned whole."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self.max_tokens: int | None = getattr(engine, "max_tokens", None)
+
+    async def generate(
+        self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
+    ) -> Generation:
+        """See `RolloutEngine.generate`; never ends with ABORTED."""
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        while True:
+            part = await self._engine.generate(_rest(request, tokens), on_token=on_token)
+            tokens.extend(part.token_ids)
+            logprobs.extend(part.logprobs)
+            versions.extend(part.versions)
+            if part.stop_reason is not StopReason.ABORTED:
+                return Generation(token_ids=tokens, logprobs=logprobs, versions=versions, stop_reason=part.stop_reason)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        await self._engine.resume()
+
+    async def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        await self._engine.wake()
+
+    def close(self) -> None:
+        """Ends the engine's processes, if it has any that end so."""
+        end = getattr(self._engine, "close", None)
+        if end is not None:
+            end()
+
+    async def aclose(self) -> None:
+        """The same for an engine that is ended in its event loop."""
+        end = getattr(self._engine, "aclose", None)
+        if end is not None:
+            await end()
+
+
+def _rest(request: GenerationRequest, tokens: list[int]) -> GenerationRequest:
+    """What is still to be sampled of `request` after `tokens`."""
+    if not tokens:
+        return request
+    params = request.params
+    return evolve(
+        request,
+        prompt_token_ids=(*request.prompt_token_ids, *tokens),
+        begun=request.begun + len(tokens),
+        params=evolve(
+            params,
+            max_new_tokens=params.max_new_tokens - len(tokens),
+            min_new_tokens=max(0, params.min_new_tokens - len(tokens)),
+        ),
+    )

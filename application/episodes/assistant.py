@@ -1,0 +1,143 @@
+"""`Assistant`: a trained policy in production, with the runtime, tools and codec of training.
+
+Nothing here is recorded for learning; a `Conversation` still keeps its ledger, so that the model reads the tokens that
+it wrote, as it did in training.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from attrs import evolve
+
+from rollgrad.application.episodes.chat_service import ChatRequest, ChatService, check_length
+from rollgrad.application.episodes.ledger import TokenLedger
+from rollgrad.application.episodes.reply import ChatReply, OnPiece
+from rollgrad.application.episodes.runtime import AgentRuntime, PlayedTurn
+from rollgrad.application.episodes.session import AgentSession
+from rollgrad.application.episodes.tool_environment import ToolEnvironment
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.messages import Message, ParsedReply, assistant_message
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.errors import DataError
+from rollgrad.domain.ports.chat_codec import ChatCodec
+from rollgrad.domain.ports.environment import Tool
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
+
+Tools = Callable[[], Awaitable[Sequence[Tool]]]
+"""Opens the tools, once."""
+
+
+class Assistant:
+    """Answers with tools of its own.
+
+    Args:
+        engine: samples.
+        codec: between messages and tokens.
+        tools: what the model may call by itself.
+        params: sampling settings.
+        system_prompt: put before conversations that have none.
+        max_turns: replies (calls of tools included) for one answer.
+        max_tokens: of a conversation; None for no limit. A reply that would pass it is cut off.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        codec: ChatCodec,
+        tools: Tools,
+        *,
+        params: SamplingParams,
+        system_prompt: str | None = None,
+        max_turns: int = 8,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.service = ChatService(engine, codec, max_tokens=max_tokens)
+        self._codec = codec
+        self._tools = tools
+        self._params = params
+        self._system_prompt = system_prompt
+        self._runtime = AgentRuntime(engine, codec, max_turns=max_turns, max_tokens=max_tokens)
+
+    def conversation(self, messages: Sequence[Message] = ()) -> "Conversation":
+        """A new conversation, which goes on after `messages`."""
+        return Conversation(self, TokenLedger(self._codec), messages)
+
+    async def answer(self, request: ChatRequest, on_piece: OnPiece | None = None) -> ChatReply:
+        """Answers a whole conversation that somebody else keeps. A client that brings tools runs them itself, so it
+        gets one reply; otherwise the assistant's tools are run, and only the answer is given.
+
+        Raises:
+            DataError: the template refuses the messages.
+            RefusedError: the conversation is too long, or too many requests are in flight.
+        """
+        if request.tools or not await self._tools():
+            messages = self._with_system(request.messages)
+            return await self.service.reply(evolve(request, messages=messages), self._params, on_piece=on_piece)
+        params = evolve(self._params, **request.changes)
+        if self.service.max_tokens is not None:
+            check_length(request, self.service.max_tokens)
+        with self.service.place():
+            turns, _ = await self.play(request.messages, TokenLedger(self._codec), params)
+        last = turns[-1]
+        answer = last.result.info.get("answer")
+        parsed = ParsedReply(message=last.action.message if answer is None else assistant_message(str(answer)))
+        if on_piece is not None:
+            on_piece("content", str(parsed.message["content"]))
+        return ChatReply(parsed=parsed, generation=last.action.generation, prompt_token_ids=last.prompt_token_ids)
+
+    async def play(
+        self,
+        messages: Sequence[Message],
+        ledger: TokenLedger,
+        params: SamplingParams | None = None,
+        *,
+        on_piece: OnPiece | None = None,
+        on_turn: Callable[[PlayedTurn], None] = lambda turn: None,
+    ) -> tuple[list[PlayedTurn], list[Message]]:
+        """Plays from `messages` to an answer; returns the turns and the conversation with them.
+
+        Raises:
+            DataError: there is no room for a reply.
+        """
+        session = AgentSession(ToolEnvironment(await self._tools(), system_prompt=self._system_prompt))
+        prompt = Prompt(token_ids=(), text="", messages=tuple(messages))
+        turns = []
+        async for turn in self._runtime.play(session, ledger, prompt, params or self._params, on_piece=on_piece):
+            turns.append(turn)
+            on_turn(turn)
+        if not turns:
+            raise DataError("The conversation leaves no room for a reply: start a new one.")
+        return turns, session.messages or []
+
+    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if self._system_prompt is None or (messages and messages[0]["role"] == "system"):
+            return messages
+        return [{"role": "system", "content": self._system_prompt}, *messages]
+
+
+class Conversation:
+    """One user's conversation with an `Assistant`, made by `Assistant.conversation`."""
+
+    def __init__(self, assistant: Assistant, ledger: TokenLedger, messages: Sequence[Message]) -> None:
+        self._assistant = assistant
+        self._ledger = ledger
+        self.messages: list[Message] = list(messages)
+        """Everything said, with calls and results."""
+
+    async def say(
+        self,
+        text: str,
+        *,
+        params: SamplingParams | None = None,
+        on_piece: OnPiece | None = None,
+        on_turn: Callable[[PlayedTurn], None] = lambda turn: None,
+    ) -> PlayedTurn:
+        """Puts a user's message, and returns the turn that answers it.
+
+        `on_piece` hears replies as they are sampled, `on_turn` each turn when its tools have answered. A message that
+        is cancelled or fails leaves the conversation as it was.
+        """
+        asked = [*self.messages, {"role": "user", "content": text}]
+        turns, self.messages = await self._assistant.play(
+            asked, self._ledger, params, on_piece=on_piece, on_turn=on_turn
+        )
+        return turns[-1]

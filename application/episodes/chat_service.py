@@ -1,0 +1,382 @@
+"""`ChatService`: replies to conversations that somebody else leads, an agent's client or a user.
+
+A `RecordedSession` keeps the tokens of one training rollout in a `TokenLedger`; a call outside of any session is
+sampled and forgotten. Invariants: sampling settings of a recorded session are the trainer's (a client may only shorten
+replies, by tokens or by texts that end them); a turn is recorded once it is complete, and once for all retries; nothing
+is recorded after `seal`.
+"""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import structlog
+from attrs import evolve, field, frozen
+
+from rollgrad.application.episodes.ledger import Prepared, TokenLedger
+from rollgrad.application.episodes.reply import ChatReply, OnPiece, sample_reply
+from rollgrad.application.episodes.stop_text import StopText
+from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.episodes.generation import SamplingParams, StopReason
+from rollgrad.domain.episodes.messages import Message, ParsedReply, texts
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.errors import ConfigurationError, ForeignError, RollgradError
+from rollgrad.domain.ports.chat_codec import ChatCodec, ToolSchema
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
+
+CHARACTERS_PER_TOKEN = 32
+"""Of a conversation at most: prose has 3 to 5; runs of spaces, the longest tokens there are, about 20 on average."""
+
+log = structlog.get_logger(__name__)
+Rendered = TypeVar("Rendered")
+
+
+@frozen(kw_only=True)
+class ChatRequest:
+    """A request for one reply.
+
+    `changes` are the sampling settings that the client names (fields of `SamplingParams`).
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema] = ()
+    changes: Mapping[str, Any] = field(factory=dict)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the reply, and are no part of it."""
+        return tuple(self.changes.get("stop_strings", ()))
+
+
+class RefusedError(RollgradError, RuntimeError):
+    """The session takes no more requests, or not this one. `kind`: sealed, turn_limit, context_length,
+    conflict or busy."""
+
+    def __init__(self, message: str, kind: str = "sealed") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.kind)
+
+
+class ChatService:
+    """Samples replies on `engine`.
+
+    Args:
+        engine: samples.
+        codec: between messages and tokens.
+        max_waiting: requests in flight at most; more are refused (`busy`).
+        max_tokens: of a conversation outside of sessions; None for no limit. A reply that would pass it is cut off.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, codec: ChatCodec, *, max_waiting: int = 4096, max_tokens: int | None = None
+    ) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._max_waiting = max_waiting
+        self.max_tokens = max_tokens
+        """See the class."""
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-render")
+        """A long conversation takes seconds to tokenise: they are not the event loop's."""
+        self._in_flight = 0
+        self._sessions: dict[str, RecordedSession] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Requests being answered."""
+        return self._in_flight
+
+    def open(self, prompt: Prompt, params: SamplingParams, limits: "SessionLimits") -> "RecordedSession":
+        """A session that records a rollout; its `key` is the secret that gives access to it."""
+        session = RecordedSession(self, TokenLedger(self._codec), prompt, params, limits)
+        self._sessions[session.key] = session
+        return session
+
+    def session(self, key: str) -> "RecordedSession | None":
+        """The open session with this key."""
+        return self._sessions.get(key)
+
+    def forget(self, session: "RecordedSession") -> None:
+        """Ends access to a session."""
+        self._sessions.pop(session.key, None)
+
+    async def reply(
+        self, request: ChatRequest, defaults: SamplingParams, *, on_piece: OnPiece | None = None
+    ) -> ChatReply:
+        """Answers outside of any session, with the client's settings over `defaults`.
+
+        Raises:
+            RefusedError: the conversation leaves no room for a reply, or too many requests are in flight.
+        """
+        with self.place():
+            token_ids = (await self.rendered(request, self._codec.render)).token_ids
+            prepared = Prepared(token_ids=token_ids, messages=tuple(request.messages), tools=tuple(request.tools))
+            params = evolve(defaults, **request.changes)
+            room = prepared.room(params.max_new_tokens, self.max_tokens)
+            if room < 1:
+                sentence = _no_room(prepared, f"the {self.max_tokens} that the model takes: shorten it")
+                raise RefusedError(sentence, "context_length")
+            params = evolve(params, max_new_tokens=room)
+            return await self.sample(prepared, params, stops=request.stops, on_piece=on_piece)
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Returns the tokens of a conversation with the beginning of a reply.
+
+        Raises:
+            DataError: the template refuses the messages.
+            RefusedError: the conversation is longer than the model takes, or too many requests are in flight.
+        """
+        with self.place():
+            return len((await self.rendered(request, self._codec.render)).token_ids)
+
+    async def rendered(
+        self, request: ChatRequest, render: Callable[[Sequence[Message], Sequence[ToolSchema]], Rendered]
+    ) -> Rendered:
+        """Returns what `render` makes of the conversation, off the event loop.
+
+        Raises:
+            RefusedError: the conversation has more characters than the model's positions ever hold.
+            ForeignError: the template or the tokenizer failed.
+        """
+        if self.max_tokens is not None:
+            check_length(request, self.max_tokens)
+
+        def told() -> Rendered:
+            with foreign_code(ForeignError):
+                return render(request.messages, request.tools)
+
+        return await asyncio.get_running_loop().run_in_executor(self._renderer, told)
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Counts a request as in flight for as long as the block lasts.
+
+        Raises:
+            RefusedError: too many are.
+        """
+        if self._in_flight >= self._max_waiting:
+            raise RefusedError(f"{self._in_flight} requests are in flight, the most that are taken: try again.", "busy")
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+
+    async def sample(
+        self,
+        prepared: Prepared,
+        params: SamplingParams,
+        *,
+        stops: Sequence[str] = (),
+        on_piece: OnPiece | None = None,
+    ) -> ChatReply:
+        """Samples one reply to `prepared`, without what begins with one of `stops`.
+
+        Raises:
+            EngineError: the engine ended the request before its first token.
+        """
+        if not stops:
+            return await sample_reply(self._engine, self._codec, prepared, params, on_piece=on_piece)
+        cut = StopText(stops, on_piece)
+        reply = await sample_reply(
+            self._engine, self._codec, prepared, params, on_piece=None if on_piece is None else cut.hear
+        )
+        return cut.finish(reply)
+
+
+@frozen(kw_only=True)
+class Origin:
+    """Which request it is: `key` names it (`digest` is of its body), `is_retry` says that it repeats an earlier one."""
+
+    key: str
+    digest: str
+    is_retry: bool = False
+
+
+@frozen(kw_only=True)
+class SessionLimits:
+    """Of one session: replies, and tokens of one history (None: as many as the model takes)."""
+
+    max_turns: int
+    max_tokens: int | None = None
+
+
+class RecordedSession:
+    """The rollout of an agent that calls the server; made by `ChatService.open`."""
+
+    def __init__(
+        self, service: ChatService, ledger: TokenLedger, prompt: Prompt, params: SamplingParams, limits: SessionLimits
+    ) -> None:
+        self.key = secrets.token_urlsafe(32)
+        self.prompt = prompt
+        self.ledger = ledger
+        self.stopped: StopReason | None = None
+        """The limit that a request ran into."""
+        self.last: ParsedReply | None = None
+        """The latest reply."""
+        self.refused: dict[str, int] = {}
+        """Requests refused, by kind."""
+        self._service = service
+        self._params = params
+        self._limits = limits
+        self._sealed = False
+        self._numbers: set[int] = set()
+        self._replies: dict[str, tuple[str, list[asyncio.Task[ChatReply]]]] = {}
+        self._running: set[asyncio.Task[ChatReply]] = set()
+        self._abandoned: set[asyncio.Task[ChatReply]] = set()
+        self._delivered: set[asyncio.Task[ChatReply]] = set()
+        self._recorded: dict[asyncio.Task[Any], int] = {}
+        self._warned = False
+
+    async def reply(
+        self, request: ChatRequest, *, origin: "Origin | None" = None, on_piece: OnPiece | None = None
+    ) -> ChatReply:
+        """Answers and records. A retry gets the reply of the request that it repeats, also one that is still being
+        sampled (then without pieces); one that failed is sampled again, and counts for no turn.
+
+        The reply is completed and recorded even if the caller goes away, so that a retry finds it.
+
+        Raises:
+            RefusedError: the session is over, a limit is reached, or a retry has another body.
+        """
+        repeated = self._repeated(origin)
+        if repeated is not None:
+            return await self._heard(repeated)
+        if self._sealed:
+            self._refuse("The session is closed: its episode has ended.", "sealed")
+        number = next(number for number in itertools.count() if number not in self._numbers)
+        if number >= self._limits.max_turns:
+            self.stopped = StopReason.TURN_LIMIT
+            self._refuse(f"The session has had its {self._limits.max_turns} replies (rollout.max_turns).", "turn_limit")
+        self._numbers.add(number)
+        task = asyncio.create_task(self._answer(request, number, on_piece))
+        self._running.add(task)
+        task.add_done_callback(self._finished)
+        if origin is not None:
+            self._replies.setdefault(origin.key, (origin.digest, []))[1].append(task)
+        return await self._heard(task)
+
+    async def seal(self) -> None:
+        """Ends the session: later requests are refused, and those in flight are cancelled; idempotent.
+
+        A reply that reached no caller, and that nothing continues, is left out of the record.
+        """
+        self._sealed = True
+        self._service.forget(self)
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for task, turn in self._recorded.items():
+            if task not in self._delivered:
+                self.ledger.drop_leaf(turn)
+
+    def _repeated(self, origin: "Origin | None") -> "asyncio.Task[ChatReply] | None":
+        """The request that this one repeats: of several alike, one whose caller went away."""
+        if origin is None or not origin.is_retry:
+            return None
+        digest, tasks = self._replies.get(origin.key, (origin.digest, []))
+        if digest != origin.digest:
+            self._refuse("The idempotency key was used before, with another body.", "conflict")
+        usable = [task for task in reversed(tasks) if not (task.done() and (task.cancelled() or task.exception()))]
+        return min(usable, key=lambda task: (task not in self._abandoned, task in self._delivered), default=None)
+
+    async def _heard(self, task: "asyncio.Task[ChatReply]") -> ChatReply:
+        self._abandoned.discard(task)
+        try:
+            reply = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task not in self._delivered:
+                self._abandoned.add(task)
+            raise
+        self._delivered.add(task)
+        return reply
+
+    async def _answer(self, request: ChatRequest, number: int, on_piece: OnPiece | None) -> ChatReply:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            with (
+                self._service.place(),
+                foreign_code(ForeignError),
+            ):  # of a template, a tokenizer, an engine's library: a task must not die of it
+                if self._limits.max_tokens is not None:
+                    check_length(request, self._limits.max_tokens)
+                prepared = await self._service.rendered(request, self.ledger.prepare)
+                params = self._settings(request, prepared, number)
+                reply = await self._sampled(prepared, params, request, on_piece)
+                if self._sealed:
+                    self._refuse("The session is closed: its episode has ended.", "sealed")
+                self._recorded[task] = self.ledger.commit(prepared, reply.generation, reply.parsed.message)
+        except BaseException:  # also a cancellation
+            self._numbers.discard(number)
+            raise
+        self.last = reply.parsed
+        return reply
+
+    async def _sampled(
+        self, prepared: Prepared, params: SamplingParams, request: ChatRequest, on_piece: OnPiece | None
+    ) -> ChatReply:
+        try:
+            return await self._service.sample(prepared, params, stops=request.stops, on_piece=on_piece)
+        except ConfigurationError as error:  # the engine: more tokens than the model has positions
+            self.stopped = StopReason.LENGTH
+            self._refuse(str(error), "context_length")
+
+    def _settings(self, request: ChatRequest, prepared: Prepared, number: int) -> SamplingParams:
+        params = self._params
+        ignored = sorted(
+            name
+            for name, value in request.changes.items()
+            if name not in ("max_new_tokens", "seed", "stop_strings") and value != getattr(params, name)
+        )
+        if ignored and not self._warned:
+            self._warned = True
+            log.warning("client_settings_ignored", names=",".join(ignored), reason="the trainer decides how to sample")
+        wanted = min(params.max_new_tokens, request.changes.get("max_new_tokens", params.max_new_tokens))
+        room = prepared.room(wanted, self._limits.max_tokens)
+        if room < 1:
+            self.stopped = StopReason.LENGTH
+            sentence = _no_room(prepared, f"{self._limits.max_tokens} (rollout.max_episode_tokens or data.max_len)")
+            self._refuse(sentence, "context_length")
+        return evolve(
+            params,
+            max_new_tokens=room,
+            stop_strings=(*params.stop_strings, *request.stops),
+            seed=(params.seed + number) % 2**63,
+        )
+
+    def _refuse(self, message: str, kind: str) -> NoReturn:
+        self.refused[kind] = self.refused.get(kind, 0) + 1
+        raise RefusedError(message, kind)
+
+    def _finished(self, task: "asyncio.Task[ChatReply]") -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; nobody may be left to
+
+
+def check_length(request: ChatRequest, max_tokens: int) -> None:
+    """Refuses by its characters what is too long to be worth the time to tokenise.
+
+    Raises:
+        RefusedError: it has more than CHARACTERS_PER_TOKEN for each of `max_tokens`.
+    """
+    characters = sum(map(len, texts([request.messages, request.tools])))
+    if characters > max_tokens * CHARACTERS_PER_TOKEN:
+        sentence = (
+            f"The conversation has {characters} characters, which leaves no room for a reply within the {max_tokens} "
+            "tokens that it may have: shorten it."
+        )
+        raise RefusedError(sentence, "context_length")
+
+
+def _no_room(prepared: Prepared, limit: str) -> str:
+    tokens = len(prepared.token_ids)
+    return f"The conversation has {tokens} tokens, which leaves no room for a reply within {limit}."

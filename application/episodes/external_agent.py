@@ -1,0 +1,117 @@
+"""Plays episodes of agents that know nothing of training: each is a client of the run's own server.
+
+The session's ledger has the exact tokens of every call; the agent's conversation may branch (sub-agents, rewritten
+histories), its outcome is one reward, on the last reply.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
+from rollgrad.application.episodes.judging import answer_request, judge_request, judged
+from rollgrad.application.foreign import foreign_code, told
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.rewards import FailureKind, Reward, RolloutFailure
+from rollgrad.domain.episodes.trajectory import Trajectory
+from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, ForeignError, RewardError, RollgradError
+from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
+from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
+from rollgrad.domain.ports.chat_codec import ChatCodec
+from rollgrad.domain.ports.reward_source import RewardSource
+
+
+class ServedAgentExecutor(AgentExecutor):
+    """See `AgentExecutor`.
+
+    Args:
+        program: the agent.
+        service: answers its calls.
+        codec: decodes what is judged.
+        url: starts the server if need be, and gives its address.
+        rewards: judges the answers of programs that give no reward; None if there is none.
+        model: the name under which the policy is served.
+        limits: of an episode.
+        max_seconds: wall clock of an episode; None for no limit. An episode cut off by it has reward 0.
+    """
+
+    def __init__(
+        self,
+        program: AgentProgram,
+        service: ChatService,
+        codec: ChatCodec,
+        url: Callable[[], Awaitable[str]],
+        rewards: RewardSource | None,
+        *,
+        model: str,
+        limits: SessionLimits,
+        max_seconds: float | None = None,
+    ) -> None:
+        self._program = program
+        self._service = service
+        self._codec = codec
+        self._url = url
+        self._rewards = rewards
+        self._model = model
+        self._limits = limits
+        self._max_seconds = max_seconds
+
+    async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+        """See `AgentExecutor.run`."""
+        url = await self._url()
+        session = self._service.open(request.prompt, request.params, self._limits)
+        task = AgentTask(
+            prompt=request.prompt, root_url=f"{url}/s/{session.key}", api_key=session.key, model=self._model
+        )
+        stop_reason, result = StopReason.ENVIRONMENT, AgentResult(reward=0.0)
+        try:
+            async with asyncio.timeout(self._max_seconds):
+                with foreign_code(lambda words: ForeignError(f"The agent raised {words}")):
+                    result = await self._program.run(task)
+        except TimeoutError:
+            stop_reason = StopReason.TIMEOUT
+        except ConfigurationError:
+            raise  # every other episode would fail alike
+        except RollgradError as error:  # it costs its own episode only
+            if session.stopped is None:
+                words = str(error) if isinstance(error, ForeignError) else f"The agent raised {told(error)}"
+                return request.failure(FailureKind.ENVIRONMENT, words)
+        finally:
+            await session.seal()
+        if session.ledger.is_empty:
+            refused = ", ".join(f"{count} {kind}" for kind, count in session.refused.items())
+            why = f"its requests were refused: {refused}" if refused else "it did not ask for one"
+            return request.failure(FailureKind.ENVIRONMENT, f"The agent ended its episode without a reply ({why}).")
+        try:
+            reward = await self._judge(session, request, result)
+        except RewardError as error:
+            return request.unjudged(error)
+        except (EngineError, DataError) as error:
+            return request.failure(FailureKind.INFRASTRUCTURE, str(error))
+        session.ledger.reward_last(reward.value)
+        ledger = session.ledger
+        return ledger.trajectories(
+            group_id=request.group_id,
+            sample_id=request.sample_id,
+            stop_reason=session.stopped or stop_reason,
+            score=reward.score,
+            metrics={"turns": float(ledger.turns), "branches": float(ledger.branches), **reward.metrics},
+            reward_parts=reward.parts,
+        )
+
+    async def _judge(self, session: RecordedSession, request: EpisodeRequest, result: AgentResult) -> Reward:
+        if result.reward is not None:
+            return Reward(value=result.reward, metrics=result.metrics)
+        latest = session.ledger.latest()
+        if result.answer is not None:
+            question = answer_request(self._codec, request.prompt, result.answer, step=latest.version)
+        else:
+            question = judge_request(
+                self._codec,
+                request.prompt,
+                latest.token_ids,
+                opening=latest.opening,
+                response=str(session.last.message["content"]) if session.last is not None else "",
+                stop_reason=StopReason.STOP,
+                step=latest.version,
+            )
+        return await judged(self._rewards, question)

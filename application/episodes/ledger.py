@@ -1,0 +1,234 @@
+"""`TokenLedger`: what the engine saw and said in one rollout, token by token.
+
+Invariants: a prompt that follows a recorded reply begins with exactly the tokens that the engine was given and sampled;
+a history that cannot be continued so (the template rewrites it, the agent forked or changed it) opens another branch;
+every sampled token is an action in exactly one trajectory. Does not own: how replies are sampled or judged.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from attrs import define, field, frozen
+
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.episodes.messages import Message, same_message
+from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
+from rollgrad.domain.errors import TrajectoryError
+from rollgrad.domain.ports.chat_codec import ChatCodec, ToolSchema
+
+
+@frozen(kw_only=True, eq=False)
+class Prepared:
+    """A prompt for the engine. `parent` is the turn whose tokens it continues; None opens a branch."""
+
+    token_ids: tuple[int, ...]
+    messages: tuple[Message, ...] = ()
+    tools: tuple[ToolSchema, ...] = ()
+    parent: int | None = None
+
+    def room(self, wanted: int, max_tokens: int | None) -> int:
+        """How many of `wanted` more tokens may follow within `max_tokens` (None: no limit); below 1 none may."""
+        return wanted if max_tokens is None else min(wanted, max_tokens - len(self.token_ids))
+
+
+@define(kw_only=True, eq=False)
+class _Turn:
+    prepared: Prepared
+    generation: Generation
+    messages: tuple[Message, ...]
+    keys: tuple[str, ...]
+    tools: str
+    reward: float = 0.0
+    dropped: bool = False
+    token_ids: tuple[int, ...] = field(init=False)
+    """Prompt and reply: what a continuation begins with."""
+
+    def __attrs_post_init__(self) -> None:
+        self.token_ids = (*self.prepared.token_ids, *self.generation.token_ids)
+
+
+@frozen(kw_only=True, eq=False)
+class LatestReply:
+    """`token_ids` from the beginning of its branch to its end, `opening` of which stood before the branch's first
+    reply; `version` is that of the policy that drew its last token."""
+
+    token_ids: tuple[int, ...]
+    opening: int
+    version: int
+
+
+class TokenLedger:
+    """Records one rollout; `codec` renders what the recorded tokens do not cover."""
+
+    def __init__(self, codec: ChatCodec) -> None:
+        self._codec = codec
+        self._turns: list[_Turn] = []
+
+    @property
+    def turns(self) -> int:
+        """Replies recorded so far."""
+        return len(self._turns)
+
+    @property
+    def branches(self) -> int:
+        """Trajectories that `trajectories` makes: 1 for a rollout that only ever continued."""
+        return len(self._leaves())
+
+    def latest(self) -> LatestReply:
+        """The latest reply that is not left out, with all that led to it.
+
+        Raises:
+            TrajectoryError: there is none.
+        """
+        kept = [index for index, turn in enumerate(self._turns) if not turn.dropped]
+        if not kept:
+            raise TrajectoryError("There is no reply yet that could be judged.")
+        first = latest = self._turns[kept[-1]]
+        while first.prepared.parent is not None:
+            first = self._turns[first.prepared.parent]
+        return LatestReply(
+            token_ids=latest.token_ids,
+            opening=len(first.prepared.token_ids),
+            version=int(latest.generation.versions[-1]),
+        )
+
+    def prepare(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Prepared:
+        """The prompt for a reply to `messages`.
+
+        The longest recorded conversation that `messages` continue is found by what was said (`same_message`), not by
+        its tokens, and its recorded tokens are used; what clients lose or reorder in the history has no effect.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        keys, written = tuple(map(same_message, messages)), _written(tools)
+        best: int | None = None
+        for index, turn in enumerate(self._turns):
+            continues = turn.tools == written and len(turn.keys) < len(keys) and keys[: len(turn.keys)] == turn.keys
+            if continues and not turn.dropped and (best is None or len(turn.keys) >= len(self._turns[best].keys)):
+                best = index
+        if best is not None:
+            turn = self._turns[best]
+            new = tuple(messages[len(turn.keys) :])
+            messages = (*turn.messages, *new)
+            between = self._codec.extend(turn.messages, new, tools, reply_token_ids=turn.generation.token_ids)
+            if between is not None:
+                return Prepared(
+                    token_ids=(*turn.token_ids, *between), messages=messages, tools=tuple(tools), parent=best
+                )
+        token_ids = self._codec.render(messages, tools).token_ids
+        return Prepared(
+            token_ids=token_ids, messages=tuple(messages), tools=tuple(tools), parent=self._longest_prefix(token_ids)
+        )
+
+    def follow(self, text: str) -> Prepared:
+        """The prompt that continues the latest reply with `text`, special tokens in it being real.
+
+        Raises:
+            TrajectoryError: nothing has been sampled yet.
+        """
+        if not self._turns:
+            raise TrajectoryError("There is no reply yet that a text could follow.")
+        latest = self._turns[-1]
+        return Prepared(
+            token_ids=(*latest.token_ids, *self._codec.encode(text)),
+            messages=(*latest.messages, {"role": "user", "content": text}),
+            tools=latest.prepared.tools,
+            parent=len(self._turns) - 1,
+        )
+
+    def commit(self, prepared: Prepared, generation: Generation, message: Message) -> int:
+        """Records what was sampled for `prepared`, and the message it says; returns the turn's number."""
+        messages = (*prepared.messages, message)
+        if prepared.parent is not None:
+            self._turns[prepared.parent].dropped = False  # it was read after all
+        self._turns.append(
+            _Turn(
+                prepared=prepared,
+                generation=generation,
+                messages=messages,
+                keys=tuple(map(same_message, messages)),
+                tools=_written(prepared.tools),
+            )
+        )
+        return len(self._turns) - 1
+
+    def set_reward(self, turn: int, reward: float) -> None:
+        """The reward of one turn, replacing what stood there."""
+        self._turns[turn].reward = reward
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to learn from."""
+        return all(turn.dropped for turn in self._turns)
+
+    def reward_last(self, reward: float) -> None:
+        """Puts the episode's reward on the latest reply."""
+        self.set_reward(max(index for index, turn in enumerate(self._turns) if not turn.dropped), reward)
+
+    def drop_leaf(self, turn: int) -> None:
+        """Leaves a turn out, unless another one continues it."""
+        self._turns[turn].dropped = all(other.prepared.parent != turn for other in self._turns)
+
+    def trajectories(
+        self,
+        *,
+        group_id: int,
+        sample_id: int,
+        stop_reason: StopReason,
+        score: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        reward_parts: Mapping[str, float] | None = None,
+    ) -> list[Trajectory]:
+        """One trajectory a branch, all of the same sample; `score` defaults to the sum of all rewards.
+
+        A turn that several branches share is an action in the first of them and context in the others.
+        `reward_parts` are the whole rollout's, so that only the last branch has them.
+
+        Raises:
+            TrajectoryError: nothing was sampled.
+        """
+        leaves = self._leaves()
+        if not leaves:
+            raise TrajectoryError("The episode has no sampled token: there is nothing to learn from.")
+        outcome = sum(turn.reward for turn in self._turns if not turn.dropped) if score is None else score
+        trained: set[int] = set()
+        result = []
+        for leaf in leaves:
+            builder = self._branch(leaf, trained, group_id, sample_id)
+            parts = reward_parts if leaf == leaves[-1] else None
+            result.append(builder.build(stop_reason=stop_reason, score=outcome, metrics=metrics, reward_parts=parts))
+        return result
+
+    def _leaves(self) -> list[int]:
+        continued = {turn.prepared.parent for turn in self._turns if not turn.dropped}
+        return [i for i, turn in enumerate(self._turns) if not turn.dropped and i not in continued]
+
+    def _branch(self, leaf: int, trained: set[int], group_id: int, sample_id: int) -> TrajectoryBuilder:
+        path: list[int] = []
+        index: int | None = leaf
+        while index is not None:
+            path.append(index)
+            index = self._turns[index].prepared.parent
+        new = [index for index in reversed(path) if index not in trained]
+        trained.update(new)
+        builder = TrajectoryBuilder(self._turns[new[0]].prepared.token_ids, group_id=group_id, sample_id=sample_id)
+        for index in new:
+            turn = self._turns[index]
+            builder.expect_prefix(turn.prepared.token_ids)
+            builder.add_observation(turn.prepared.token_ids[len(builder.token_ids) :])
+            builder.add_action(turn.generation, turn=index)
+            builder.set_reward(turn.reward)
+        return builder
+
+    def _longest_prefix(self, token_ids: tuple[int, ...]) -> int | None:
+        best: int | None = None
+        for index, turn in enumerate(self._turns):
+            longer = best is None or len(turn.token_ids) > len(self._turns[best].token_ids)
+            if longer and not turn.dropped and token_ids[: len(turn.token_ids)] == turn.token_ids:
+                best = index
+        return best
+
+
+def _written(tools: Sequence[ToolSchema]) -> str:
+    return json.dumps(list(tools), sort_keys=True, default=str)

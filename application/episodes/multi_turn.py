@@ -1,0 +1,143 @@
+"""Plays an episode of several turns in an environment, within its limits; how, says `AgentRuntime`.
+
+Each action keeps its own turn's reward.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from rollgrad.application.episodes.judging import judge_request, judged
+from rollgrad.application.episodes.ledger import TokenLedger
+from rollgrad.application.episodes.runtime import AgentRuntime
+from rollgrad.application.episodes.session import AgentSession
+from rollgrad.application.foreign import foreign_code
+from rollgrad.domain.episodes.generation import SamplingParams, StopReason
+from rollgrad.domain.episodes.rewards import FailureKind, Reward, RolloutFailure
+from rollgrad.domain.episodes.trajectory import Trajectory
+from rollgrad.domain.errors import DataError, EngineError, ForeignError, RewardError
+from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
+from rollgrad.domain.ports.chat_codec import ChatCodec
+from rollgrad.domain.ports.environment import Environment
+from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
+
+log = structlog.get_logger(__name__)
+
+EnvironmentFactory = Callable[[SamplingParams], Environment | Awaitable[Environment]]
+"""Makes a fresh environment for an episode with these sampling settings."""
+
+
+class MultiTurnExecutor(AgentExecutor):
+    """See `AgentExecutor`.
+
+    Args:
+        engine: samples each turn, up to `max_new_tokens` of the request.
+        codec: decodes actions, encodes observations.
+        environment: makes a fresh environment; called once an episode.
+        max_turns: turns after which an episode counts as truncated.
+        max_tokens: tokens of an episode, prompt and observations included; None for no limit.
+        max_seconds: wall clock of an episode; None for no limit. What was played until then is kept.
+        rewards: judges the episodes whose last step has no reward (`StepResult.reward` None).
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        codec: ChatCodec,
+        environment: EnvironmentFactory,
+        *,
+        max_turns: int,
+        max_tokens: int | None = None,
+        max_seconds: float | None = None,
+        rewards: RewardSource | None = None,
+    ) -> None:
+        self._rewards = rewards
+        self._said = rewards is None
+        self._runtime = AgentRuntime(engine, codec, max_turns=max_turns, max_tokens=max_tokens)
+        self._codec = codec
+        self._environment = environment
+        self._max_tokens = max_tokens
+        self._max_seconds = max_seconds
+
+    async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+        """See `AgentExecutor.run`; `close` runs however the episode ends."""
+        try:
+            with foreign_code(lambda words: ForeignError(f"The environment raised {words}")):
+                made = self._environment(request.params)
+                environment = await made if isinstance(made, Awaitable) else made
+                try:
+                    return await self._play(environment, request)
+                finally:
+                    await environment.close()
+        except ForeignError as error:  # it costs its own episode only
+            return request.failure(FailureKind.ENVIRONMENT, str(error))
+        except EngineError as error:
+            return request.failure(FailureKind.INFRASTRUCTURE, str(error))
+        except RewardError as error:
+            return request.unjudged(error)
+        except DataError as error:
+            return request.failure(FailureKind.DATA, str(error))
+
+    async def _play(self, environment: Environment, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
+        session, ledger = AgentSession(environment), TokenLedger(self._codec)
+        stop_reason: StopReason | None = None
+        response = ""
+        try:
+            async with asyncio.timeout(self._max_seconds) as deadline:
+                async for turn in self._runtime.play(session, ledger, request.prompt, request.params):
+                    stop_reason, response = turn.stop_reason, turn.action.text
+        except TimeoutError:
+            if not deadline.expired():  # the environment's own
+                raise
+            stop_reason = StopReason.TIMEOUT
+            if not ledger.turns:
+                slow = f"No turn was played within {self._max_seconds:g} s (rollout.max_episode_seconds)."
+                return request.failure(FailureKind.ENVIRONMENT, slow)
+        if not ledger.turns:
+            full = (
+                "The prompt and what the environment opened with leave no room for a reply in an episode of at most "
+                f"{self._max_tokens} tokens (rollout.max_episode_tokens or data.max_len)."
+            )
+            return request.failure(FailureKind.DATA, full)
+        ended = stop_reason or StopReason.LENGTH
+        last, parts = session.last, session.last.reward_parts
+        score, metrics = last.score, {"turns": float(ledger.turns), "branches": float(ledger.branches), **last.metrics}
+        if last.reward is None:
+            reward = await self._judge(session, ledger, request, response, ended)
+            ledger.reward_last(reward.value)
+            score = reward.value if reward.score is None else reward.score
+            metrics, parts = {**metrics, **reward.metrics}, reward.parts
+        elif not self._said:
+            self._said = True
+            log.info("the environment rewards its episodes: the run's reward judges only those whose reward is None")
+        return ledger.trajectories(
+            group_id=request.group_id,
+            sample_id=request.sample_id,
+            stop_reason=ended,
+            score=score,
+            metrics=metrics,
+            reward_parts=parts,
+        )
+
+    async def _judge(
+        self,
+        session: AgentSession,
+        ledger: TokenLedger,
+        request: EpisodeRequest,
+        response: str,
+        stop_reason: StopReason,
+    ) -> Reward:
+        latest = ledger.latest()
+        question = judge_request(
+            self._codec,
+            request.prompt,
+            latest.token_ids,
+            opening=latest.opening,
+            response=response,
+            stop_reason=stop_reason,
+            step=latest.version,
+            completion=session.spoken,
+        )
+        return await judged(self._rewards, question)

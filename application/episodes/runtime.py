@@ -1,0 +1,125 @@
+"""`AgentRuntime`: the loop of sampling and answering that training and serving share."""
+
+from collections.abc import AsyncIterator
+
+from attrs import evolve, frozen
+
+from rollgrad.application.episodes.ledger import Prepared, TokenLedger
+from rollgrad.application.episodes.reply import OnPiece, sample_reply, sample_tokens
+from rollgrad.application.episodes.session import AgentSession
+from rollgrad.domain.episodes.generation import SamplingParams, StopReason
+from rollgrad.domain.episodes.messages import Action, assistant_message
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.ports.chat_codec import ChatCodec
+from rollgrad.domain.ports.environment import StepResult, WholePrompt
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
+
+
+@frozen(kw_only=True, eq=False)
+class PlayedTurn:
+    """What the policy was given and did, what the environment answered, and why the episode ends with it, if it
+    does."""
+
+    prompt_token_ids: tuple[int, ...]
+    action: Action
+    result: StepResult
+    stop_reason: StopReason | None
+
+
+class AgentRuntime:
+    """Plays episodes.
+
+    Args:
+        engine: samples.
+        codec: between messages and tokens.
+        max_turns: replies of an episode at most.
+        max_tokens: tokens of one history, prompt included; None is as many as the model takes.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, codec: ChatCodec, *, max_turns: int, max_tokens: int | None = None
+    ) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._max_turns = max_turns
+        self._max_tokens = max_tokens
+
+    async def play(
+        self,
+        session: AgentSession,
+        ledger: TokenLedger,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        on_piece: OnPiece | None = None,
+    ) -> AsyncIterator[PlayedTurn]:
+        """Starts the session and plays it to its end, a turn at a time; the last turn says why it is the last.
+
+        Ends without a turn when not even the opening fits into `max_tokens`. `on_piece` hears replies in
+        messages as they are sampled.
+        """
+        await session.start(prompt)
+        prepared, seed = self._opening(session, ledger, prompt), params.seed
+        for turn in range(self._max_turns):
+            room = prepared.room(params.max_new_tokens, self._max_tokens)
+            if room < 1:
+                return
+            # One uniform stream a turn: a seed that repeated would draw every turn alike.
+            seeded = evolve(params, seed=(seed + turn) % 2**63, max_new_tokens=room)
+            action = await self._act(prepared, ledger, seeded, session, on_piece)
+            result = await session.advance(action)
+            ledger.set_reward(ledger.turns - 1, result.reward or 0.0)
+            following = None
+            stop = self._ended(action, result, last=turn + 1 == self._max_turns)
+            if stop is None:
+                following = self._next(session, ledger, result)
+                stop = StopReason.LENGTH if following.room(1, self._max_tokens) < 1 else None
+            yield PlayedTurn(prompt_token_ids=prepared.token_ids, action=action, result=result, stop_reason=stop)
+            if following is None or stop is not None:
+                return
+            prepared, params = following, result.sampling or params
+
+    async def _act(
+        self,
+        prepared: Prepared,
+        ledger: TokenLedger,
+        params: SamplingParams,
+        session: AgentSession,
+        on_piece: OnPiece | None,
+    ) -> Action:
+        if session.messages is None:
+            generation = await sample_tokens(self._engine, prepared, params)
+            text = self._codec.decode(generation.token_ids)
+            action = Action(text=text, generation=generation, message=assistant_message(text))
+        else:
+            reply = await sample_reply(self._engine, self._codec, prepared, params, on_piece=on_piece)
+            action = Action(
+                text=self._codec.decode(reply.generation.token_ids),
+                generation=reply.generation,
+                message=reply.parsed.message,
+                tool_calls=reply.parsed.tool_calls,
+                error=reply.parsed.error,
+            )
+        ledger.commit(prepared, action.generation, action.message)
+        return action
+
+    def _opening(self, session: AgentSession, ledger: TokenLedger, prompt: Prompt) -> Prepared:
+        if session.messages is None:
+            before = () if isinstance(session.opening, WholePrompt) else prompt.token_ids
+            return Prepared(token_ids=(*before, *self._codec.encode(session.opening)))
+        return ledger.prepare(session.messages, session.tools)
+
+    def _next(self, session: AgentSession, ledger: TokenLedger, result: StepResult) -> Prepared:
+        if session.messages is None:
+            return ledger.follow(str(result.observation))
+        return ledger.prepare(session.messages, session.tools)
+
+    @staticmethod
+    def _ended(action: Action, result: StepResult, *, last: bool) -> StopReason | None:
+        if result.terminated:
+            return StopReason.ENVIRONMENT
+        if result.truncated:
+            return StopReason.TURN_LIMIT
+        if action.generation.stop_reason.truncated:
+            return action.generation.stop_reason
+        return StopReason.TURN_LIMIT if last else None

@@ -1,0 +1,85 @@
+"""`AgentSession`: the conversation of one episode, as an agent and its environment lead it.
+
+Knows messages, tools and rewards; knows nothing of tokens (`TokenLedger` does) nor of who samples.
+"""
+
+from collections.abc import Sequence
+
+from rollgrad.domain.episodes.messages import Action, Message
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.errors import DataError
+from rollgrad.domain.ports.chat_codec import ToolSchema
+from rollgrad.domain.ports.environment import Environment, StepResult, tool_schema
+
+
+class AgentSession:
+    """One episode in `environment`.
+
+    `messages` is the conversation so far, None while the episode is plain text (the environment never spoke in
+    messages and has no tools). `opening` is text that the environment put behind the prompt.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self.tools: tuple[ToolSchema, ...] = tuple(map(tool_schema, getattr(environment, "tools", ())))
+        self.messages: list[Message] | None = None
+        self.opening = ""
+        self._begun = 0
+        self.results: list[StepResult] = []
+
+    @property
+    def last(self) -> StepResult:
+        """The environment's latest answer."""
+        return self.results[-1] if self.results else StepResult()
+
+    async def start(self, prompt: Prompt) -> None:
+        """Resets the environment.
+
+        Raises:
+            DataError: the environment speaks in messages or has tools, but the prompt is a plain text.
+        """
+        opening = await self._environment.reset(prompt)
+        if isinstance(opening, str):
+            self.opening = opening
+            if self.tools:
+                self.messages = self._conversation(prompt)
+                if opening:
+                    self.messages.append({"role": "user", "content": opening})
+        else:
+            self.messages = list(opening) or self._conversation(prompt)
+        self._begun = len(self.messages or ())
+
+    @property
+    def spoken(self) -> Sequence[Message]:
+        """Messages since the opening: replies and what the environment answered; none of a plain text."""
+        return (self.messages or [])[self._begun :]
+
+    async def advance(self, action: Action) -> StepResult:
+        """Tells the environment what the policy said; its answer joins the conversation."""
+        result = await self._environment.step(action)
+        self.results.append(result)
+        if self.messages is None and not isinstance(result.observation, str):
+            raise DataError(
+                "The environment answered in messages, but it opened the episode with text: let reset() return "
+                "messages too (the whole opening conversation)."
+            )
+        if self.messages is not None:
+            self.messages.append(action.message)
+            if not isinstance(result.observation, str):
+                self.messages.extend(result.observation)
+            elif result.observation:
+                self.messages.append({"role": "user", "content": result.observation})
+        return result
+
+    def visible(self) -> Sequence[Message]:
+        """The conversation without what is for the model alone."""
+        return [message for message in self.messages or () if message.get("visible", True)]
+
+    @staticmethod
+    def _conversation(prompt: Prompt) -> list[Message]:
+        if not prompt.messages:
+            raise DataError(
+                "The episode has tools or speaks in messages, but its prompt is a plain text: use "
+                "--data.apply_chat_template True, or let reset() return the opening conversation."
+            )
+        return list(prompt.messages)

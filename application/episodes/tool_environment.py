@@ -1,0 +1,155 @@
+"""`ToolEnvironment`: a conversation in which the model may call tools until it answers.
+
+A reply with calls gets their results; a reply without any is the answer, and so is the result of a tool that
+terminates. What the model does wrong (a call that cannot be read, an unknown tool, bad arguments) is told to it and
+counted, and never ends the episode by itself.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+from attrs import evolve
+
+from rollgrad.application.foreign import foreign_code, told
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.messages import Action, Message, ToolCall, ToolResult, tool_message
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import RewardRequest
+from rollgrad.domain.errors import ForeignError, RollgradError
+from rollgrad.domain.ports.environment import Environment, StepResult, Tool
+from rollgrad.domain.ports.reward_source import RewardSource
+
+WRONG = "That is not right. Try again."
+"""What the model is told of an answer that does not pass, while it may give another."""
+
+log = structlog.get_logger(__name__)
+
+
+class ToolEnvironment(Environment):
+    """Plays one episode with `tools`.
+
+    Args:
+        tools: what the model may call; whoever made them closes them.
+        rewards: judges the answer (`reward_hook`); None gives none.
+        system_prompt: put before the conversation, unless it has one.
+        attempts: answers that the model may give. One whose score is below `pass_threshold` earns nothing and is told
+            to be wrong, until the last.
+        pass_threshold: the score of an answer that is right.
+        end_of_turn: text that ends a reply, put behind the answer for reward models (`ChatCodec.end_of_turn`).
+
+    Metrics: `tool_calls`, `tool_errors` (calls that failed or could not be made), `answered` (0 or 1), `attempts`.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        *,
+        rewards: RewardSource | None = None,
+        system_prompt: str | None = None,
+        attempts: int = 1,
+        pass_threshold: float = 0.5,
+        end_of_turn: str = "",
+    ) -> None:
+        self.tools = tuple(tools)
+        self._by_name = {tool.name: tool for tool in tools}
+        self._rewards = rewards
+        self._system_prompt = system_prompt
+        self._prompt: Prompt | None = None
+        self._allowed = attempts
+        self._pass_threshold = pass_threshold
+        self._end_of_turn = end_of_turn
+        self._step = 0
+        self._calls = self._errors = self._attempts = 0
+
+    async def reset(self, prompt: Prompt) -> Sequence[Message]:
+        """Starts the episode with the prompt's conversation."""
+        self._prompt = prompt
+        self._calls = self._errors = self._attempts = 0
+        system = self._system_prompt
+        if system is None or not prompt.messages or prompt.messages[0]["role"] == "system":
+            return prompt.messages
+        return [{"role": "system", "content": system}, *prompt.messages]
+
+    async def step(self, action: Action) -> StepResult:
+        """Runs the calls of a reply, all at once, or takes it for the answer."""
+        self._step = int(action.generation.versions[-1]) if action.generation.versions else 0
+        if action.generation.stop_reason.truncated:
+            return StepResult(metrics=self._metrics())  # cut off: what it would have called nobody knows
+        if action.error is not None:
+            self._errors += 1
+            return StepResult(observation=[self.hint(action.error)], metrics=self._metrics())
+        if not action.tool_calls:
+            return await self._finish(str(action.message["content"]))
+        results = await asyncio.gather(*map(self._call, action.tool_calls))
+        self._calls += len(results)
+        self._errors += sum(result.is_error for result in results)
+        pairs = zip(action.tool_calls, results, strict=True)
+        answers = [
+            self.hint(result.content) if call.arguments is None else tool_message(call, result.content)
+            for call, result in pairs
+        ]
+        final = next((result for result in results if result.terminates), None)
+        if final is not None:
+            return await self._finish(final.content, answers)
+        return StepResult(observation=answers, metrics=self._metrics())
+
+    async def reward_hook(self, answer: str, prompt: Prompt) -> StepResult:
+        """The reward of the final answer; override it for another than the run's."""
+        if self._rewards is None:
+            return StepResult()
+        request = RewardRequest(
+            prompt=prompt,
+            response=answer,
+            stop_reason=StopReason.STOP,
+            query=prompt.text + answer + self._end_of_turn,
+            step=self._step,
+        )
+        (reward,) = await self._rewards.score([request])
+        return StepResult(reward=reward.value, score=reward.score, metrics=reward.metrics, reward_parts=reward.parts)
+
+    def hint(self, text: str) -> Message:
+        """A remark for the model that no user sees."""
+        return {"role": "user", "content": text, "visible": False}
+
+    async def close(self) -> None:
+        """Nothing to release: the tools are not the environment's own."""
+
+    async def _call(self, call: ToolCall) -> ToolResult:
+        if call.error is not None or call.arguments is None:
+            return ToolResult(content=call.error or "The arguments could not be read.", is_error=True)
+        tool = self._by_name.get(call.name)
+        if tool is None:
+            known = ", ".join(self._by_name)
+            return ToolResult(content=f"There is no function {call.name!r}; the functions are {known}.", is_error=True)
+        try:
+            with foreign_code(ForeignError):
+                return await tool.call(call.arguments)
+        except RollgradError as error:  # a tool's defect is its own: the model is told no details
+            log.warning("tool_failed", tool=call.name, error=told(error.__cause__ or error))
+            return ToolResult(content=f"The tool {call.name!r} failed.", is_error=True)
+
+    async def _finish(self, answer: str, results: Sequence[Message] = ()) -> StepResult:
+        """Ends the episode with `answer`, or asks for another, after the `results` of the calls beside it."""
+        assert self._prompt is not None
+        judged = await self.reward_hook(answer, self._prompt)
+        self._attempts += 1
+        passed = ((judged.reward or 0.0) if judged.score is None else judged.score) >= self._pass_threshold
+        if self._attempts < self._allowed and not passed:
+            return StepResult(
+                observation=[*results, {"role": "user", "content": WRONG}], metrics=self._metrics(), score=0.0
+            )
+        return evolve(
+            judged,
+            terminated=True,
+            metrics={**self._metrics(), "answered": 1.0, **judged.metrics},
+            info={"answer": answer},
+        )
+
+    def _metrics(self) -> dict[str, float]:
+        return {
+            "tool_calls": float(self._calls),
+            "tool_errors": float(self._errors),
+            "answered": 0.0,
+            "attempts": float(self._attempts),
+        }

@@ -1,1 +1,0 @@
-"""How an episode is played."""

@@ -1,0 +1,232 @@
+"""Experience: from trajectories to a batch with advantages, ready to learn from."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from rollgrad.application.learning.microbatch import per_token
+from rollgrad.application.settings.choices import Normalise, OldLogprobs
+from rollgrad.application.settings.run import AlgoConfig, RewardConfig
+from rollgrad.domain.algorithms import shaping
+from rollgrad.domain.algorithms.catalogue import estimator_traits
+from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParams, estimate
+from rollgrad.domain.algorithms.losses.kl import kl_estimate
+from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.episodes.trajectory import Trajectory
+from rollgrad.domain.errors import RewardError
+from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, ValueModel
+
+PARTS_SLACK = 1e-4
+"""Relative difference between a reward and the weighted sum of its parts that rounding explains."""
+
+
+@frozen(kw_only=True, eq=False)
+class Experience:
+    """A batch with advantages, and what was noticed while making it."""
+
+    batch: PackedBatch
+    metrics: dict[str, float]
+
+
+class ExperienceService:
+    """Scores trajectories under the policies involved and estimates advantages.
+
+    Args:
+        policy: the policy before its update.
+        reference: None when KL plays no part.
+        critic: None unless the estimator needs one.
+        algo: algorithm settings.
+        reward: how rewards are shaped before any baseline.
+        max_length: sampled tokens of an episode at most, which penalties of length go by; None without any.
+        max_tokens: token budget of one forward pass.
+        steps_per_rollout: optimizer steps that one rollout feeds; with 1 the ratio is exactly 1 and the policy's
+            log-probs before the update need not be computed for it.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        *,
+        reference: ReferenceModel | None,
+        critic: ValueModel | None,
+        algo: AlgoConfig,
+        reward: RewardConfig,
+        max_length: int | None,
+        max_tokens: int,
+        steps_per_rollout: int,
+    ) -> None:
+        self._policy = policy
+        self._reference = reference
+        self._critic = critic
+        self._algo = algo
+        self._reward = reward
+        self._max_length = max_length
+        self._moments = shaping.RunningMoments()
+        self._max_tokens = max_tokens
+        self._steps_per_rollout = steps_per_rollout
+
+    def make(
+        self, trajectories: Sequence[Trajectory], kl_coef: float, baselines: Mapping[int, float] | None = None
+    ) -> Experience:
+        """Packs, scores and estimates; `kl_coef` is the controller's current weight, `baselines` the rewards of greedy
+        rollouts by group id, which are normalised and clipped like the others."""
+        metrics: dict[str, float] = {}
+        batch = self._shaped(pack(trajectories), metrics)
+        batch = evolve(batch, baselines_S=self._baselines(batch, baselines or {}))
+        batch = self._with_old_logprobs(batch)
+        token_rewards_N = torch.zeros(batch.token_count)
+        if self._reference is not None:
+            batch = evolve(
+                batch,
+                ref_logprobs_N=per_token(batch, self._max_tokens, lambda b: self._score(self._reference, b)),
+            )
+            if not self._algo.kl.use_loss:
+                token_rewards_N = self._kl_penalty(batch, kl_coef, metrics)
+        if self._critic is not None:
+            batch = evolve(batch, values_N=per_token(batch, self._max_tokens, self._critic.values))
+        return Experience(batch=self._with_advantages(batch, token_rewards_N, metrics), metrics=metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Running moments of the rewards."""
+        return self._moments.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state`."""
+        self._moments = shaping.RunningMoments.from_state_dict(state)
+
+    def _shaped(self, batch: PackedBatch, metrics: dict[str, float]) -> PackedBatch:
+        """Rewards by length and truncation, then normalised, then clipped."""
+        reward = self._reward
+        if reward.cosine_length:
+            assert self._max_length is not None
+            settings = shaping.CosineLength(
+                passed=reward.cosine_passed, failed=reward.cosine_failed, exceeded=reward.cosine_exceeded
+            )
+            shaped_N = shaping.cosine_length(batch, settings, limit=self._max_length, threshold=reward.pass_threshold)
+            batch = evolve(batch, rewards_N=shaped_N)
+        if reward.overlong_buffer_len is not None:
+            assert self._max_length is not None
+            shaped_N = shaping.overlong_penalty(
+                batch,
+                limit=self._max_length,
+                buffer=reward.overlong_buffer_len,
+                factor=reward.overlong_penalty_factor,
+            )
+            batch = evolve(batch, rewards_N=shaped_N)
+        if reward.stop_properly_penalty_coef is not None:
+            batch = evolve(batch, rewards_N=shaping.stop_properly(batch, reward.stop_properly_penalty_coef))
+        if reward.normalize is Normalise.RUNNING:
+            self._moments = self._moments.update(shaping.outcomes(batch))
+            batch = evolve(batch, rewards_N=shaping.normalise(batch, mean=self._moments.mean, std=self._moments.std))
+        elif reward.normalize_mean_std is not None:
+            mean, std = reward.normalize_mean_std
+            batch = evolve(batch, rewards_N=shaping.normalise(batch, mean=mean, std=std))
+        if reward.clip_range is not None:
+            batch = evolve(batch, rewards_N=shaping.clip_outcomes(batch, reward.clip_range))
+        metrics["reward/shaped_mean"] = float(shaping.outcomes(batch).mean())
+        return batch
+
+    def _baselines(self, batch: PackedBatch, baselines: Mapping[int, float]) -> Tensor | None:
+        if not baselines:
+            return None
+        baselines_S = torch.tensor([baselines[int(group)] for group in batch.group_ids_S])
+        reward = self._reward
+        moments = {Normalise.RUNNING: (self._moments.mean, self._moments.std)}
+        mean, std = moments.get(reward.normalize, reward.normalize_mean_std or (0.0, 1.0))
+        baselines_S = (baselines_S - mean) / std
+        return baselines_S if reward.clip_range is None else baselines_S.clamp(*reward.clip_range)
+
+    def _with_old_logprobs(self, batch: PackedBatch) -> PackedBatch:
+        """Adds `old_logprobs_N` where the ratio or the KL penalty needs it."""
+        source = self._algo.old_logprobs
+        if source is OldLogprobs.ROLLOUT:
+            return evolve(batch, old_logprobs_N=batch.rollout_logprobs_N)
+        penalised = self._reference is not None and not self._algo.kl.use_loss
+        if not penalised and (source is OldLogprobs.INTERPOLATE or self._steps_per_rollout == 1):
+            return batch
+        return evolve(batch, old_logprobs_N=per_token(batch, self._max_tokens, lambda b: self._score(self._policy, b)))
+
+    def _kl_penalty(self, batch: PackedBatch, kl_coef: float, metrics: dict[str, float]) -> Tensor:
+        """-kl_coef * KL of each action token: KL in the reward (Ziegler et al. 2019, eq. 2)."""
+        assert batch.old_logprobs_N is not None
+        assert batch.ref_logprobs_N is not None
+        kl_N = kl_estimate(batch.old_logprobs_N, batch.ref_logprobs_N, self._algo.kl.estimator)
+        metrics["policy/ref_kl"] = float(kl_N[batch.action_mask_N].mean())
+        return torch.where(batch.action_mask_N, -kl_coef * kl_N, 0.0)
+
+    def _with_advantages(self, batch: PackedBatch, token_rewards_N: Tensor, metrics: dict[str, float]) -> PackedBatch:
+        advantage = self._algo.advantage
+        parts_SK = batch.reward_parts_SK
+        if parts_SK is None and "reward_parts" in estimator_traits(advantage.estimator).needs:
+            raise RewardError(
+                f"algo.advantage.estimator {advantage.estimator} normalises several named rewards apart, but the "
+                "reward has no names: return a mapping of named rewards from the reward function."
+            )
+        weights = self._reward.weights or {}
+        weights_K = torch.tensor([weights.get(name, 1.0) for name in batch.part_names])
+        if parts_SK is not None and "reward_parts" in estimator_traits(advantage.estimator).needs:
+            _check_parts(advantage.estimator, batch, (parts_SK * weights_K).sum(1))
+        result = estimate(
+            advantage.estimator,
+            EstimatorInput(
+                rewards_N=batch.rewards_N,
+                token_rewards_N=token_rewards_N,
+                action_mask_N=batch.action_mask_N,
+                turn_ids_N=batch.turn_ids_N,
+                lengths_S=batch.lengths_S,
+                group_ids_S=batch.group_ids_S,
+                sample_ids_S=batch.sample_ids_S,
+                values_N=batch.values_N,
+                baselines_S=batch.baselines_S,
+                reward_parts_SK=parts_SK,
+                part_weights_K=weights_K,
+            ),
+            EstimatorParams(
+                gamma=advantage.gamma,
+                lambd=advantage.lambd,
+                critic_lambd=advantage.critic_lambd,
+                length_adaptive_alpha=advantage.length_adaptive_alpha,
+            ),
+            whiten=advantage.whiten,
+            std_norm=not advantage.no_std_norm,
+        )
+        actions_A = result.advantages_N[batch.action_mask_N]
+        metrics["advantage/mean"] = float(actions_A.mean())
+        metrics["advantage/abs_mean"] = float(actions_A.abs().mean())
+        if batch.values_N is not None:
+            metrics["critic/explained_variance"] = _explained_variance(
+                batch.values_N[batch.action_mask_N], result.returns_N[batch.action_mask_N]
+            )
+        return evolve(batch, advantages_N=result.advantages_N, returns_N=result.returns_N)
+
+    @staticmethod
+    def _score(model: PolicyModel | ReferenceModel | None, batch: PackedBatch) -> Tensor:
+        assert model is not None
+        return model.score(batch).logprobs_N
+
+
+def _check_parts(estimator: str, batch: PackedBatch, named_S: Tensor) -> None:
+    """Whether each rollout was rewarded by named rewards alone: others the estimator would leave out.
+
+    Raises:
+        RewardError: it was not.
+    """
+    total_R = shaping.outcomes(batch)
+    named_R = torch.zeros_like(total_R).index_add_(0, batch.rollout_ids_S, named_S)
+    wrong_R = (total_R - named_R).abs() > PARTS_SLACK * (1 + named_R.abs())
+    if bool(wrong_R.any()):
+        first = int(wrong_R.nonzero()[0, 0])
+        raise RewardError(
+            f"algo.advantage.estimator {estimator} compares named rewards, but an episode earned "
+            f"{float(total_R[first]):g} in all and {float(named_R[first]):g} by name: give every reward of an episode "
+            "a name and its weight (--reward.weights), or set --algo.advantage.estimator to group_norm."
+        )
+
+
+def _explained_variance(values_A: Tensor, returns_A: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns); 0 when the returns do not vary."""
+    variance = returns_A.var(correction=0)
+    return 0.0 if variance == 0 else float(1 - (returns_A - values_A).var(correction=0) / variance)

@@ -1,0 +1,218 @@
+"""Update: epochs over the rollouts of a batch, minibatches (one optimizer step each), micro-batches within a budget."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from rollgrad.application.learning.microbatch import split
+from rollgrad.application.settings.choices import Aggregation
+from rollgrad.domain.algorithms.losses.aggregation import loss_weights
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.partition import minibatches
+from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
+
+NOT_MEANS = frozenset(
+    {"loss", "policy_loss", "positive_nll", "aux_loss", "grad_norm", "lr", "loss_scale", "skipped_steps"}
+)
+"""Results of an update that are no weighted means over tokens."""
+
+TURNS_SHOWN = 8
+"""Turns whose share of the gradient is logged apart."""
+
+
+class UpdateService:
+    """Takes optimizer steps on a batch.
+
+    Metrics of a step are means over the tokens that were passed through the model, weighted as in the loss.
+
+    Args:
+        policy: what is trained.
+        critic: trained beside it, or None.
+        aggregation: how token losses become one number; weights are fixed per optimizer step before it is split.
+        max_length: constant length of `Aggregation.CONSTANT_LENGTH`, in tokens.
+        batch_size: rollouts per optimizer step, each with all its branches; None takes all.
+        planned: rollouts of an update as the learning-rate schedule counts them. Where failures leave fewer, steps
+            become smaller, not fewer, so that the schedule ends with the run; None: as many as there are.
+        epochs: passes over the rollouts.
+        max_tokens: token budget of one micro-batch.
+        seed: shuffles samples into minibatches.
+        skip_idle: leave samples whose advantages are all 0 out of the policy's passes. Their gradient is exactly 0
+            when the loss has no other term (KL, entropy), and the others' weights are fixed before: same gradient,
+            less work. GRPO's groups without spread are such samples.
+        select: chooses the tokens of a whole optimizer step that the loss treats apart, or None.
+        pass_threshold: score from which a reply's likelihood is raised, for losses with such a term.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        critic: ValueModel | None,
+        *,
+        aggregation: Aggregation,
+        max_length: int,
+        batch_size: int | None,
+        planned: int | None = None,
+        epochs: int,
+        max_tokens: int,
+        seed: int,
+        skip_idle: bool = False,
+        select: Callable[[PackedBatch], Tensor] | None = None,
+        pass_threshold: float = 1.0,
+    ) -> None:
+        self._policy = policy
+        self._critic = critic
+        self._aggregation = aggregation
+        self._max_length = max_length
+        self._batch_size = batch_size
+        self._planned = planned
+        self._epochs = epochs
+        self._max_tokens = max_tokens
+        self._generator = torch.Generator().manual_seed(seed)
+        self._skip_idle = skip_idle
+        self._select = select
+        self._pass_threshold = pass_threshold
+        self.under_way = False
+        """Whether a `run` has taken some of its optimizer steps, and not all: after an error, that it ended there."""
+
+    def run(
+        self,
+        batch: PackedBatch,
+        objective: PolicyObjective,
+        value_objective: ValueObjective | None = None,
+        *,
+        train_policy: bool = True,
+    ) -> dict[str, float]:
+        """Trains on `batch`; returns metrics averaged over its optimizer steps, under `policy/` and `critic/`; of steps
+        that were skipped the number, and of the gradient norm the mean over the others.
+
+        Without `train_policy` the critic alone learns. What fails before its first optimizer step changes nothing.
+        """
+        shuffle = self._generator.get_state()
+        try:
+            return self._take_steps(batch, objective, value_objective, train_policy=train_policy)
+        except BaseException:
+            if not self.under_way:
+                self._generator.set_state(shuffle)
+            raise
+
+    def _take_steps(
+        self,
+        batch: PackedBatch,
+        objective: PolicyObjective,
+        value_objective: ValueObjective | None,
+        *,
+        train_policy: bool,
+    ) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        steps = 0
+        for step_batch in self._steps(batch):
+            metrics: dict[str, float] = {}
+            if train_policy:
+                metrics |= self._update_policy(step_batch, objective)
+                self.under_way = True
+            if self._critic is not None and value_objective is not None:
+                parts = split(step_batch, self._max_tokens)
+                metrics |= {f"critic/{k}": v for k, v in self._critic.update(parts, value_objective).items()}
+                self.under_way = True
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + value
+            steps += 1
+        self.under_way = False
+        return _over_steps(totals, steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The models under training and the order of their samples."""
+        critic = {} if self._critic is None else {"critic": self._critic.state_dict()}
+        return {"policy": self._policy.state_dict(), "shuffle": self._generator.get_state(), **critic}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state`."""
+        self._policy.load_state_dict(state["policy"])
+        self._generator.set_state(state["shuffle"])
+        if self._critic is not None:
+            self._critic.load_state_dict(state["critic"])
+
+    def _update_policy(self, step_batch: PackedBatch, objective: PolicyObjective) -> dict[str, float]:
+        """One optimizer step; means are over the tokens that were passed through the model."""
+        trained = _with_gradient(step_batch) if self._skip_idle else step_batch
+        result = self._policy.update(split(trained, self._max_tokens), objective)
+        weight = _weight(trained)
+        scaled = {name: value if name in NOT_MEANS else value / weight for name, value in result.items()}
+        squared = scaled.pop("mismatch_weight_squared", 0.0)
+        if squared > 0:
+            scaled["mismatch_effective_sample_share"] = scaled.pop("mismatch_weight") ** 2 / squared
+        metrics = {f"policy/{name}": value for name, value in scaled.items()}
+        share = trained.rollouts / step_batch.rollouts
+        return metrics | {"policy/trained_share": share} | gradient_share_by_turn(step_batch)
+
+    def _steps(self, batch: PackedBatch) -> Iterator[PackedBatch]:
+        """The samples of each optimizer step, all branches of each, with their loss weights."""
+        rollout_S, rollouts = batch.rollout_ids_S, batch.rollouts
+        planned = max(rollouts, self._planned or 0)
+        parts = min(rollouts, math.ceil(planned / (self._batch_size or planned)))
+        for _ in range(self._epochs):
+            for indices in minibatches(rollouts, parts, self._generator):
+                # Order within a step does not change its gradient; neighbours of one prompt share its forward pass.
+                part = batch.select(torch.isin(rollout_S, torch.tensor(indices)).nonzero()[:, 0])
+                yield evolve(
+                    part,
+                    selected_N=None if self._select is None else self._select(part),
+                    positive_weights_N=self._positive_weights(part),
+                    loss_weights_N=self._weights(part, self._aggregation),
+                    value_weights_N=None if self._critic is None else self._weights(part, Aggregation.TOKEN_MEAN),
+                )
+
+    def _positive_weights(self, part: PackedBatch) -> Tensor:
+        """A token mean over the replies that passed."""
+        passed_N = part.action_mask_N & (part.scores_S >= self._pass_threshold)[part.sequence_ids_N]
+        return passed_N.float() / passed_N.sum().clamp(min=1)
+
+    def _weights(self, part: PackedBatch, mode: Aggregation) -> Tensor:
+        return loss_weights(
+            mode,
+            action_mask_N=part.action_mask_N,
+            lengths_S=part.lengths_S,
+            group_ids_S=part.group_ids_S,
+            rollout_ids_S=part.rollout_ids_S,
+            max_length=self._max_length,
+        )
+
+
+def _over_steps(totals: Mapping[str, float], steps: int) -> dict[str, float]:
+    means = {name: value / steps for name, value in totals.items()}
+    for name in (name for name in totals if name.endswith("/skipped_steps")):
+        means[name] = totals[name]
+        norm = name.removesuffix("skipped_steps") + "grad_norm"
+        if norm in totals:  # not if all of them were skipped
+            means[norm] = totals[norm] / (steps - totals[name])
+    return means
+
+
+def _with_gradient(batch: PackedBatch) -> PackedBatch:
+    """The sequences with an advantage other than 0; the first one if there is none, so that a step is still taken."""
+    assert batch.advantages_N is not None
+    busy_S = torch.zeros(len(batch), dtype=torch.bool)
+    busy_S[batch.sequence_ids_N[(batch.advantages_N != 0) & batch.action_mask_N]] = True
+    return batch.select(busy_S.nonzero()[:, 0] if bool(busy_S.any()) else [0])
+
+
+def _weight(batch: PackedBatch) -> float:
+    assert batch.loss_weights_N is not None
+    return float(batch.loss_weights_N.sum())
+
+
+def gradient_share_by_turn(batch: PackedBatch) -> dict[str, float]:
+    """Share of each of the first turns in the sum of |weight x advantage|, the size of the gradient at a ratio of 1;
+    empty for batches of one turn."""
+    assert batch.advantages_N is not None
+    assert batch.loss_weights_N is not None
+    turns_A = batch.turn_ids_N[batch.action_mask_N]
+    size_A = (batch.advantages_N * batch.loss_weights_N)[batch.action_mask_N].abs().double()
+    if len(turns_A) == 0 or int(turns_A.max()) == 0 or float(size_A.sum()) == 0:
+        return {}
+    size_U = torch.zeros(int(turns_A.max()) + 1, dtype=torch.float64).index_add_(0, turns_A, size_A)
+    return {f"policy/gradient_share_turn_{k}": float(x / size_U.sum()) for k, x in enumerate(size_U[:TURNS_SHOWN])}

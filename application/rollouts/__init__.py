@@ -1,0 +1,1 @@
+"""How groups of episodes are played, chosen and measured."""

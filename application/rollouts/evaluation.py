@@ -1,0 +1,67 @@
+"""Evaluation of the current policy on fixed prompts."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from rollgrad.application.rollouts.groups import RolloutService
+from rollgrad.domain.algorithms.evaluation import summarise
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.errors import RewardError
+
+
+class EvaluationService:
+    """Samples `samples` replies to each prompt and summarises their scores.
+
+    Args:
+        rollout: plays the episodes.
+        prompts: held-out prompts.
+        params: sampling settings, usually greedy.
+        samples: replies per prompt.
+        threshold: score from which a reply passes.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutService,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        samples: int,
+        threshold: float,
+    ) -> None:
+        self._rollout = rollout
+        self._prompts = prompts
+        self._params = params
+        self._samples = samples
+        self._threshold = threshold
+
+    async def run(self) -> dict[str, float]:
+        """`eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, lengths, truncation, and `eval/failed`: episodes
+        that failed, which nothing else counts. With several data sources scores also as `eval/<source>/...`. Prompts
+        none of whose replies has a reward are left out.
+
+        Raises:
+            RewardError, EngineError: too many episodes failed, or no reply has a reward.
+        """
+        groups = await self._rollout.collect(self._prompts, self._params, samples=self._samples)
+        failures = [failure for group in groups for failure in group.failures]
+        scores: dict[str, list[list[float]]] = defaultdict(list)
+        for group in groups:
+            if group.scores:
+                scores[group.prompt.datasource].append(group.scores)
+        if not scores:
+            why = failures[-1].message if failures else "there are none"
+            raise RewardError(f"No reply to the {len(groups)} held-out prompts has a reward: {why}")
+        metrics = self._summary("eval", [s for source in scores.values() for s in source])
+        if len(scores) > 1:
+            for source, source_scores in scores.items():
+                metrics |= self._summary(f"eval/{source}", source_scores)
+        played = [t for group in groups for t in group.trajectories]
+        metrics["eval/failed"] = float(len(failures))
+        metrics["eval/response_length_mean"] = sum(t.action_length for t in played) / len(played)
+        metrics["eval/truncated_share"] = sum(t.stop_reason.truncated for t in played) / len(played)
+        return metrics
+
+    def _summary(self, prefix: str, scores: list[list[float]]) -> dict[str, float]:
+        return {f"{prefix}/{name}": value for name, value in summarise(scores, self._threshold).items()}

@@ -1,0 +1,233 @@
+"""Rollout: plays n samples of each prompt, many at once, and hands over each group as it finishes.
+
+Invariants: at most `max_concurrent` episodes are in flight; every sample ends as a trajectory or as a counted
+failure; sample and group ids, and with them the seeds, depend on the position in the run alone, never on timing.
+"""
+
+import asyncio
+import itertools
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+import structlog
+from attrs import evolve, frozen
+
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.episodes.trajectory import Trajectory
+from rollgrad.domain.errors import EngineError, RewardError, RollgradError
+from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
+
+log = structlog.get_logger(__name__)
+
+FAILURE_SHARE = 0.05
+"""Share of a rollout's episodes that may fail where no number is set: what a flaky service loses now and then, and far
+below what a broken reward or environment does."""
+
+SEED_MULTIPLIER = 0x9E3779B97F4A7C15
+"""2^64 divided by the golden ratio: spreads consecutive sample ids over the whole range of seeds."""
+
+
+def sample_seed(run_seed: int, sample_id: int) -> int:
+    """The sampling seed of sample `sample_id`, from 0 to 2^63 - 1."""
+    return ((run_seed + 1) * SEED_MULTIPLIER + sample_id * 0xBF58476D1CE4E5B9) % 2**63
+
+
+@frozen(kw_only=True, eq=False)
+class RolloutGroup:
+    """All samples of one prompt."""
+
+    group_id: int
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+    failures: tuple[RolloutFailure, ...] = ()
+    baseline: float | None = None
+    """Reward of the prompt's greedy rollout, where one was asked for."""
+
+    @property
+    def samples(self) -> list[tuple[Trajectory, ...]]:
+        """The trajectories of each sample: its branches, in order."""
+        branches: dict[int, list[Trajectory]] = {}
+        for trajectory in self.trajectories:
+            branches.setdefault(trajectory.sample_id, []).append(trajectory)
+        return [tuple(sample) for sample in branches.values()]
+
+    @property
+    def scores(self) -> list[float]:
+        """What the samples are filtered and evaluated by."""
+        return [sample[0].score for sample in self.samples]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Reward of each sample, its branches together."""
+        return [sum(trajectory.reward for trajectory in sample) for sample in self.samples]
+
+
+class FailureBudget:
+    """Counts and names failed episodes; tolerates `allowed` of them, by default `FAILURE_SHARE` of `episodes`."""
+
+    def __init__(self, allowed: int | None, episodes: int) -> None:
+        self._allowed = math.ceil(FAILURE_SHARE * episodes) if allowed is None else allowed
+        self._failures: Counter[FailureKind] = Counter()
+
+    def charge(self, group: RolloutGroup) -> None:
+        """Adds a group's failures.
+
+        Raises:
+            RewardError, EngineError: they are too many; the message ends with the last failure's.
+        """
+        failures = [failure for failure in group.failures if failure.kind is not FailureKind.NOT_APPLICABLE]
+        self._failures.update(failure.kind for failure in failures)
+        if failures and self._failures.total() > self._allowed:
+            raise _too_many(failures[-1], self._failures, self._allowed)
+        for failure in failures:
+            log.warning(
+                "an episode failed, and is left out",
+                kind=failure.kind.value,
+                reason=failure.message,
+                sample=failure.sample_id,
+                failed=self._failures.total(),
+                tolerated=self._allowed,
+            )
+
+
+class RolloutService:
+    """Plays groups of episodes.
+
+    Args:
+        executor: plays one episode.
+        max_concurrent: episodes in flight at once.
+        max_failures: failed episodes tolerated in one `stream`; one more raises. None tolerates `FAILURE_SHARE` of its
+            episodes.
+        seed: run seed, from which each sample's own seed follows.
+    """
+
+    def __init__(
+        self, executor: AgentExecutor, *, max_concurrent: int, max_failures: int | None = None, seed: int = 0
+    ) -> None:
+        self._executor = executor
+        self._max_concurrent = max_concurrent
+        self._max_failures = max_failures
+        self._seed = seed
+
+    async def stream(
+        self,
+        prompts: Iterator[Prompt],
+        params: SamplingParams,
+        *,
+        samples: int,
+        groups: int,
+        refill: Callable[[RolloutGroup], bool] = lambda group: False,
+        first_group_id: int = 0,
+        greedy_baseline: bool = False,
+    ) -> AsyncIterator[RolloutGroup]:
+        """Groups in the order in which they finish, until all that were started have.
+
+        Args:
+            prompts: where they come from; which are played depends on what `refill` answers, never on timing.
+            params: sampling settings.
+            samples: samples of each prompt.
+            groups: started at once.
+            refill: whether one more group is started for this finished one.
+            first_group_id: of the first group; the others count on from it in the order of their prompts.
+            greedy_baseline: also play each prompt greedily, for `RolloutGroup.baseline`.
+
+        Raises:
+            RewardError, EngineError: more than `max_failures` episodes failed; the message ends with the last one's.
+        """
+        slots = self.slots()
+        budget = self.failure_budget(groups * samples)
+        numbers = itertools.count(first_group_id)
+
+        def start() -> asyncio.Task[RolloutGroup]:
+            return asyncio.create_task(
+                self.play(
+                    next(prompts),
+                    params,
+                    samples=samples,
+                    group_id=next(numbers),
+                    slots=slots,
+                    greedy_baseline=greedy_baseline,
+                )
+            )
+
+        running = {start() for _ in range(groups)}
+        finished: set[asyncio.Task[RolloutGroup]] = set()
+        try:
+            while running:
+                finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for group in (task.result() for task in finished):
+                    budget.charge(group)
+                    if refill(group):
+                        running.add(start())
+                    yield group
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, *finished, return_exceptions=True)
+
+    async def collect(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, samples: int, first_group_id: int = 0
+    ) -> list[RolloutGroup]:
+        """All groups, in the order of `prompts`."""
+        stream = self.stream(iter(prompts), params, samples=samples, groups=len(prompts), first_group_id=first_group_id)
+        groups = [group async for group in stream]
+        return sorted(groups, key=lambda group: group.group_id)
+
+    def slots(self) -> asyncio.Semaphore:
+        """Places for `max_concurrent` episodes, to be shared by the groups of one stream."""
+        return asyncio.Semaphore(self._max_concurrent)
+
+    def failure_budget(self, episodes: int) -> FailureBudget:
+        """The failed episodes that a rollout of `episodes` may have."""
+        return FailureBudget(self._max_failures, episodes)
+
+    async def play(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        samples: int,
+        group_id: int,
+        slots: asyncio.Semaphore,
+        greedy_baseline: bool = False,
+    ) -> RolloutGroup:
+        """Plays one group; see `stream` for the arguments."""
+
+        async def one(sample_id: int, settings: SamplingParams) -> list[Trajectory] | RolloutFailure:
+            async with slots:
+                seeded = evolve(settings, seed=sample_seed(self._seed, sample_id))
+                return await self._executor.run(
+                    EpisodeRequest(prompt=prompt, params=seeded, group_id=group_id, sample_id=sample_id)
+                )
+
+        greedy = [evolve(params, temperature=0.0, top_p=1.0, top_k=0)] if greedy_baseline else []
+        results = await asyncio.gather(
+            *(one(group_id * samples + index, params) for index in range(samples)),
+            *(one(group_id * samples, settings) for settings in greedy),
+        )
+        failures = tuple(result for result in results if isinstance(result, RolloutFailure))
+        played = [result for result in results[:samples] if isinstance(result, list)]
+        baselines = [sum(t.reward for t in result) for result in results[samples:] if isinstance(result, list)]
+        if len(baselines) < len(greedy):
+            played = []  # nothing to compare the samples with
+        return RolloutGroup(
+            group_id=group_id,
+            prompt=prompt,
+            trajectories=tuple(trajectory for result in played for trajectory in result),
+            failures=failures,
+            baseline=baselines[0] if baselines else None,
+        )
+
+
+def _too_many(last: RolloutFailure, failures: "Counter[FailureKind]", allowed: int) -> RollgradError:
+    kind = RewardError if last.kind is FailureKind.REWARD else EngineError
+    if allowed == 0:
+        return kind(last.message)
+    counts = ", ".join(f"{count} {name.value}" for name, count in failures.items())
+    return kind(
+        f"{failures.total()} episodes of a rollout failed ({counts}), and {allowed} may (--rollout.max_failures); the "
+        f"last one: {last.message}"
+    )

@@ -1,0 +1,43 @@
+"""What a rollout looked like, in numbers."""
+
+import statistics
+from collections.abc import Sequence
+
+from rollgrad.application.rollouts.groups import RolloutGroup
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> dict[str, float]:
+    """What a rollout looked like: rewards (of each branch), lengths (of all branches; also by outcome), group spread,
+    groups all of whose samples passed or failed, and the reward's own metrics.
+
+    `rollout/entropy` is the mean of -log-prob over all sampled tokens, in nats.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    trajectories = [trajectory for sample in samples for trajectory in sample]
+    count = len(samples)
+    lengths = [sum(t.action_length for t in sample) for sample in samples]
+    scored = [group.scores for group in groups if group.trajectories]
+    metrics = {
+        "reward/min": min(t.reward for t in trajectories),
+        "reward/max": max(t.reward for t in trajectories),
+        "reward/mean": sum(t.reward for t in trajectories) / count,
+        "reward/score_mean": sum(sample[0].score for sample in samples) / count,
+        "rollout/samples": float(count),
+        "rollout/entropy": -sum(float(t.logprobs_T.sum()) for t in trajectories) / sum(lengths),
+        "rollout/response_length_mean": sum(lengths) / count,
+        "rollout/response_length_max": float(max(lengths)),
+        "rollout/truncated_share": sum(sample[0].stop_reason.truncated for sample in samples) / count,
+        "rollout/zero_spread_share": sum(min(s) == max(s) for s in scored) / len(scored),
+        "rollout/group_std_mean": sum(statistics.pstdev(s) for s in scored) / len(scored),
+        "rollout/all_passed_share": sum(min(s) >= pass_threshold for s in scored) / len(scored),
+        "rollout/all_failed_share": sum(max(s) < pass_threshold for s in scored) / len(scored),
+    }
+    for name, passed in (("passed", True), ("failed", False)):
+        pairs = zip(samples, lengths, strict=True)
+        chosen = [length for sample, length in pairs if (sample[0].score >= pass_threshold) is passed]
+        if chosen:
+            metrics[f"rollout/response_length_{name}"] = sum(chosen) / len(chosen)
+    for key in {key for sample in samples for key in sample[0].metrics}:
+        values = [sample[0].metrics[key] for sample in samples if key in sample[0].metrics]
+        metrics[f"reward/{key}"] = sum(values) / len(values)
+    return metrics

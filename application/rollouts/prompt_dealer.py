@@ -1,0 +1,75 @@
+"""The stream of prompts as it is dealt to groups: one group id each, passing over what the curriculum skips.
+
+Invariants: the same stream, curriculum and records give the same groups, whatever the timing; a group can be dealt
+again from the position that it came from.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from attrs import frozen
+
+from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.domain.algorithms.curriculum import Curriculum
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.ports.prompt_source import PromptSource
+
+
+@frozen(kw_only=True)
+class Deal:
+    """A prompt for the group `group_id`; `position` of the stream right before it, JSON-serialisable."""
+
+    group_id: int
+    prompt: Prompt
+    position: Mapping[str, Any]
+
+
+class PromptDealer:
+    """Deals prompts; `next_group` is the id of the next one."""
+
+    def __init__(self, prompts: PromptSource, curriculum: Curriculum | None) -> None:
+        self._prompts = prompts
+        self._curriculum = curriculum
+        self.next_group = 0
+
+    def deal(self) -> Deal:
+        """The next prompt to play."""
+        while True:
+            position = self._prompts.state_dict()
+            (prompt,) = self._prompts.take(1)
+            play = True
+            if self._curriculum is not None:
+                play, self._curriculum = self._curriculum.draw(prompt.text)
+            if play:
+                self.next_group += 1
+                return Deal(group_id=self.next_group - 1, prompt=prompt, position=position)
+
+    def deal_again(self, group_id: int, position: Mapping[str, Any]) -> Deal:
+        """What was dealt to `group_id` at `position`; the stream stays where it is."""
+        here = self._prompts.state_dict()
+        self._prompts.load_state_dict(position)
+        (prompt,) = self._prompts.take(1)
+        self._prompts.load_state_dict(here)
+        return Deal(group_id=group_id, prompt=prompt, position=position)
+
+    def learn(self, played: Iterable[RolloutGroup]) -> None:
+        """Lets the curriculum know how the groups went, in the order of their ids."""
+        if self._curriculum is None:
+            return
+        for group in sorted(played, key=lambda group: group.group_id):
+            if group.scores:
+                self._curriculum = self._curriculum.record(group.prompt.text, sum(group.scores) / len(group.scores))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, JSON-serialisable."""
+        state: dict[str, Any] = {"prompts": self._prompts.state_dict(), "next_group": self.next_group}
+        if self._curriculum is not None:
+            state["curriculum"] = self._curriculum.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state`."""
+        self._prompts.load_state_dict(state["prompts"])
+        self.next_group = int(state["next_group"])
+        if self._curriculum is not None:
+            self._curriculum = self._curriculum.load_state_dict(state["curriculum"])

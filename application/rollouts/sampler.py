@@ -1,0 +1,191 @@
+"""Which groups a rollout trains on: draws prompts, plays them, filters groups, and keeps what the next rollout can use.
+
+Invariants: which prompts are played, under which ids and seeds, follows from the stream and the groups' scores alone,
+never from timing; prompts played = groups handed out + rejected by reason + kept for the next rollout.
+"""
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
+from rollgrad.application.rollouts.prompt_dealer import Deal, PromptDealer
+from rollgrad.domain.algorithms.curriculum import Curriculum
+from rollgrad.domain.algorithms.filtering import EMPTY, GroupFilter
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.errors import RewardError
+from rollgrad.domain.ports.prompt_source import PromptSource
+
+
+@frozen(kw_only=True)
+class SamplingPlan:
+    """`groups` a rollout, of `samples` each; `in_flight` groups (at least `groups`; more is over-sampling) are started
+    at once; at most `budget` x `groups` prompts are played for a rollout."""
+
+    groups: int
+    samples: int
+    in_flight: int
+    budget: float = 10.0
+    group_filter: GroupFilter = field(factory=GroupFilter)
+    greedy_baseline: bool = False
+
+
+class GroupSampler:
+    """The groups of one rollout after another."""
+
+    def __init__(
+        self,
+        rollout: RolloutService,
+        prompts: PromptSource,
+        params: SamplingParams,
+        plan: SamplingPlan,
+        curriculum: Curriculum | None = None,
+    ) -> None:
+        self._rollout = rollout
+        self._dealer = PromptDealer(prompts, curriculum)
+        self._params = params
+        self._plan = plan
+        self._ready: list[RolloutGroup] = []
+        self._deals: dict[int, Deal] = {}  # of the groups that are ready, and of those that are played
+        self._again: list[Deal] = []  # groups that were ready when a run was interrupted
+
+    async def take(self, rollouts_left: int) -> tuple[list[RolloutGroup], dict[str, float]]:
+        """(the groups of the next rollout in the order of their prompts, what was noticed about all that were played).
+
+        `rollouts_left` counts this one: no more is played than they need together, so nothing is left over at the end.
+        A rollout that does not end, because it is cancelled or fails, leaves the stream where it began.
+
+        Raises:
+            RewardError: the budget of prompts ran out before enough groups were kept.
+            RewardError, EngineError: too many episodes failed.
+        """
+        before = self.state_dict()
+        try:
+            await self._play_again()
+            return await self._take(rollouts_left)
+        except BaseException:  # also a cancellation
+            self._dealer.load_state_dict(before)
+            raise
+
+    async def _play_again(self) -> None:
+        """Plays the groups that an interrupted run had kept for its next rollout, under their own ids and seeds."""
+        if not self._again:
+            return
+        budget = self._rollout.failure_budget(len(self._again) * self._plan.samples)
+        slots = self._rollout.slots()
+        groups = await asyncio.gather(
+            *(
+                self._rollout.play(
+                    deal.prompt,
+                    self._params,
+                    samples=self._plan.samples,
+                    group_id=deal.group_id,
+                    slots=slots,
+                    greedy_baseline=self._plan.greedy_baseline,
+                )
+                for deal in self._again
+            )
+        )
+        for group in groups:
+            budget.charge(group)
+        self._ready = [group for group in groups if self._kept(group)]
+        self._deals = {deal.group_id: deal for deal in self._again}
+        self._again = []
+
+    def _kept(self, group: RolloutGroup) -> bool:
+        return self._plan.group_filter.rejection(group.scores, group.rewards) is None
+
+    def _deal(self) -> Prompt:
+        deal = self._dealer.deal()
+        self._deals[deal.group_id] = deal
+        return deal.prompt
+
+    async def _take(self, rollouts_left: int) -> tuple[list[RolloutGroup], dict[str, float]]:
+        plan = self._plan
+        missing = plan.groups - len(self._ready)
+        wanted = min(plan.in_flight, plan.groups * rollouts_left - len(self._ready))
+        played: list[RolloutGroup] = []
+        rejected: Counter[str] = Counter()
+        limit = max(wanted, int(plan.budget * plan.groups))
+        if missing > 0:
+            started = wanted
+
+            def refill(group: RolloutGroup) -> bool:
+                nonlocal started
+                played.append(group)
+                reason = plan.group_filter.rejection(group.scores, group.rewards)
+                if reason is not None:
+                    rejected[reason] += 1
+                # A group whose episodes all failed counts against the failure budget; no other takes its place.
+                if reason in (None, EMPTY) or started - rejected.total() + rejected[EMPTY] >= missing:
+                    return False
+                if started >= limit:
+                    raise exhausted(started, missing, len(played) - rejected.total(), rejected)
+                started += 1
+                return True
+
+            stream = self._rollout.stream(
+                (self._deal() for _ in itertools.count()),
+                self._params,
+                samples=plan.samples,
+                groups=wanted,
+                refill=refill,
+                first_group_id=self._dealer.next_group,
+                greedy_baseline=plan.greedy_baseline,
+            )
+            async for _ in stream:
+                pass
+        played.sort(key=lambda group: group.group_id)
+        self._ready += [group for group in played if self._kept(group)]
+        taken, self._ready = self._ready[: plan.groups], self._ready[plan.groups :]
+        self._deals = {group.group_id: self._deals[group.group_id] for group in self._ready}
+        self._dealer.learn(played)
+        return taken, sampling_metrics(played, rejected) | {"rollout/kept_for_next": float(len(self._ready))}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, JSON-serialisable: groups kept for the next rollout are places in the stream."""
+        kept = [self._deals[group.group_id] for group in self._ready] + self._again
+        return {
+            **self._dealer.state_dict(),
+            "kept": [{"group": deal.group_id, "position": dict(deal.position)} for deal in kept],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state`: kept groups are played again, under the same ids and seeds.
+
+        Raises:
+            ValueError: it is of an asynchronous run that had groups in flight.
+        """
+        if state.get("pending"):
+            raise ValueError(f"{len(state['pending'])} groups were in flight, which needs train.async_enable")
+        self._dealer.load_state_dict(state)
+        self._ready, self._deals = [], {}
+        self._again = [self._dealer.deal_again(int(p["group"]), p["position"]) for p in state.get("kept", ())]
+
+
+def exhausted(started: int, wanted: int, kept: int, rejected: "Counter[str]") -> RewardError:
+    """What is raised when `started` prompts gave only `kept` of the `wanted` groups."""
+    reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in rejected.most_common())
+    return RewardError(
+        f"{started} prompts were played for {wanted} groups, but dynamic filtering kept only {kept} ({reasons}): raise "
+        "--algo.dynamic_filtering_budget, widen --algo.dynamic_filtering_range, or choose other prompts."
+    )
+
+
+def sampling_metrics(played: Sequence[RolloutGroup], rejected: "Counter[str]") -> dict[str, float]:
+    """What was noticed about all groups that were played, rejected ones included: failed episodes by kind, too."""
+    if not played:
+        return {}
+    scores = [score for group in played for score in group.scores]
+    metrics = {"rollout/prompts_played": float(len(played))}
+    if scores:
+        metrics["reward/score_mean_before_filter"] = sum(scores) / len(scores)
+    failures = Counter(failure.kind.value for group in played for failure in group.failures)
+    counts = {f"rejected_{reason}": count for reason, count in rejected.items()}
+    counts |= {f"failed_{kind}": count for kind, count in failures.items()}
+    return metrics | {f"rollout/{name}": float(count) for name, count in counts.items()}

@@ -1,0 +1,225 @@
+"""Groups without end: as soon as one ends another is started, as far as the bound on staleness lets it.
+
+Invariants: see `domain.staleness`; which prompt a group plays, its id and its seeds follow from the stream alone, never
+from timing; a group that is rejected, fails or becomes too old is counted by reason, and the next prompt takes its
+place. With a bound of 0 the groups of a step are those that the synchronous `GroupSampler` plays.
+Does not own: versions of weights (it is told by `updated`), nor what is learned.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from rollgrad.application.foreign import told
+from rollgrad.application.rollouts.groups import FailureBudget, RolloutGroup, RolloutService
+from rollgrad.application.rollouts.prompt_dealer import Deal, PromptDealer
+from rollgrad.application.rollouts.sampler import SamplingPlan, exhausted, sampling_metrics
+from rollgrad.domain.algorithms.curriculum import Curriculum
+from rollgrad.domain.algorithms.filtering import EMPTY
+from rollgrad.domain.control.staleness import STALE, StalenessBound, StalenessGate
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.episodes.trajectory import NO_VERSION
+from rollgrad.domain.errors import EngineError
+from rollgrad.domain.ports.clock import Clock
+from rollgrad.domain.ports.prompt_source import PromptSource
+
+
+class GroupStream:
+    """Plays groups in the background, from the first `take` until `stop`.
+
+    Args:
+        rollout: plays each group.
+        prompts: where prompts come from.
+        params: sampling settings.
+        plan: samples of a group, groups in flight at once, filter and its budget (counted from batch to batch).
+        bound: how old a group may become.
+        clock: measures `idle_s`.
+        curriculum: passes over prompts, or None.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutService,
+        prompts: PromptSource,
+        params: SamplingParams,
+        plan: SamplingPlan,
+        bound: StalenessBound,
+        clock: Clock,
+        curriculum: Curriculum | None = None,
+    ) -> None:
+        self._rollout = rollout
+        self._dealer = PromptDealer(prompts, curriculum)
+        self._params = params
+        self._plan = plan
+        self._clock = clock
+        self.gate = StalenessGate(bound)
+        """Where every group stands; read only."""
+        self._slots = rollout.slots()
+        self._deals: dict[int, Deal] = {}  # of every group in flight
+        self._again: deque[Deal] = deque()  # groups that an interrupted run had in flight
+        self._tasks: dict[int, asyncio.Task[RolloutGroup]] = {}
+        self._ready: dict[int, RolloutGroup] = {}
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+        self._played: list[RolloutGroup] = []
+        self._rejected: Counter[str] = Counter()
+        self._failures = self._failure_budget()
+        self._idle_s = 0.0
+        self._idle_since: float | None = clock.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds so far in which no group was being played."""
+        return self._idle_s + (0.0 if self._idle_since is None else self._clock.monotonic() - self._idle_since)
+
+    async def take(self) -> tuple[list[RolloutGroup], dict[str, float]]:
+        """(the groups of the next update in the order of their prompts, what was noticed since the last ones).
+
+        Raises:
+            RewardError: the budget of prompts ran out before enough groups were kept.
+            RewardError, EngineError: too many episodes failed since the last batch.
+        """
+        while True:
+            if self._error is not None:
+                raise self._error
+            self._fill()
+            chosen = self.gate.take()
+            if chosen is not None:
+                break
+            self._changed.clear()
+            await self._changed.wait()
+        groups = [self._ready.pop(group_id) for group_id in chosen]
+        self._dealer.learn(self._played)
+        self._played.sort(key=lambda group: group.group_id)
+        metrics = sampling_metrics(self._played, self._rejected) | {
+            "rollout/kept_for_next": float(len(self._ready)),
+            "rollout/groups_in_flight": float(self.gate.running),
+        }
+        self._played, self._rejected, self._failures = [], Counter(), self._failure_budget()
+        lags = lag_metrics(groups, self.gate.version, self.gate.bound.max_staleness)
+        return groups, metrics | lags
+
+    def updated(self) -> None:
+        """The groups of the last `take` are trained on, and the engine samples from the new weights."""
+        self.gate.updated()
+        in_flight = {*self._tasks, *self._ready}
+        self._deals = {group_id: deal for group_id, deal in self._deals.items() if group_id in in_flight}
+        for group_id in self.gate.stale():
+            self._drop(group_id, STALE)
+
+    async def stop(self) -> None:
+        """Ends all episodes; where they stand is still part of the state."""
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, JSON-serialisable: groups in flight are kept as places in the stream of prompts."""
+        return {
+            **self._dealer.state_dict(),
+            "pending": [
+                {"group": deal.group_id, "position": dict(deal.position)}
+                for deal in sorted((*self._deals.values(), *self._again), key=lambda deal: deal.group_id)
+            ],
+            "version": self.gate.version,
+            "trained": self.gate.trained,
+            "dropped": dict(self.gate.dropped),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state`: what was in flight is played again, under the same ids and seeds."""
+        self._dealer.load_state_dict(state)
+        self._again = deque(self._dealer.deal_again(int(p["group"]), p["position"]) for p in state["pending"])
+        self.gate = StalenessGate.resumed(
+            self.gate.bound, version=int(state["version"]), trained=int(state["trained"]), dropped=state["dropped"]
+        )
+
+    def _failure_budget(self) -> FailureBudget:
+        return self._rollout.failure_budget(self._plan.groups * self._plan.samples)
+
+    def _fill(self) -> None:
+        """Starts as many groups as may be."""
+        for _ in range(min(self.gate.room, self._plan.in_flight - self.gate.running)):
+            deal = self._again.popleft() if self._again else self._dealer.deal()
+            self.gate.start(deal.group_id)
+            self._deals[deal.group_id] = deal
+            played = self._rollout.play(
+                deal.prompt,
+                self._params,
+                samples=self._plan.samples,
+                group_id=deal.group_id,
+                slots=self._slots,
+                greedy_baseline=self._plan.greedy_baseline,
+            )
+            task = self._tasks[deal.group_id] = asyncio.create_task(played)
+            task.add_done_callback(partial(self._ended, deal.group_id))
+            if self._idle_since is not None:
+                self._idle_s, self._idle_since = self.idle_s, None
+
+    def _ended(self, group_id: int, task: "asyncio.Task[RolloutGroup]") -> None:
+        """A group came to its end. Errors wait for the next `take`."""
+        if self._tasks.pop(group_id, None) is None:  # it was dropped, or everything is being stopped
+            if not task.cancelled():
+                task.exception()  # nobody else asks for it
+            return
+        if not self._tasks:
+            self._idle_since = self._clock.monotonic()
+        try:
+            self._receive(task.result())
+            if self._error is None:
+                self._fill()
+        except asyncio.CancelledError:
+            self._error = EngineError(f"The episodes of group {group_id} were cancelled from outside.")
+        except Exception as error:  # a callback's errors reach nobody
+            self._error = self._error or error
+        except BaseException as error:
+            self._error = self._error or EngineError(f"The episodes of group {group_id} ended by {told(error)}.")
+        self._changed.set()
+
+    def _receive(self, group: RolloutGroup) -> None:
+        """A group was played: it is ready, or rejected."""
+        plan = self._plan
+        self._played.append(group)
+        self._failures.charge(group)
+        reason = plan.group_filter.rejection(group.scores, group.rewards)
+        if reason is None:
+            self.gate.finish(group.group_id, oldest_version(group))
+            self._ready[group.group_id] = group
+            for group_id in self.gate.stale():
+                self._drop(group_id, STALE)
+            return
+        self._drop(group.group_id, reason)
+        filtered = self._rejected.total() - self._rejected[EMPTY] - self._rejected[STALE]
+        if filtered > max(plan.in_flight, int(plan.budget * plan.groups)) - plan.groups:
+            kept = len(self._played) - filtered
+            raise exhausted(len(self._played), plan.groups, kept, self._rejected)
+
+    def _drop(self, group_id: int, reason: str) -> None:
+        self.gate.drop(group_id, reason)
+        self._rejected[reason] += 1
+        self._ready.pop(group_id, None)
+        del self._deals[group_id]
+        task = self._tasks.pop(group_id, None)
+        if task is not None:
+            task.cancel()
+            if not self._tasks:
+                self._idle_since = self._clock.monotonic()
+
+
+def oldest_version(group: RolloutGroup) -> int:
+    """The policy version that drew the group's oldest token."""
+    return min(int(t.versions_T[t.versions_T != NO_VERSION].min()) for t in group.trajectories)
+
+
+def lag_metrics(groups: Sequence[RolloutGroup], version: int, max_staleness: int) -> dict[str, float]:
+    """How many updates old the sampled tokens are when `version` trains on them: mean, largest, and the share of tokens
+    by lag, up to `max_staleness`."""
+    versions = torch.cat([t.versions_T for group in groups for t in group.trajectories])
+    lags = version - versions[versions != NO_VERSION]
+    shares = {f"staleness/share_lag_{lag}": float((lags == lag).float().mean()) for lag in range(max_staleness + 1)}
+    return {"staleness/mean": float(lags.float().mean()), "staleness/max": float(lags.max()), **shares}

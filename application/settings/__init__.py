@@ -1,0 +1,1 @@
+"""Settings of a run, their ranges, the rules across them, and presets."""

@@ -1,0 +1,67 @@
+"""What several rules need. See `validation`."""
+
+import math
+from typing import Any
+
+import attrs
+
+from rollgrad.application.settings.run import RLConfig
+
+
+def first_change(section: Any, default: Any) -> str | None:
+    """Dotted name within `section` of the first field that differs from `default`."""
+    for field in attrs.fields(type(section)):
+        value, unchanged = getattr(section, field.name), getattr(default, field.name)
+        if value != unchanged:
+            inner = first_change(value, unchanged) if attrs.has(type(value)) else None
+            return f"{field.name}.{inner}" if inner else field.name
+    return None
+
+
+def samples_per_rollout(config: RLConfig) -> int:
+    """Samples that one update trains on, each with all its branches."""
+    return config.rollout.batch_size * config.rollout.n_samples_per_prompt
+
+
+def optimizer_steps_per_rollout(config: RLConfig) -> int:
+    """Optimizer steps that one rollout feeds: passes over its samples times mini-batches of a pass."""
+    samples = samples_per_rollout(config)
+    return config.train.max_epochs * math.ceil(samples / (config.train.batch_size or samples))
+
+
+def longest_reply(config: RLConfig, *, plays: bool) -> int | None:
+    """Sampled tokens of an episode at most, which penalties of length go by: `rollout.max_new_tokens` of a single
+    reply; where episodes have several turns (`plays`) `rollout.max_episode_tokens` or `data.max_len`, None without
+    either."""
+    if plays:
+        return config.rollout.max_episode_tokens or config.data.max_len
+    return config.rollout.max_new_tokens
+
+
+def longest_sequence(config: RLConfig, *, plays: bool) -> int | None:
+    """Tokens at most of a prompt and its reply, also in evaluation, or of an episode of several turns (`plays`); None
+    is as many as the model has positions."""
+    if plays:
+        return config.rollout.max_episode_tokens or config.data.max_len
+    return _with_reply(config, max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0))
+
+
+def longest_sample(config: RLConfig) -> int:
+    """Tokens of a prompt and its reply at most, of those that are trained on."""
+    return _with_reply(config, config.rollout.max_new_tokens)
+
+
+def _with_reply(config: RLConfig, reply: int) -> int:
+    separately = config.data.prompt_limit + reply
+    return separately if config.data.max_len is None else min(config.data.max_len, separately)
+
+
+def ranks(config: RLConfig, model: str = "actor") -> int:
+    """Processes of `actor`, `critic`, `ref` or `reward`."""
+    section, actor = getattr(config, model), config.actor
+    return int((section.num_nodes or actor.num_nodes) * (section.num_gpus_per_node or actor.num_gpus_per_node))
+
+
+def tokens_per_pass(config: RLConfig) -> int:
+    """Token budget of one forward and backward pass, over all processes of the actor."""
+    return config.train.max_tokens_per_micro_batch * ranks(config)

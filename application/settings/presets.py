@@ -1,0 +1,158 @@
+"""Named recipes: settings that a paper or a reference implementation vetted together, by dotted name.
+
+Several combine (`dapo,tis`); of two that set the same thing the later one counts. Importable without torch.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollgrad.domain.algorithms.catalogue import plain_name
+from rollgrad.domain.errors import ConfigurationError
+
+_GROUP = {"rollout.n_samples_per_prompt": 8}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # Schulman et al. 2017, with GAE as OpenRLHF and verl run it.
+    "ppo": {"algo.advantage.estimator": "gae"},
+    # Yue et al. 2025, table 1: decoupled and length-adaptive GAE, value pre-training, clip-higher, positive NLL.
+    "vapo": {
+        "algo.advantage.estimator": "gae",
+        "algo.advantage.length_adaptive_alpha": 0.05,
+        "algo.advantage.critic_lambd": 1.0,
+        "actor.eps_clip_low_high": [0.2, 0.28],
+        "actor.positive_nll_coef": 0.1,
+        "critic.freezing_steps": 50,
+        "critic.adam.lr": 2e-6,
+        "rollout.n_samples_per_prompt": 16,
+    },
+    # Hu 2025, with OpenRLHF's KL weight.
+    "reinforce_pp": {"algo.advantage.estimator": "reinforce", "algo.kl.init_coef": 0.01},
+    "reinforce_pp_baseline": {
+        **_GROUP,
+        "algo.advantage.estimator": "reinforce_baseline",
+        "algo.kl.init_coef": 1e-5,
+        "algo.kl.use_loss": True,
+        "algo.kl.estimator": "k2",
+    },
+    "rloo": {**_GROUP, "algo.advantage.estimator": "rloo"},
+    # Shao et al. 2024, eq. 3: mean over sequences, k3 in the loss; the weight is that of verl's recipes.
+    "grpo": {
+        **_GROUP,
+        "algo.advantage.estimator": "group_norm",
+        "actor.loss_aggregation": "sequence_mean",
+        "algo.kl.init_coef": 1e-3,
+        "algo.kl.use_loss": True,
+        "algo.kl.estimator": "k3",
+    },
+    # Liu et al. 2025.
+    "dr_grpo": {**_GROUP, "algo.advantage.estimator": "dr_grpo", "actor.loss_aggregation": "constant_length"},
+    # Yu et al. 2025; the length penalty goes by a run's own limit: --reward.overlong_buffer_len.
+    "dapo": {
+        "algo.advantage.estimator": "group_norm",
+        "actor.eps_clip_low_high": [0.2, 0.28],
+        "actor.loss_aggregation": "token_mean",
+        "algo.dynamic_filtering_enable": True,
+        "rollout.n_samples_per_prompt": 16,
+    },
+    # Zheng et al. 2025.
+    "gspo": {
+        **_GROUP,
+        "algo.advantage.estimator": "group_norm",
+        "actor.policy_loss_type": "gspo",
+        "actor.eps_clip_low_high": [3e-4, 4e-4],
+    },
+    # MiniMax 2025 (no lower bound); the upper bound is ScaleRL's (Khatri et al. 2025) rounded to a ratio of 5.
+    "cispo": {
+        **_GROUP,
+        "algo.advantage.estimator": "group_norm",
+        "actor.policy_loss_type": "cispo",
+        "actor.eps_clip_low_high": [1.0, 4.0],
+    },
+    "sapo": {**_GROUP, "algo.advantage.estimator": "group_norm", "actor.policy_loss_type": "sapo"},
+    "gmpo": {**_GROUP, "algo.advantage.estimator": "group_norm", "actor.policy_loss_type": "gmpo"},
+    "clip_cov": {**_GROUP, "algo.advantage.estimator": "group_norm", "actor.policy_loss_type": "clip_cov"},
+    "kl_cov": {**_GROUP, "algo.advantage.estimator": "group_norm", "actor.policy_loss_type": "kl_cov"},
+    "dppo": {
+        **_GROUP,
+        "algo.advantage.estimator": "dr_grpo",
+        "actor.policy_loss_type": "dppo_tv",
+        "algo.old_logprobs": "rollout",
+    },
+    "opo": {**_GROUP, "algo.advantage.estimator": "opo", "actor.policy_loss_type": "policy_gradient"},
+    "gpg": {**_GROUP, "algo.advantage.estimator": "gpg", "actor.policy_loss_type": "policy_gradient"},
+    "maxrl": {**_GROUP, "algo.advantage.estimator": "maxrl"},
+    "gdpo": {**_GROUP, "algo.advantage.estimator": "gdpo"},
+    "remax": {"algo.advantage.estimator": "remax"},
+    # Molt 2026: one sample a prompt, one update a rollout, sequences gated by binary KL.
+    "flash_reinforce": {
+        "algo.advantage.estimator": "flash_reinforce",
+        "actor.loss_aggregation": "sequence_mean",
+        "algo.correction.level": "sequence",
+        "algo.correction.mode": "mask",
+        "algo.correction.gate": "binary_kl",
+        "algo.correction.threshold": 5e-3,
+    },
+    "on_policy_distill": {"algo.advantage.estimator": "on_policy_distill", "algo.kl.init_coef": 1.0},
+    # Off-policy corrections; bounds of Yao et al. 2025, of Ring-1T's IcePop, and of OpenRLHF.
+    "tis": {"algo.correction.level": "token", "algo.correction.mode": "truncate", "algo.correction.high": 2.0},
+    "icepop": {
+        "algo.correction.level": "token",
+        "algo.correction.mode": "mask",
+        "algo.correction.low": 0.5,
+        "algo.correction.high": 5.0,
+    },
+    "seq_mask_tis": {
+        "algo.correction.level": "geometric",
+        "algo.correction.mode": "mask",
+        "algo.correction.low": 0.5,
+        "algo.correction.high": 5.0,
+    },
+    # DeepSeek-V3.2 names no threshold.
+    "opsm": {
+        "algo.old_logprobs": "rollout",
+        "algo.correction.level": "sequence",
+        "algo.correction.mode": "mask",
+        "algo.correction.gate": "opsm",
+        "algo.correction.threshold": 0.1,
+    },
+}
+"""The names that `--algo.preset` takes."""
+
+
+OTHER_PRESET_NAMES = {
+    "drgrpo": "dr_grpo",
+    "dr.grpo": "dr_grpo",
+    "reinforce++": "reinforce_pp",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce++_baseline": "reinforce_pp_baseline",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+}
+"""Presets by the names of the papers and of verl."""
+
+
+def preset_name(name: str) -> str | None:
+    """The name of a preset in any spelling; None if there is none.
+
+    >>> preset_name("DAPO"), preset_name("reinforce++"), preset_name("a2c")
+    ('dapo', 'reinforce_pp', None)
+    """
+    plain = plain_name(name)
+    plain = OTHER_PRESET_NAMES.get(plain, plain)
+    return plain if plain in PRESETS else None
+
+
+def preset_settings(names: str) -> dict[str, Any]:
+    """The settings of the comma-separated presets `names`, by dotted name.
+
+    Raises:
+        ConfigurationError: there is no such preset.
+    """
+    settings: dict[str, Any] = {}
+    for given in (part.strip() for part in names.split(",")):
+        name = preset_name(given)
+        if name is None:
+            raise ConfigurationError(
+                f"algo.preset is {names!r}, but {given!r} is none of {', '.join(PRESETS)}: change --algo.preset."
+            )
+        settings.update(PRESETS[name])
+    return settings

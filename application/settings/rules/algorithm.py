@@ -1,0 +1,196 @@
+"""Rules of the algorithm: estimator, policy loss, KL, off-policy correction. See `validation`."""
+
+from collections.abc import Iterable, Iterator
+
+from rollgrad.application.settings.choices import (
+    CorrectionGate,
+    CorrectionLevel,
+    CorrectionMode,
+    KLAgainst,
+    KLEstimator,
+    OldLogprobs,
+    Whiten,
+)
+from rollgrad.application.settings.correction import correction_level
+from rollgrad.application.settings.derived import first_change
+from rollgrad.application.settings.models import ActorConfig, CriticConfig
+from rollgrad.application.settings.run import AdvantageConfig, CorrectionConfig, KLConfig, RLConfig
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, estimator_traits, policy_loss_traits
+
+
+def algorithm_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with the estimator, its settings, and what it needs."""
+    if config.algo.preset is not None:
+        yield (
+            f"algo.preset is {config.algo.preset!r}, but a preset is expanded where a file or flags are read: in "
+            "Python call rollgrad.load_config(preset=...)."
+        )
+    advantage = config.algo.advantage
+    estimator = advantage.estimator
+    traits = estimator_traits(estimator)
+    samples = config.rollout.n_samples_per_prompt
+    if "group" in traits.needs and samples < 2:
+        yield (
+            f"algo.advantage.estimator {estimator} compares the samples of a prompt, but "
+            f"rollout.n_samples_per_prompt is {samples}: set --rollout.n_samples_per_prompt to 2 or more."
+        )
+    for key in ("gamma", "lambd", "critic_lambd", "length_adaptive_alpha"):
+        value = getattr(advantage, key)
+        if value != getattr(AdvantageConfig(), key) and key not in traits.uses:
+            yield (
+                f"algo.advantage.{key} is {value}, which the {estimator} estimator does not use: leave "
+                f"--algo.advantage.{key} out, or set --algo.advantage.estimator to {_either(_users_of(key))}."
+            )
+    if advantage.length_adaptive_alpha is not None and advantage.lambd != AdvantageConfig().lambd:
+        yield (
+            f"algo.advantage.lambd is {advantage.lambd} and algo.advantage.length_adaptive_alpha is "
+            f"{advantage.length_adaptive_alpha}, which replaces it: leave --algo.advantage.lambd out."
+        )
+    if advantage.no_std_norm and (advantage.whiten or traits.whiten) == Whiten.NONE:
+        yield (
+            f"algo.advantage.no_std_norm is True, but the {estimator} estimator's advantages are not whitened: leave "
+            "--algo.advantage.no_std_norm out, or set --algo.advantage.whiten to batch or group."
+        )
+    critic = first_change(config.critic, CriticConfig())
+    if "critic" not in traits.needs and critic:
+        yield (
+            f"critic.{critic} is set, but the {estimator} estimator has no critic: leave --critic.{critic} out, or set "
+            f"--algo.advantage.estimator to gae."
+        )
+    frozen, steps = config.critic.freezing_steps, config.train.max_steps
+    if steps is not None and frozen >= steps:
+        yield (
+            f"critic.freezing_steps is {frozen}, but the run has {steps} rollouts, so the actor would never be "
+            "trained: lower --critic.freezing_steps or raise --train.max_steps."
+        )
+    kl = config.algo.kl
+    if "teacher" in traits.needs and (
+        config.ref.model_name_or_path is None or kl.init_coef == 0 or kl.use_loss or kl.estimator is not KLEstimator.K1
+    ):
+        yield (
+            f"algo.advantage.estimator {estimator} learns from the log-probs of a teacher: name it with "
+            "--ref.model_name_or_path, set --algo.kl.init_coef above 0 (1 is usual), and leave --algo.kl.use_loss and "
+            "--algo.kl.estimator out."
+        )
+
+
+def policy_loss_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with the policy loss and its settings."""
+    actor, default = config.actor, ActorConfig()
+    name = actor.policy_loss_type
+    traits = policy_loss_traits(name)
+    for key in ("eps_clip", "eps_clip_low_high"):
+        if getattr(actor, key) is not None and traits.clip is None:
+            yield f"actor.{key} is {getattr(actor, key)}, but the {name} loss does not clip: leave --actor.{key} out."
+    for key in ("dual_clip", "sapo_tau", "cov_share", "cov_range", "cov_kl_coef"):
+        value = getattr(actor, key)
+        if value != getattr(default, key) and key not in traits.uses:
+            users = [loss for loss, other in POLICY_LOSSES.items() if key in other.uses]
+            yield (
+                f"actor.{key} is {value}, which the {name} loss does not use: leave --actor.{key} out, or set "
+                f"--actor.policy_loss_type to {_either(users)}."
+            )
+    if actor.eps_clip is not None and actor.eps_clip_low_high is not None:
+        yield (
+            f"actor.eps_clip is {actor.eps_clip} and actor.eps_clip_low_high is {actor.eps_clip_low_high}, which "
+            "replaces it: leave --actor.eps_clip out."
+        )
+    if actor.entropy_target is None and actor.entropy_coef_step != default.entropy_coef_step:
+        yield (
+            f"actor.entropy_coef_step is {actor.entropy_coef_step}, but a fixed entropy weight has no step: set "
+            "--actor.entropy_target, or leave --actor.entropy_coef_step out."
+        )
+
+
+def kl_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with the KL term."""
+    kl = config.algo.kl
+    without_kl = "but algo.kl.init_coef is 0, which turns KL off: set --algo.kl.init_coef above 0, or leave"
+    if kl.init_coef == 0:
+        if config.ref.model_name_or_path is not None:
+            yield (
+                f"ref.model_name_or_path is {config.ref.model_name_or_path!r}, {without_kl} --ref.model_name_or_path "
+                "out."
+            )
+        changed = first_change(kl, KLConfig())
+        if changed:
+            yield f"algo.kl.{changed} is {getattr(kl, changed)}, {without_kl} --algo.kl.{changed} out."
+    if kl.target is None and kl.horizon != KLConfig().horizon:
+        yield (
+            f"algo.kl.horizon is {kl.horizon}, but a fixed KL weight has no horizon: set --algo.kl.target, or leave "
+            "--algo.kl.horizon out."
+        )
+    if kl.use_loss and kl.estimator is KLEstimator.K1:
+        yield (
+            "algo.kl.use_loss is on with algo.kl.estimator k1, whose gradient is zero on average: set "
+            "--algo.kl.estimator to k2, k3 or k3_unbiased."
+        )
+    if kl.estimator is KLEstimator.K3_UNBIASED and not kl.use_loss:
+        yield (
+            "algo.kl.estimator is k3_unbiased, which weighs a loss by the importance ratio, but KL is in the reward: "
+            "turn on --algo.kl.use_loss, or set --algo.kl.estimator to k1, k2 or k3."
+        )
+    if kl.against is KLAgainst.ROLLOUT:
+        if not kl.use_loss:
+            yield (
+                "algo.kl.against is rollout, but KL is in the reward, where the policy that sampled is the policy "
+                "itself: turn on --algo.kl.use_loss."
+            )
+        if config.ref.model_name_or_path is not None:
+            yield (
+                f"ref.model_name_or_path is {config.ref.model_name_or_path!r}, but algo.kl.against is rollout, which "
+                "needs no reference: leave --ref.model_name_or_path out, or set --algo.kl.against to reference."
+            )
+
+
+def correction_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with the off-policy correction."""
+    correction, level = config.algo.correction, correction_level(config)
+    default = CorrectionConfig(level=correction.level)
+    if level is CorrectionLevel.OFF:
+        changed = first_change(correction, default)
+        if changed:
+            yield (
+                f"algo.correction.{changed} is {getattr(correction, changed)}, but nothing is corrected "
+                f"(algo.correction.level is {correction.level}): set --algo.correction.level to token, sequence or "
+                f"geometric, or leave --algo.correction.{changed} out."
+            )
+        return
+    mode, gate = correction.mode, correction.gate
+    masks_ratio = mode is CorrectionMode.MASK and gate is CorrectionGate.RATIO
+    reads = {
+        "low": mode is CorrectionMode.CLIP or masks_ratio,
+        "high": mode is not CorrectionMode.MASK or masks_ratio,
+        "threshold": gate is not CorrectionGate.RATIO,
+    }
+    for key, read in reads.items():
+        value = getattr(correction, key)
+        if not read and value != getattr(default, key):
+            yield (
+                f"algo.correction.{key} is {value}, which mode {mode} with gate {gate} does not use: leave "
+                f"--algo.correction.{key} out."
+            )
+    if correction.low >= correction.high:
+        yield (
+            f"algo.correction.low is {correction.low} and algo.correction.high is {correction.high}, but the lower "
+            "bound must be below the upper: change --algo.correction.low or --algo.correction.high."
+        )
+    if gate is CorrectionGate.OPSM and level is CorrectionLevel.TOKEN:
+        yield (
+            f"algo.correction.gate is opsm, which judges whole sequences, but algo.correction.level is "
+            f"{correction.level}, here token: set --algo.correction.level to sequence."
+        )
+    if config.algo.old_logprobs is OldLogprobs.ROLLOUT and mode is not CorrectionMode.MASK:
+        yield (
+            f"algo.correction.mode is {mode} with algo.old_logprobs rollout, whose ratio already is against the policy "
+            "that sampled, so only leaving out remains: set --algo.correction.mode to mask, or --algo.old_logprobs to "
+            "recompute."
+        )
+
+
+def _users_of(key: str) -> list[str]:
+    return [name for name, traits in ESTIMATORS.items() if key in traits.uses]
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(names)

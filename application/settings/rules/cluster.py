@@ -1,0 +1,189 @@
+"""Rules of processes and engines. See `validation`."""
+
+from collections.abc import Iterator
+
+from rollgrad.application.settings.choices import Engine, Optim, SyncBackend
+from rollgrad.application.settings.cluster import PARAMETERS, ClusterConfig, DeepSpeedConfig, VLLMConfig
+from rollgrad.application.settings.derived import first_change, longest_sequence, ranks
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.weight_backend import engines_without_actor, shares_gpus
+from rollgrad.domain.addresses import address_problem
+from rollgrad.domain.algorithms.catalogue import estimator_traits
+
+PROCESSES = ("num_nodes", "num_gpus_per_node")
+MANY = {
+    "actor": PROCESSES,
+    "critic": PROCESSES,
+    "ref": PROCESSES,
+    "reward": PROCESSES,
+    "train": ("colocate_all", "colocate_actor_ref", "colocate_critic_reward"),
+    "vllm": ("num_engines",),
+}
+"""Settings of other sections that mean something only where there are several processes."""
+
+
+def cluster_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with where processes run."""
+    vllm = first_change(config.vllm, VLLMConfig())
+    if vllm is not None and config.rollout.engine is not Engine.VLLM:
+        yield (
+            f"vllm.{vllm} is set, but rollout.engine is {config.rollout.engine}: set --rollout.engine vllm, or leave "
+            f"--vllm.{vllm} out."
+        )
+    else:
+        yield from _sync_problems(config)
+    if not config.cluster.enable:
+        yield from _lone_problems(config)
+        return
+    if config.ds.param_offload and config.ds.zero_stage != PARAMETERS:
+        yield (
+            f"ds.param_offload is on with ds.zero_stage {config.ds.zero_stage}, which does not divide parameters: set "
+            "--ds.zero_stage 3, or leave --ds.param_offload out."
+        )
+    yield from _division_problems(config)
+    yield from _reward_model_problems(config)
+    if config.train.colocate_all and config.train.async_enable:
+        yield (
+            "train.colocate_all lets engines sleep while models train, but with train.async_enable they never do: "
+            "leave one of --train.colocate_all and --train.async_enable out."
+        )
+    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if config.train.colocate_all and (size := getattr(config.vllm, key)) > 1:
+            yield (
+                f"vllm.{key} is {size} with train.colocate_all, where an engine has one GPU: leave one of --vllm.{key} "
+                "and --train.colocate_all out."
+            )
+
+
+def engine_length_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
+    """Whether vLLM holds the longest sequence that the run can ask for."""
+    held = config.vllm.max_model_len
+    longest = longest_sequence(config, plays=has_environment or config.agent.plays)
+    if held is not None and longest is not None and held < longest:
+        yield (
+            f"vllm.max_model_len is {held}, but the run can ask for {longest} tokens (data.max_prompt_tokens and the "
+            "longest reply, or rollout.max_episode_tokens): raise --vllm.max_model_len, or leave it out."
+        )
+
+
+def server_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with servers that sample."""
+    urls = config.rollout.server_urls
+    if config.rollout.engine is not Engine.SERVER:
+        if urls:
+            yield (
+                f"rollout.server_urls is {' '.join(urls)}, but rollout.engine is {config.rollout.engine}: set "
+                "--rollout.engine server, or leave --rollout.server_urls out."
+            )
+        return
+    if not urls:
+        yield "rollout.engine is server, but none is named: set --rollout.server_urls to their addresses."
+    for index, url in enumerate(urls):
+        if (problem := address_problem(url, "rollout.server_urls")) is not None:
+            yield problem
+        if url in urls[:index]:
+            yield (
+                f"rollout.server_urls names {url} twice, but each server is one engine: name it once in "
+                "--rollout.server_urls."
+            )
+    if config.cluster.enable:
+        yield (
+            "rollout.engine is server with cluster.enable, which starts engines itself: set --rollout.engine vllm, or "
+            "leave --cluster.enable out."
+        )
+
+
+def _sync_problems(config: RLConfig) -> Iterator[str]:
+    """Ways for weights that GPUs which are shared, or are not, leave no room for."""
+    backend, together = config.vllm.sync_backend, shares_gpus(config)
+    if backend is SyncBackend.NCCL and together:
+        yield (
+            "vllm.sync_backend is nccl, but trainer and engines share GPUs, on each of which NCCL allows one process: "
+            "set --vllm.sync_backend auto, or give the engines GPUs of their own (--cluster.enable without "
+            "--train.colocate_all)."
+        )
+    if backend is SyncBackend.CUDA_IPC and not together:
+        yield (
+            "vllm.sync_backend is cuda_ipc, which goes within a GPU, but trainer and engines share none: set "
+            "--vllm.sync_backend auto, or --train.colocate_all."
+        )
+    if backend is SyncBackend.CUDA_IPC and together and (lone := engines_without_actor(config)):
+        yield (
+            f"vllm.sync_backend is cuda_ipc, which goes within a GPU, but {lone} of the engines' GPUs have no process "
+            "of the actor: set --vllm.sync_backend auto, or lower the number or the size of the engines."
+        )
+
+
+def _division_problems(config: RLConfig) -> Iterator[str]:
+    """Models whose processes do not make whole groups, and what groups cannot compute."""
+    ds = config.ds
+    for key in ("sequence_parallel_size", "tensor_parallel_size"):
+        size = getattr(ds, key)
+        for model in ("actor", "critic", "ref"):
+            if ranks(config, model) % size:
+                yield (
+                    f"ds.{key} is {size}, which does not divide the {ranks(config, model)} processes of the model "
+                    f"{model!r}: change --ds.{key}, or --{model}.num_gpus_per_node."
+                )
+    if ds.sequence_parallel_size > 1 and config.actor.aux_loss_coef > 0:
+        yield (
+            f"actor.aux_loss_coef is {config.actor.aux_loss_coef} with ds.sequence_parallel_size "
+            f"{ds.sequence_parallel_size}, but routers are balanced over whole sequences: leave one of "
+            "--actor.aux_loss_coef and --ds.sequence_parallel_size out."
+        )
+    if ds.tensor_parallel_size == 1:
+        return
+    if ds.sequence_parallel_size > 1:
+        yield (
+            f"ds.tensor_parallel_size is {ds.tensor_parallel_size} and ds.sequence_parallel_size "
+            f"{ds.sequence_parallel_size}, but processes share layers or tokens, not both: leave one of "
+            "--ds.tensor_parallel_size and --ds.sequence_parallel_size out."
+        )
+    for model in ("actor", "critic"):
+        if getattr(config, model).optim is Optim.MUON:
+            yield (
+                f"ds.tensor_parallel_size is {ds.tensor_parallel_size} with {model}.optim muon, which needs matrices "
+                f"whole: leave one of --ds.tensor_parallel_size and --{model}.optim out."
+            )
+    if config.actor.lora.rank:
+        yield (
+            f"ds.tensor_parallel_size is {ds.tensor_parallel_size} with actor.lora.rank {config.actor.lora.rank}, but "
+            "layers with adapters are not divided: leave one of --ds.tensor_parallel_size and --actor.lora.rank out."
+        )
+
+
+def _reward_model_problems(config: RLConfig) -> Iterator[str]:
+    """Settings of a reward model's processes where there is none, or nothing to share them with."""
+    needs = {"reward model": "--reward.model_name_or_path", "critic": "--algo.advantage.estimator gae"}
+    if config.reward.model_name_or_path is not None:
+        del needs["reward model"]
+    if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
+        del needs["critic"]
+    for key in PROCESSES:
+        value = getattr(config.reward, key)
+        if value is not None and "reward model" in needs:
+            yield (
+                f"reward.{key} is {value}, but there is no reward model: set --reward.model_name_or_path, or leave "
+                f"--reward.{key} out."
+            )
+    for model, flag in needs.items():
+        if config.train.colocate_critic_reward:
+            yield (
+                f"train.colocate_critic_reward is on, but there is no {model}: set {flag}, or leave "
+                "--train.colocate_critic_reward out."
+            )
+
+
+def _lone_problems(config: RLConfig) -> Iterator[str]:
+    """Settings of several processes where there is one."""
+    sections = (("cluster", config.cluster, ClusterConfig()), ("ds", config.ds, DeepSpeedConfig()))
+    changed = [f"{name}.{key}" for name, *pair in sections if (key := first_change(*pair)) is not None]
+    for name, keys in MANY.items():
+        section = getattr(config, name)
+        default = type(section)()
+        changed += [f"{name}.{key}" for key in keys if getattr(section, key) != getattr(default, key)]
+    for key in changed:
+        yield (
+            f"{key} is set, but models and engines have no processes of their own: turn on --cluster.enable, or leave "
+            f"--{key} out."
+        )

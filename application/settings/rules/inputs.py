@@ -1,0 +1,294 @@
+"""Rules of what a run reads and of single settings: models, data, rewards, evaluation, ranges. See `validation`."""
+
+import copy
+import math
+import re
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import attrs
+
+from rollgrad.application.settings.choices import (
+    JudgeIsolation,
+    LRScheduler,
+    Optim,
+    Verifier,
+)
+from rollgrad.application.settings.derived import first_change
+from rollgrad.application.settings.models import ActorConfig, CriticConfig
+from rollgrad.application.settings.ranges import RANGES
+from rollgrad.application.settings.run import EvalConfig, RewardConfig, RLConfig
+from rollgrad.application.settings.training import TrainConfig
+from rollgrad.domain.addresses import address_problem
+from rollgrad.domain.algorithms.catalogue import estimator_traits
+
+REASONING_GYM = "reasoning_gym:"
+"""Prefix of a dataset that is generated, and judged by its own scorer."""
+
+RENDERING = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+    }
+)
+"""Arguments of transformers' `apply_chat_template`, which are no variables of a template."""
+
+PROBABILITY_TOLERANCE = 1e-6
+"""Mixing probabilities are written in decimal, so their sum is 1 up to rounding."""
+
+
+def dataset_names(datasets: str) -> tuple[str, ...]:
+    """The datasets of a comma-separated setting.
+
+    >>> dataset_names("a.jsonl, reasoning_gym:basic_arithmetic")
+    ('a.jsonl', 'reasoning_gym:basic_arithmetic')
+    """
+    return tuple(name.strip() for name in datasets.split(",") if name.strip())
+
+
+def model_problems(config: RLConfig) -> Iterator[str]:
+    """Whether a model is named."""
+    if not config.actor.model_name_or_path:
+        yield "No model is set: name one with --actor.model_name_or_path."
+
+
+def required_data_problems(config: RLConfig) -> Iterator[str]:
+    """Whether prompts to train on are named."""
+    if not dataset_names(config.data.prompt_dataset):
+        yield "No prompts are set: name a dataset with --data.prompt_dataset."
+
+
+def required_eval_problems(config: RLConfig) -> Iterator[str]:
+    """Whether prompts to evaluate on are named."""
+    if not dataset_names(config.eval.dataset or ""):
+        yield "No held-out prompts are set: name a dataset with --eval.dataset."
+
+
+def range_problems(config: RLConfig) -> dict[str, str]:
+    """Which single settings are out of range: their names, and why."""
+    problems: dict[str, str] = {}
+    for key, value in _leaves(config):
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            problems[key] = f"{key} is {value}, but it must be finite: change --{key}."
+    for key, (holds, rule) in RANGES.items():
+        value = attrgetter(key)(config)
+        if key not in problems and value is not None and not holds(value):
+            problems[key] = f"{key} is {value!r}, but it must be {rule}: change --{key}."
+    return problems
+
+
+def with_defaults(config: RLConfig, keys: Iterable[str]) -> RLConfig:
+    """A copy of `config` in which the settings `keys` have their defaults."""
+    result, default = copy.deepcopy(config), RLConfig()
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        setattr(attrgetter(section)(result), name, attrgetter(key)(default))
+    return result
+
+
+def optimizer_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with optimizers, learning rates and the length of the run."""
+    models: tuple[tuple[str, ActorConfig | CriticConfig], ...] = (("actor", config.actor), ("critic", config.critic))
+    for name, model in models:
+        muon = first_change(model.muon, type(model)().muon)
+        if muon is not None and model.optim is not Optim.MUON:
+            yield (
+                f"{name}.muon.{muon} is set, but {name}.optim is {model.optim}: set --{name}.optim muon, or leave "
+                f"--{name}.muon.{muon} out."
+            )
+        if model.lr_scheduler is LRScheduler.CONSTANT and model.min_lr_ratio != ActorConfig().min_lr_ratio:
+            yield (
+                f"{name}.min_lr_ratio is {model.min_lr_ratio}, but a constant learning rate has no floor: set "
+                f"--{name}.lr_scheduler to linear or cosine_with_min_lr, or leave --{name}.min_lr_ratio out."
+            )
+    if not config.train.enable_ema and config.train.ema_beta != TrainConfig().ema_beta:
+        yield (
+            f"train.ema_beta is {config.train.ema_beta}, but no moving average is kept: set --train.enable_ema, or "
+            "leave --train.ema_beta out."
+        )
+    if config.train.max_steps is not None and config.train.num_episodes != TrainConfig().num_episodes:
+        yield (
+            f"train.max_steps is {config.train.max_steps} and train.num_episodes is {config.train.num_episodes}, but a "
+            "run has one length: leave out --train.max_steps or --train.num_episodes."
+        )
+
+
+def data_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with the datasets and how they are mixed."""
+    data = config.data
+    names = dataset_names(data.prompt_dataset)
+    if data.prompt_probs is not None:
+        if len(data.prompt_probs) != len(names):
+            yield (
+                f"data.prompt_probs has {len(data.prompt_probs)} numbers for {len(names)} datasets: give one for each "
+                "dataset of --data.prompt_dataset."
+            )
+        total = sum(data.prompt_probs)
+        if min(data.prompt_probs, default=0) < 0 or abs(total - 1) > PROBABILITY_TOLERANCE:
+            yield (
+                f"data.prompt_probs is {data.prompt_probs} with sum {total:g}, but probabilities are at least 0 and "
+                "sum to 1: change --data.prompt_probs."
+            )
+    generated = any(_is_generated(name) for name in (*names, *dataset_names(config.eval.dataset or "")))
+    if data.size != type(data)().size and not generated:
+        yield (
+            f"data.size is {data.size}, but no dataset is generated: leave --data.size out, or name a "
+            f"{REASONING_GYM}TASK in --data.prompt_dataset."
+        )
+    yield from prompt_form_problems(config)
+
+
+def prompt_form_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with how prompts are written, and how long they may be."""
+    data = config.data
+    if data.max_len is not None and data.prompt_limit >= data.max_len:
+        yield (
+            f"data.max_prompt_tokens is {data.max_prompt_tokens}, but data.max_len {data.max_len} is for prompt and "
+            "reply together: lower --data.max_prompt_tokens or leave it out, or raise --data.max_len."
+        )
+    if data.max_len is not None and config.rollout.max_episode_tokens is not None:
+        yield (
+            f"data.max_len is {data.max_len} and rollout.max_episode_tokens is {config.rollout.max_episode_tokens}, "
+            "but both bound the tokens of an episode: leave --rollout.max_episode_tokens or --data.max_len out."
+        )
+    for key in ("chat_template", "chat_template_kwargs"):
+        value = getattr(data, key)
+        if value is not None and not data.apply_chat_template:
+            yield (
+                f"data.{key} is {value!r}, but data.apply_chat_template is off: turn on --data.apply_chat_template, or "
+                f"leave --data.{key} out."
+            )
+    taken = RENDERING.intersection(data.chat_template_kwargs or ())
+    if taken:
+        yield (
+            f"data.chat_template_kwargs sets {', '.join(sorted(taken))}, which rollgrad itself tells the template: "
+            "leave it out of --data.chat_template_kwargs."
+        )
+    if data.system_prompt is not None and not data.apply_chat_template:
+        yield (
+            f"data.system_prompt is {data.system_prompt!r}, but it needs the chat template: turn on "
+            "--data.apply_chat_template, or leave --data.system_prompt out."
+        )
+    if data.input_template is not None:
+        if data.apply_chat_template:
+            yield (
+                f"data.input_template is {data.input_template!r}, but the chat template is on: turn it off with "
+                "--data.no_apply_chat_template, or leave --data.input_template out."
+            )
+        if "{}" not in data.input_template:
+            yield (
+                f"data.input_template is {data.input_template!r}, which has no {{}} where the prompt goes: change "
+                "--data.input_template."
+            )
+
+
+def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Iterator[str]:
+    """What is wrong with where rewards come from."""
+    reward = config.reward
+    sources = [
+        text
+        for text, is_set in (
+            (f"reward.function_path {reward.function_path!r}", reward.function_path is not None),
+            (f"reward.model_name_or_path {reward.model_name_or_path!r}", reward.model_name_or_path is not None),
+            (f"reward.remote_url {reward.remote_url!r}", reward.remote_url is not None),
+            (f"reward.judge_url {reward.judge_url!r}", reward.judge_url is not None),
+            (f"reward.verifier {reward.verifier}", reward.verifier is not None),
+        )
+        if is_set
+    ]
+    generated = all(_is_generated(name) for name in dataset_names(datasets))
+    if len(sources) > 1:
+        yield f"{' and '.join(sources[:2])} are both set, but a run has one reward: keep one of them."
+    named = reward.function_path is not None or reward.remote_url is not None or has_reward
+    if reward.weights is not None and not named:
+        yield (
+            f"reward.weights is {reward.weights}, but only a function or a server returns rewards with names: set "
+            "--reward.function_path or --reward.remote_url, or leave --reward.weights out."
+        )
+    for key in ("remote_batch_size", "failure_value"):
+        if reward.remote_url is None and getattr(reward, key) != getattr(RewardConfig(), key):
+            yield (
+                f"reward.{key} is {getattr(reward, key)}, but there is no reward server: set --reward.remote_url, or "
+                f"leave --reward.{key} out."
+            )
+    for key, value in (("remote_url", reward.remote_url), ("judge_url", reward.judge_url)):
+        for url in (value or "").split(","):
+            if url.strip() and (problem := address_problem(url.strip(), f"reward.{key}")) is not None:
+                yield problem
+    for key, meaning in (("judge_model", "the name of the model"), ("judge_prompt", "a text file with {response}")):
+        if reward.judge_url is not None and getattr(reward, key) is None:
+            yield (
+                f"reward.judge_url is {reward.judge_url!r}, but reward.{key} is not set: give {meaning} to "
+                f"--reward.{key}."
+            )
+    for key in ("judge_model", "judge_prompt", "judge_range"):
+        if reward.judge_url is None and getattr(reward, key) is not None:
+            yield (
+                f"reward.{key} is {getattr(reward, key)!r}, but no language model judges: set --reward.judge_url, or "
+                f"leave --reward.{key} out."
+            )
+    if reward.verifier is Verifier.FORMAT and reward.format_pattern is None:
+        yield "reward.verifier is format, which needs a regular expression: set --reward.format_pattern."
+    if reward.format_pattern is not None:
+        if reward.verifier is not Verifier.FORMAT:
+            yield (
+                f"reward.format_pattern is {reward.format_pattern!r}, which only the format verifier reads: set "
+                "--reward.verifier to format, or leave --reward.format_pattern out."
+            )
+        try:
+            re.compile(reward.format_pattern)
+        except re.error as error:
+            yield (
+                f"reward.format_pattern is {reward.format_pattern!r}, which is no regular expression ({error}): change "
+                "--reward.format_pattern."
+            )
+    judged = reward.verifier in (Verifier.MATH, Verifier.FORMAT) or (generated and not sources and not has_reward)
+    if reward.isolation is not JudgeIsolation.SANDBOX and not judged:
+        yield (
+            f"reward.isolation is {reward.isolation}, which only the math and format verifiers and the scorers of "
+            f"{REASONING_GYM}TASK read: leave --reward.isolation out."
+        )
+    unrewarded = not sources and not generated and not has_reward
+    # Last, for the estimator may have a name that nobody knows.
+    if unrewarded and "teacher" not in estimator_traits(config.algo.advantage.estimator).needs:
+        yield (
+            "No reward is set: name one with --reward.function_path, --reward.model_name_or_path, --reward.remote_url, "
+            "--reward.judge_url or --reward.verifier."
+        )
+
+
+def eval_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with evaluation."""
+    evaluation = config.eval
+    changed = first_change(evaluation, EvalConfig())
+    if not evaluation.dataset and changed:
+        yield (
+            f"eval.{changed} is {getattr(evaluation, changed)!r}, but there is nothing to evaluate on: set "
+            f"--eval.dataset, or leave --eval.{changed} out (over a file: --eval.{changed} "
+            f"{getattr(EvalConfig(), changed)})."
+        )
+    if evaluation.n_samples_per_prompt > 1 and evaluation.temperature == 0:
+        yield (
+            f"eval.n_samples_per_prompt is {evaluation.n_samples_per_prompt} with eval.temperature 0, which draws the "
+            "same reply each time: set --eval.temperature above 0, or --eval.n_samples_per_prompt 1."
+        )
+
+
+def _is_generated(name: str) -> bool:
+    return name.startswith(REASONING_GYM)
+
+
+def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for field in attrs.fields(type(section)):
+        value = getattr(section, field.name)
+        if attrs.has(type(value)):
+            yield from _leaves(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value

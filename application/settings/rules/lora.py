@@ -1,0 +1,55 @@
+"""Rules of LoRA. See `validation`."""
+
+from collections.abc import Iterator
+
+from rollgrad.application.settings.choices import Engine, LoraSync, SyncBackend
+from rollgrad.application.settings.cluster import GRADIENTS, PARAMETERS
+from rollgrad.application.settings.models import ALL_LINEAR, LoraConfig
+from rollgrad.application.settings.run import RLConfig
+
+VLLM_RANK = 512
+"""The highest that vLLM computes."""
+
+
+def lora_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with the adapters."""
+    lora, default = config.actor.lora, LoraConfig()
+    for key in ("alpha", "target_modules", "load_in_4bit", "sync"):
+        value = getattr(lora, key)
+        if lora.rank == 0 and value != getattr(default, key):
+            yield (
+                f"actor.lora.{key} is {value}, but actor.lora.rank is 0, which trains all weights: set "
+                f"--actor.lora.rank above 0, or leave --actor.lora.{key} out."
+            )
+    if lora.sync is LoraSync.ADAPTER and config.rollout.engine is not Engine.VLLM:
+        yield (
+            f"actor.lora.sync is adapter, but rollout.engine is {config.rollout.engine}, and vLLM alone takes adapters "
+            "without weights: set --rollout.engine vllm, or leave --actor.lora.sync out."
+        )
+    if lora.sync is LoraSync.ADAPTER and lora.rank > VLLM_RANK:
+        yield (
+            f"actor.lora.sync is adapter and actor.lora.rank is {lora.rank}, but vLLM computes adapters of rank "
+            f"{VLLM_RANK} at most: lower --actor.lora.rank, or leave --actor.lora.sync out."
+        )
+    if lora.load_in_4bit and lora.sync is LoraSync.ADAPTER:
+        yield (
+            "actor.lora.load_in_4bit is on and actor.lora.sync is adapter, but vLLM would compute the adapters beside "
+            "weights that are not quantised, which is another model: leave one of --actor.lora.load_in_4bit and "
+            "--actor.lora.sync out."
+        )
+    if lora.load_in_4bit and config.ds.zero_stage == PARAMETERS:
+        yield (
+            f"actor.lora.load_in_4bit is on and ds.zero_stage is {PARAMETERS}, but weights in 4 bits are not divided: "
+            f"set --ds.zero_stage {GRADIENTS}, or leave --actor.lora.load_in_4bit out."
+        )
+    backend = config.vllm.sync_backend
+    if lora.sync is LoraSync.ADAPTER and backend not in (SyncBackend.AUTO, SyncBackend.SHARED_MEMORY):
+        yield (
+            f"actor.lora.sync is adapter and vllm.sync_backend is {backend}, but adapters reach vLLM through shared "
+            "memory alone: leave one of --actor.lora.sync and --vllm.sync_backend out."
+        )
+    if lora.target_modules != ALL_LINEAR and ALL_LINEAR[0] in lora.target_modules:
+        yield (
+            f"actor.lora.target_modules is {lora.target_modules}, but {ALL_LINEAR[0]} already means every linear "
+            "layer: leave the other names out of --actor.lora.target_modules."
+        )

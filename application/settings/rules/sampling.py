@@ -1,0 +1,179 @@
+"""Rules of how episodes are sampled, kept and rewarded by length. See `validation`."""
+
+from collections.abc import Iterator
+
+from rollgrad.application.settings.choices import CorrectionLevel, KLAgainst, Normalise, OldLogprobs
+from rollgrad.application.settings.correction import correction_level, may_be_stale, off_policy
+from rollgrad.application.settings.derived import longest_reply, samples_per_rollout
+from rollgrad.application.settings.rules.asynchrony import correction_fix
+from rollgrad.application.settings.run import AlgoConfig, RewardConfig, RLConfig, RolloutConfig
+from rollgrad.domain.algorithms.catalogue import estimator_traits
+
+
+def sampling_problems(config: RLConfig) -> Iterator[str]:
+    """Which groups are played and kept."""
+    algo, default, rollout = config.algo, AlgoConfig(), config.rollout
+    filtering = algo.dynamic_filtering_enable or algo.dynamic_filtering_spread
+    if filtering and rollout.n_samples_per_prompt < 2:
+        key = "dynamic_filtering_enable" if algo.dynamic_filtering_enable else "dynamic_filtering_spread"
+        yield (
+            f"algo.{key} judges groups, but rollout.n_samples_per_prompt is {rollout.n_samples_per_prompt}: set "
+            "--rollout.n_samples_per_prompt to 2 or more."
+        )
+    for key, used in (("range", algo.dynamic_filtering_enable), ("budget", filtering)):
+        value = getattr(algo, f"dynamic_filtering_{key}")
+        if not used and value != getattr(default, f"dynamic_filtering_{key}"):
+            yield (
+                f"algo.dynamic_filtering_{key} is {value}, but no group is filtered by it: turn on "
+                f"--algo.dynamic_filtering_enable, or leave --algo.dynamic_filtering_{key} out."
+            )
+    groups = rollout.generate_batch_size
+    if groups is not None and groups < rollout.batch_size:
+        yield (
+            f"rollout.generate_batch_size is {groups}, but a rollout trains on {rollout.batch_size} groups: raise "
+            "--rollout.generate_batch_size, or leave it out."
+        )
+    overlaps = config.train.async_enable
+    over_sampling = groups is not None and groups > rollout.batch_size and not overlaps
+    if over_sampling and not off_policy(config):
+        yield (
+            f"rollout.generate_batch_size is {groups} with rollout.batch_size {rollout.batch_size}, so some samples "
+            f"are one update old when they are trained on, which needs a correction: {correction_fix(config)}."
+        )
+    if algo.old_logprobs is OldLogprobs.INTERPOLATE and not may_be_stale(config):
+        yield (
+            "algo.old_logprobs is interpolate, but every sample is of the newest policy, so there is nothing between: "
+            "set --algo.old_logprobs to rollout."
+        )
+    corrected = off_policy(config) or algo.kl.against is KLAgainst.ROLLOUT
+    if corrected and (rollout.top_p < 1 or rollout.top_k > 0):
+        key = (
+            f"algo.old_logprobs is {algo.old_logprobs}"
+            if algo.old_logprobs is not OldLogprobs.RECOMPUTE
+            else f"algo.correction.level is {correction_level(config)}"
+            if correction_level(config) is not CorrectionLevel.OFF
+            else "algo.kl.against is rollout"
+        )
+        yield (
+            f"{key} with rollout.top_p {rollout.top_p} and rollout.top_k {rollout.top_k}, but the rollout's log-probs "
+            "are then of a truncated distribution while training uses the full one, so their ratio is biased: set "
+            "--rollout.top_p 1 and --rollout.top_k 0."
+        )
+
+
+def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
+    """What is wrong with how rewards are shaped."""
+    reward, default = config.reward, RewardConfig()
+    plays = has_environment or config.agent.plays
+    if (reward.normalize is Normalise.DATASET) != (reward.normalize_mean_std is not None):
+        yield (
+            f"reward.normalize is {reward.normalize} and reward.normalize_mean_std is {reward.normalize_mean_std}, but "
+            "a dataset's moments are given and used together: set --reward.normalize dataset and "
+            "--reward.normalize_mean_std MEAN STD."
+        )
+    if reward.normalize is Normalise.MODEL and reward.model_name_or_path is None:
+        yield (
+            "reward.normalize is model, which takes the mean and std that a reward model was saved with, but there is "
+            "none: set --reward.model_name_or_path, or leave --reward.normalize out."
+        )
+    if reward.overlong_buffer_len is None and reward.overlong_penalty_factor != default.overlong_penalty_factor:
+        yield (
+            f"reward.overlong_penalty_factor is {reward.overlong_penalty_factor}, but there is no length penalty: set "
+            "--reward.overlong_buffer_len, or leave --reward.overlong_penalty_factor out."
+        )
+    limit = longest_reply(config, plays=plays)
+    if limit is not None and (reward.overlong_buffer_len or 0) > limit:
+        one, key = ("an episode", "max_episode_tokens") if plays else ("a reply", "max_new_tokens")
+        yield (
+            f"reward.overlong_buffer_len is {reward.overlong_buffer_len}, but {one} has at most {limit} tokens "
+            f"(rollout.{key}): lower --reward.overlong_buffer_len."
+        )
+    if not reward.cosine_length:
+        for key in ("cosine_passed", "cosine_failed", "cosine_exceeded"):
+            if getattr(reward, key) != getattr(default, key):
+                yield (
+                    f"reward.{key} is {getattr(reward, key)}, but the reward does not go by length: turn on "
+                    f"--reward.cosine_length, or leave --reward.{key} out."
+                )
+    if reward.cosine_length and reward.overlong_buffer_len is not None:
+        yield (
+            "reward.cosine_length and reward.overlong_buffer_len both make the reward go by length: leave "
+            "--reward.overlong_buffer_len or --reward.cosine_length out."
+        )
+    traits = estimator_traits(config.algo.advantage.estimator)
+    yield from _unshaped_problems(config) if "reward_parts" in traits.needs else ()
+    yield from _negative_problems(config) if "rewards_from_0" in traits.needs else ()
+    by_length = [
+        key
+        for key in ("cosine_length", "overlong_buffer_len", "stop_properly_penalty_coef")
+        if getattr(reward, key) != getattr(default, key)
+    ]
+    if by_length and "greedy_baseline" in traits.needs:
+        yield (
+            f"reward.{by_length[0]} is set with algo.advantage.estimator {config.algo.advantage.estimator}, whose "
+            f"greedy baseline is not shaped by length: leave --reward.{by_length[0]} out."
+        )
+    if limit is None and (reward.cosine_length or reward.overlong_buffer_len is not None):
+        key = "cosine_length" if reward.cosine_length else "overlong_buffer_len"
+        yield (
+            f"reward.{key} is {getattr(reward, key)}, which measures the sampled tokens of an episode of several turns "
+            "against rollout.max_episode_tokens, but that is not set: set --rollout.max_episode_tokens, or leave "
+            f"--reward.{key} out."
+        )
+
+
+def _unshaped_problems(config: RLConfig) -> Iterator[str]:
+    """Shaping of a sum of rewards with an estimator that reads the named ones."""
+    for key in ("cosine_length", "overlong_buffer_len", "stop_properly_penalty_coef", "normalize", "clip_range"):
+        if getattr(config.reward, key) != getattr(RewardConfig(), key):
+            yield (
+                f"reward.{key} is {getattr(config.reward, key)} with algo.advantage.estimator "
+                f"{config.algo.advantage.estimator}, which normalises each named reward apart and never sees their "
+                f"sum, which is what would be changed: leave --reward.{key} out, and return what it is for as one more "
+                "named reward of the reward function."
+            )
+
+
+def _negative_problems(config: RLConfig) -> Iterator[str]:
+    """Shaping that makes rewards negative with an estimator that takes none below 0."""
+    reward = config.reward
+    if reward.clip_range is not None and reward.clip_range[0] >= 0:
+        return  # clipping is the last step
+    makes_negative = {
+        "normalize": reward.normalize in (Normalise.RUNNING, Normalise.DATASET),
+        "overlong_buffer_len": reward.overlong_buffer_len is not None,
+        "stop_properly_penalty_coef": (reward.stop_properly_penalty_coef or 0.0) < 0,
+        "cosine_length": reward.cosine_length
+        and min(*reward.cosine_passed, *reward.cosine_failed, reward.cosine_exceeded) < 0,
+    }
+    for key, negative in makes_negative.items():
+        if negative:
+            yield (
+                f"reward.{key} is {getattr(reward, key)}, which makes rewards negative, but algo.advantage.estimator "
+                f"{config.algo.advantage.estimator} takes none below 0: leave --reward.{key} out, or set "
+                "--reward.clip_range with a lower bound of 0."
+            )
+
+
+def rollout_problems(config: RLConfig) -> Iterator[str]:
+    """What is wrong with the size of optimizer steps."""
+    rollout = config.rollout
+    samples = samples_per_rollout(config)
+    if (config.train.batch_size or 0) > samples:
+        yield (
+            f"train.batch_size is {config.train.batch_size}, but a rollout has {rollout.batch_size} prompts x "
+            f"{rollout.n_samples_per_prompt} samples = {samples}: lower --train.batch_size or raise "
+            "--rollout.batch_size."
+        )
+
+
+def turn_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
+    """What is wrong with episodes of several turns."""
+    for key in ("max_turns", "max_episode_tokens", "max_episode_seconds"):
+        value = getattr(config.rollout, key)
+        if value != getattr(RolloutConfig(), key) and not (has_environment or config.agent.plays):
+            yield (
+                f"rollout.{key} is {value}, but episodes have one turn without an agent: set --agent.tools, "
+                f"--agent.attempts, --agent.command or --train.agent_func_path (environment= in Python), or leave "
+                f"--rollout.{key} out."
+            )

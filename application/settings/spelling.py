@@ -1,0 +1,93 @@
+"""Other spellings of values: names of TRL, verl and OpenRLHF, any case, hyphens for underscores.
+
+`choice` and `canonical_names` are the one place that understands them, for flags, YAML and the library alike.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import UnionType
+from typing import Any, TypeVar, get_args
+
+import attrs
+
+from rollgrad.application.settings.choices import Aggregation, DType, Engine, KLEstimator, Optim
+from rollgrad.application.settings.presets import preset_name
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.algorithms.catalogue import (
+    ESTIMATORS,
+    POLICY_LOSSES,
+    canonical_estimator,
+    canonical_policy_loss,
+    plain_name,
+)
+from rollgrad.domain.errors import ConfigurationError
+
+Kind = TypeVar("Kind", bound=StrEnum)
+
+OTHER_SPELLINGS: Mapping[type[StrEnum], Mapping[str, str]] = {
+    DType: {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
+    Engine: {"hf": "embedded", "transformers": "embedded"},
+    Optim: {"adamw": "adam", "adamw_torch": "adam"},
+    # verl's names
+    KLEstimator: {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
+    Aggregation: {"seq_mean_token_mean": "sequence_mean"},
+}
+"""Of a setting's values, those of other tools and torch; each means the same as the value that it stands for."""
+
+
+def choice(kind: type[Kind], value: Any) -> Kind:
+    """The member of an enum that a text names, in any spelling.
+
+    >>> choice(DType, "BF16"), choice(Engine, "vLLM"), choice(Aggregation, "token-mean")
+    (<DType.BFLOAT16: 'bfloat16'>, <Engine.VLLM: 'vllm'>, <Aggregation.TOKEN_MEAN: 'token_mean'>)
+
+    Raises:
+        ValueError: none.
+    """
+    if value is False and "off" in list(kind):  # YAML reads an unquoted off as false
+        value = "off"
+    name = plain_name(value) if isinstance(value, str) else value
+    return kind(OTHER_SPELLINGS.get(kind, {}).get(name, name))
+
+
+def choice_kind(annotation: Any) -> type[StrEnum] | None:
+    """The enum of a setting's type, of `DType` and of `DType | None` alike; None for other types."""
+    for part in get_args(annotation) if isinstance(annotation, UnionType) else (annotation,):
+        if isinstance(part, type) and issubclass(part, StrEnum):
+            return part
+    return None
+
+
+def canonical_names(config: RLConfig) -> None:
+    """Replaces other spellings in a configuration by the canonical ones, in place. Estimators and losses of a user's
+    own file (`algo.extension_path`) must be known before: their names come first.
+
+    Raises:
+        ConfigurationError: a value is no member of its setting's enum, or the name of a preset.
+    """
+    _canonical_choices(config, "")
+    config.algo.advantage.estimator = canonical_estimator(config.algo.advantage.estimator)
+    config.actor.policy_loss_type = canonical_policy_loss(config.actor.policy_loss_type)
+    for name, value, known in (
+        ("algo.advantage.estimator", config.algo.advantage.estimator, ESTIMATORS),
+        ("actor.policy_loss_type", config.actor.policy_loss_type, POLICY_LOSSES),
+    ):
+        preset = preset_name(value)
+        if value not in known and preset is not None:
+            raise ConfigurationError(
+                f"{name} is {value!r}, which is a preset of several settings: set --algo.preset {preset}."
+            )
+
+
+def _canonical_choices(section: Any, prefix: str) -> None:
+    for field in attrs.fields(type(section)):
+        value, name = getattr(section, field.name), f"{prefix}{field.name}"
+        kind = choice_kind(field.type)
+        if attrs.has(type(value)):
+            _canonical_choices(value, f"{name}.")
+        elif kind is not None and value is not None and not isinstance(value, kind):
+            try:
+                setattr(section, field.name, choice(kind, value))
+            except ValueError as error:
+                known = ", ".join(kind)
+                raise ConfigurationError(f"{name} is {value!r}, which is none of {known}: change --{name}.") from error

@@ -1,0 +1,39 @@
+"""Which way weights go from the trainer to vLLM's engines, by who shares a GPU with whom."""
+
+from rollgrad.application.settings.choices import LoraSync, SyncBackend
+from rollgrad.application.settings.derived import ranks
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.errors import ConfigurationError
+
+NEED_GPUS = (SyncBackend.NCCL, SyncBackend.CUDA_IPC)
+
+
+def shares_gpus(config: RLConfig) -> bool:
+    """Whether engines are on the actor's GPUs: where one process trains and samples, or all roles share."""
+    return not config.cluster.enable or config.train.colocate_all
+
+
+def engines_without_actor(config: RLConfig) -> int:
+    """How many of the GPUs of engines that share GPUs have no process of the actor."""
+    processes = ranks(config, "actor") if config.cluster.enable else 1
+    return max(0, config.vllm.num_engines * config.vllm.gpus_per_engine - processes)
+
+
+def sync_backend(config: RLConfig, *, gpus: bool) -> SyncBackend:
+    """The backend of a run where there are GPUs, or none; never auto.
+
+    Raises:
+        ConfigurationError: the one that was asked for needs GPUs.
+    """
+    asked = config.vllm.sync_backend
+    if asked in NEED_GPUS and not gpus:
+        raise ConfigurationError(
+            f"vllm.sync_backend is {asked}, which needs GPUs, but there is none here: set --vllm.sync_backend auto or "
+            "shared_memory."
+        )
+    if asked is not SyncBackend.AUTO:
+        return asked
+    adapter = config.actor.lora.sync is LoraSync.ADAPTER
+    if adapter or not gpus or (shares_gpus(config) and engines_without_actor(config)):
+        return SyncBackend.SHARED_MEMORY
+    return SyncBackend.CUDA_IPC if shares_gpus(config) else SyncBackend.NCCL

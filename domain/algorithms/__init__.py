@@ -1,0 +1,1 @@
+"""Estimators, losses, shaping, filtering, and the catalogue of what each asks of a run."""

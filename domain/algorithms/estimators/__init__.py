@@ -1,0 +1,52 @@
+"""Rewards to advantages: one table from name to function, and `estimate`, which whitens what a function returns. The
+contract is in `types`."""
+
+from attrs import evolve
+
+from rollgrad.domain.algorithms.catalogue import estimator_traits
+from rollgrad.domain.algorithms.estimators import distill, gae, group, reinforce, turn
+from rollgrad.domain.algorithms.estimators.actions import Actions, whiten_over
+from rollgrad.domain.algorithms.estimators.registry import ESTIMATORS, estimator
+from rollgrad.domain.algorithms.estimators.types import Advantages, Estimator, EstimatorInput, EstimatorParams
+
+
+def estimate(
+    name: str, inputs: EstimatorInput, params: EstimatorParams, *, whiten: str | None = None, std_norm: bool = True
+) -> Advantages:
+    """Advantages of estimator `name`, whitened over action tokens; the critic's targets never are.
+
+    Args:
+        name: key of `ESTIMATORS`.
+        whiten: from `catalogue.WHITENINGS`; None takes the estimator's own.
+        std_norm: divide by the standard deviation too; without it only the mean is subtracted.
+
+    Raises:
+        ConfigurationError: unknown `name`.
+        ValueError: an input that the estimator needs is missing.
+    """
+    over = whiten or estimator_traits(name).whiten
+    result = ESTIMATORS[name](inputs, params)
+    if over == "none":
+        return result
+    actions = Actions.of(inputs)
+    groups_A = None
+    if over == "group":
+        groups_A = actions.group_R[actions.rollout_A]
+    whitened_A = whiten_over(actions.take(result.advantages_N), groups_A, std_norm=std_norm)
+    return evolve(result, advantages_N=actions.put(whitened_A))
+
+
+__all__ = [
+    "ESTIMATORS",
+    "Advantages",
+    "Estimator",
+    "EstimatorInput",
+    "EstimatorParams",
+    "distill",
+    "estimate",
+    "estimator",
+    "gae",
+    "group",
+    "reinforce",
+    "turn",
+]

@@ -1,0 +1,178 @@
+"""Estimators that compare the rollouts of one prompt with each other.
+
+A rollout's outcome is the sum of its rewards over all its turns and branches; it counts once in its group, however
+many branches it has. The outcome's advantage goes to every action token of the rollout; rewards per token (the KL
+penalty) add their undiscounted sum from that token to the rollout's end. A group of one rollout has nothing to compare:
+advantage 0.
+"""
+
+import torch
+from torch import Tensor
+
+from rollgrad.domain.algorithms.equality import SAME
+from rollgrad.domain.algorithms.estimators.actions import Actions
+from rollgrad.domain.algorithms.estimators.discounting import reverse_discounted_sum
+from rollgrad.domain.algorithms.estimators.registry import estimator
+from rollgrad.domain.algorithms.estimators.types import Advantages, EstimatorInput, EstimatorParams
+from rollgrad.domain.errors import RewardError
+
+STD_FLOOR = 1e-9
+"""Added to a group's standard deviation, as in OpenRLHF's group_norm."""
+
+
+@estimator("reinforce_baseline")
+def reinforce_baseline(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """REINFORCE++-baseline: r_i - mean(group), plus KL (Hu 2025, section 3; whitened over the batch)."""
+    return dr_grpo(inputs, params)
+
+
+@estimator("rloo")
+def rloo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """r_i minus the mean of the others (Ahmadian et al. 2024, eq. 8): (r_i - mean) n / (n - 1); KL stays per token."""
+    rollouts = Rollouts(inputs)
+    return broadcast(inputs, rollouts.leave_one_out(rollouts.outcome_R), rollouts)
+
+
+@estimator("rloo_sequence")
+def rloo_sequence(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """RLOO whose outcome is the reward minus the whole rollout's KL penalty, as in the paper's bandit form (Ahmadian et
+    al. 2024, section 2.1 and eq. 8): KL enters before the baseline."""
+    rollouts = Rollouts(inputs)
+    penalised_R = rollouts.outcome_R + rollouts.sum_of(inputs.token_rewards_N)
+    advantages_N = rollouts.actions.put(rollouts.to_actions(rollouts.leave_one_out(penalised_R)))
+    return Advantages(advantages_N=advantages_N, returns_N=advantages_N)
+
+
+@estimator("group_norm")
+def group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """GRPO: (r_i - mean) / (std + 1e-9) with the unbiased standard deviation (Shao et al. 2024, section 4.1.2)."""
+    rollouts = Rollouts(inputs)
+    return broadcast(inputs, rollouts.normalised(rollouts.outcome_R, rollouts.size_R), rollouts)
+
+
+@estimator("dr_grpo")
+def dr_grpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """r_i - mean(group), no standard deviation (Liu et al. 2025, "Understanding R1-Zero", section 3.2)."""
+    rollouts = Rollouts(inputs)
+    return broadcast(inputs, rollouts.centred(rollouts.outcome_R), rollouts)
+
+
+@estimator("opo")
+def opo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """r_i minus the variance-optimal baseline sum(l r) / sum(l), l the action tokens of a rollout (Hao et al. 2025,
+    "On-Policy RL with Optimal Reward Baseline", eq. 8)."""
+    rollouts = Rollouts(inputs)
+    lengths_R = rollouts.sum_of(torch.ones_like(inputs.rewards_N))
+    baseline_R = rollouts.group_sum(lengths_R * rollouts.outcome_R) / rollouts.group_sum(lengths_R).clamp(min=1)
+    return broadcast(inputs, rollouts.outcome_R - baseline_R, rollouts)
+
+
+@estimator("gpg")
+def gpg(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """alpha (r_i - mean), alpha = rollouts / rollouts of groups whose rewards differ: the groups that teach nothing do
+    not dilute the gradient (Chu et al. 2025, "GPG", eq. 9 to 11 with F_norm = 1)."""
+    rollouts = Rollouts(inputs)
+    useful = rollouts.has_spread(rollouts.outcome_R, rollouts.size_R).sum()
+    alpha = len(rollouts.outcome_R) / useful.clamp(min=1).double()
+    return broadcast(inputs, alpha * rollouts.centred(rollouts.outcome_R), rollouts)
+
+
+@estimator("maxrl")
+def maxrl(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """(r_i - mean) / mean for rewards of at least 0, and 0 where the mean is 0: the gradient of the log of the pass
+    rate, truncated at the group's size (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning").
+
+    Raises:
+        RewardError: an outcome is below 0.
+    """
+    rollouts = Rollouts(inputs)
+    # What is left of rewards that cancel is rounding: neither a reward nor below 0.
+    rewards_R = torch.where(rollouts.outcome_R.abs() <= SAME * rollouts.size_R, 0.0, rollouts.outcome_R)
+    if bool((rewards_R < 0).any()):
+        raise RewardError(
+            "algo.advantage.estimator maxrl divides by the mean reward of a prompt's samples, so that no reward may be "
+            f"below 0, but that of an episode is {float(rewards_R.min()):g}: give rewards of at least 0, set "
+            "--reward.clip_range with a lower bound of 0, or set --algo.advantage.estimator to group_norm."
+        )
+    mean_R = rollouts.group_sum(rewards_R) / rollouts.count_R
+    positive_R = torch.where(mean_R == 0, 1.0, mean_R)
+    return broadcast(inputs, rollouts.centred(rewards_R) / positive_R, rollouts)
+
+
+@estimator("gdpo")
+def gdpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """Each named reward normalised apart within the group, summed by weight, then normalised over the batch's rollouts
+    (Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", eq. 4 to 7).
+
+    Raises:
+        ValueError: `reward_parts_SK` or `part_weights_K` is missing.
+    """
+    if inputs.reward_parts_SK is None or inputs.part_weights_K is None:
+        raise ValueError("gdpo needs reward_parts_SK and part_weights_K: rewards in named parts.")
+    rollouts = Rollouts(inputs)
+    total_R = torch.zeros_like(rollouts.outcome_R)
+    for part_S, weight in zip(inputs.reward_parts_SK.double().unbind(1), inputs.part_weights_K, strict=True):
+        part_R = torch.zeros_like(total_R).index_add_(0, rollouts.actions.rollout_S, part_S)
+        size_R = torch.zeros_like(total_R).index_add_(0, rollouts.actions.rollout_S, part_S.abs())
+        total_R += weight.double() * rollouts.normalised(part_R, size_R)
+    centred_R = total_R - total_R.mean()
+    std = (centred_R.square().sum() / max(1, len(centred_R) - 1)).sqrt()
+    return broadcast(inputs, centred_R / (std + STD_FLOOR), rollouts)
+
+
+class Rollouts:
+    """Outcomes of rollouts (R) and what compares them within their groups, each [R], in float64: in float32 the mean of
+    equal rewards can miss them by a rounding error, which a standard deviation of the same size would blow up to 1.
+    `size_R` sums the absolute values of what `outcome_R` sums: rounding is relative to it. NaN stays NaN."""
+
+    def __init__(self, inputs: EstimatorInput) -> None:
+        self.actions = Actions.of(inputs)
+        self.group_R = self.actions.group_R
+        self._rollout_A = self.actions.rollout_A
+        self._dtype = inputs.rewards_N.dtype
+        self.outcome_R = self.sum_of(inputs.rewards_N)
+        self.size_R = self.sum_of(inputs.rewards_N.abs())
+        self.count_R = self.group_sum(torch.ones_like(self.outcome_R))
+
+    def sum_of(self, values_N: Tensor) -> Tensor:
+        """Each rollout's total over its action tokens."""
+        values_A = self.actions.take(values_N).double()
+        return values_A.new_zeros(len(self.group_R)).index_add_(0, self._rollout_A, values_A)
+
+    def group_sum(self, values_R: Tensor) -> Tensor:
+        """Each rollout's group total."""
+        return values_R.new_zeros(len(values_R)).index_add_(0, self.group_R, values_R)[self.group_R]
+
+    def centred(self, values_R: Tensor) -> Tensor:
+        """Values minus their group's mean."""
+        return values_R - self.group_sum(values_R) / self.count_R
+
+    def leave_one_out(self, values_R: Tensor) -> Tensor:
+        """Values minus the mean of the group's others."""
+        return self.centred(values_R) * self.count_R / (self.count_R - 1).clamp(min=1)
+
+    def normalised(self, values_R: Tensor, size_R: Tensor) -> Tensor:
+        """Values minus their group's mean, over its unbiased standard deviation; 0 for a group without spread."""
+        centred_R = self.centred(values_R)
+        std_R = (self.group_sum(centred_R.square()) / (self.count_R - 1).clamp(min=1)).sqrt()
+        return torch.where(self.has_spread(values_R, size_R), centred_R / (std_R + STD_FLOOR), 0.0)
+
+    def has_spread(self, values_R: Tensor, size_R: Tensor) -> Tensor:
+        """Whether the values of a rollout's group differ by more than the rounding of numbers of its largest size."""
+        low, high, size = (
+            torch.zeros_like(values_R).scatter_reduce(0, self.group_R, column_R, reduce, include_self=False)
+            for column_R, reduce in ((values_R, "amin"), (values_R, "amax"), (size_R, "amax"))
+        )
+        return ~(high - low <= SAME * size)[self.group_R]  # true for NaN
+
+    def to_actions(self, values_R: Tensor) -> Tensor:
+        """The rollout's value at each of its action tokens, in the rewards' dtype."""
+        return values_R.to(self._dtype)[self._rollout_A]
+
+
+def broadcast(inputs: EstimatorInput, outcome_R: Tensor, rollouts: Rollouts) -> Advantages:
+    """Outcome advantages on every action token, plus the token rewards still to come."""
+    actions = rollouts.actions
+    togo_A = reverse_discounted_sum(actions.take(inputs.token_rewards_N), actions.lengths_R, 1.0)
+    advantages_N = actions.put(rollouts.to_actions(outcome_R) + togo_A)
+    return Advantages(advantages_N=advantages_N, returns_N=advantages_N)

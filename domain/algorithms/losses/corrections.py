@@ -1,0 +1,129 @@
+"""Off-policy correction: what a token weighs whose sampler (behaviour policy mu) was not the policy that the loss takes
+for its starting point (proximal policy pi).
+
+Three choices that always combine. With w_t = pi / mu of a token:
+
+- **level**: where the importance ratio is taken: `token` w_t, `sequence` the product over the sequence, `geometric` its
+  geometric mean.
+- **mode**: what becomes of it: `truncate` min(ratio, high), `clip` clamp(ratio, low, high), `mask` the token's own w_t
+  where low <= ratio <= high at that level, and 0 elsewhere.
+- **gate**: what else decides that a token or sequence is left out: `ratio` nothing besides; `binary_kl` or `tv` a
+  divergence of mu and pi at the sampled token above `threshold` (the sequence's mean at the sequence levels), in which
+  case `mask` looks at this divergence instead of the ratio; `opsm` mean log(mu / pi) of the sequence above `threshold`
+  where the advantage is negative (DeepSeek-V3.2, section 3.1, eq. 9).
+
+Named: TIS = token, truncate (Yao et al. 2025); IcePop = token, mask (Zhao et al. 2025, Ring-1T); seq-mask-TIS =
+geometric, mask (OpenRLHF); OPSM = sequence, mask, opsm.
+
+All weights are constants to the gradient; every log-ratio is bounded before exp, so none is infinite or NaN.
+"""
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from rollgrad.domain.algorithms.losses.ratios import binary_kl, binary_tv, bounded, sequence_mean, sequence_sum
+
+
+@frozen(kw_only=True)
+class Correction:
+    """See the module. `bypass`: the proximal policy is the sampler itself, so the loss's own ratio already holds w_t
+    and only what is left out counts: weights are 1 or 0."""
+
+    level: str = "token"
+    mode: str = "truncate"
+    gate: str = "ratio"
+    low: float = 0.5
+    high: float = 2.0
+    threshold: float = 5e-3
+    bypass: bool = False
+
+
+def correction_weights(
+    correction: Correction,
+    *,
+    logprobs_N: Tensor,
+    rollout_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    action_mask_N: Tensor,
+    sequence_N: Tensor,
+    sequences: int,
+) -> Tensor:
+    """The factor of each token's loss, at least 0; 0 where left out or not an action.
+
+    Args:
+        correction: the triple.
+        logprobs_N: under the proximal policy, no gradient.
+        rollout_logprobs_N: under the behaviour policy.
+        advantages_N: the gate `opsm` reads their sign.
+        action_mask_N: bool.
+        sequence_N: sequence (0..S-1) of each token.
+        sequences: S.
+
+    Raises:
+        ValueError: unknown level, mode or gate.
+    """
+    new_N = torch.where(action_mask_N, logprobs_N.detach(), 0.0)
+    base_N = torch.where(action_mask_N, rollout_logprobs_N, 0.0)
+    where = action_mask_N, sequence_N, sequences
+    log_ratio_N = bounded(new_N - base_N)
+    match correction.level:
+        case "token":
+            level_N = log_ratio_N.exp()
+        case "sequence":
+            level_N = bounded(sequence_sum(log_ratio_N, *where)).exp()[sequence_N]
+        case "geometric":
+            level_N = sequence_mean(log_ratio_N, *where).exp()[sequence_N]
+        case _:
+            raise ValueError(f"Unknown correction level {correction.level!r}: use token, sequence or geometric.")
+    kept_N = action_mask_N & _passes(correction, base_N, new_N, advantages_N, *where)
+    match correction.mode:
+        case "truncate":
+            weight_N = level_N.clamp(max=correction.high)
+        case "clip":
+            weight_N = level_N.clamp(correction.low, correction.high)
+        case "mask":
+            weight_N = log_ratio_N.exp()
+            if correction.gate == "ratio":
+                kept_N = kept_N & (level_N >= correction.low) & (level_N <= correction.high)
+        case _:
+            raise ValueError(f"Unknown correction mode {correction.mode!r}: use truncate, clip or mask.")
+    return torch.where(kept_N, torch.ones_like(weight_N) if correction.bypass else weight_N, 0.0)
+
+
+def _passes(
+    correction: Correction,
+    base_N: Tensor,
+    new_N: Tensor,
+    advantages_N: Tensor,
+    action_mask_N: Tensor,
+    sequence_N: Tensor,
+    sequences: int,
+) -> Tensor:
+    """Where the gate leaves a token in."""
+    match correction.gate:
+        case "ratio":
+            return torch.ones_like(action_mask_N)
+        case "binary_kl":
+            statistic_N = binary_kl(base_N, new_N)
+        case "tv":
+            statistic_N = binary_tv(base_N, new_N)
+        case "opsm":
+            statistic_N = base_N - new_N
+        case _:
+            raise ValueError(f"Unknown correction gate {correction.gate!r}: use ratio, binary_kl, tv or opsm.")
+    if correction.level != "token":
+        statistic_N = sequence_mean(statistic_N, action_mask_N, sequence_N, sequences)[sequence_N]
+    below_N = statistic_N <= correction.threshold
+    return below_N | (advantages_N >= 0) if correction.gate == "opsm" else below_N
+
+
+def interpolated_proximal(
+    logprobs_N: Tensor, rollout_logprobs_N: Tensor, versions_N: Tensor, current_version: int
+) -> Tensor:
+    """Log-probs of the proximal policy without a forward pass: between the sampler (version v) and the current policy
+    (version c), linear in log-prob, at the version before the current one: mu + (pi - mu) (c - 1 - v) / (c - v), and
+    mu where v >= c - 1 (AReaL's log-linear approximation of decoupled PPO's proximal policy, Fu et al. 2025, section 5;
+    Hilton et al. 2022)."""
+    age_N = (current_version - versions_N).clamp(min=1).to(logprobs_N.dtype)
+    return rollout_logprobs_N + (logprobs_N.detach() - rollout_logprobs_N) * ((age_N - 1) / age_N)

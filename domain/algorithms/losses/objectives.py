@@ -1,0 +1,145 @@
+"""What a model is told to minimise: callables over one micro-batch that return its share of the step's loss."""
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
+from rollgrad.domain.algorithms.losses.contract import POLICY_LOSSES, PolicyLossInput, PolicyLossParams
+from rollgrad.domain.algorithms.losses.corrections import Correction, correction_weights, interpolated_proximal
+from rollgrad.domain.algorithms.losses.kl import kl_estimate
+from rollgrad.domain.algorithms.losses.ratios import ratio
+from rollgrad.domain.algorithms.losses.value import value_loss
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.ports.models import LossOutput, TokenScores
+
+
+@frozen(kw_only=True)
+class PolicyLossObjective:
+    """A policy loss, weighed by an off-policy correction, plus `kl_coef` x KL, minus `entropy_coef` x entropy, plus
+    `positive_nll_coef` x the negative log-likelihood of replies that passed (VAPO, Yue et al. 2025, eq. 10); a
+    `PolicyObjective`.
+
+    `loss`: key of `POLICY_LOSSES`. `kl_against`: `reference` or `rollout` (the policy that sampled). `version`: that of
+    the policy under training; given, the proximal log-probs are interpolated between the sampler's and the current.
+    """
+
+    loss: str = "ppo"
+    params: PolicyLossParams = field(factory=PolicyLossParams)
+    correction: Correction | None = None
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    kl_against: str = "reference"
+    entropy_coef: float = 0.0
+    positive_nll_coef: float = 0.0
+    version: int | None = None
+
+    def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
+        """The micro-batch's share; a missing `old_logprobs_N` means a ratio of exactly 1.
+
+        Raises:
+            ValueError: the batch lacks weights, advantages, or (for a KL term) reference log-probs.
+        """
+        weights_N, mask_N = _column(batch, "loss_weights_N"), batch.action_mask_N
+        sequence_N = batch.sequence_ids_N
+        logprobs_N = _masked(scores.logprobs_N, mask_N)
+        rollout_N, advantages_N = _column(batch, "rollout_logprobs_N"), _column(batch, "advantages_N")
+        old_N = self._proximal(logprobs_N.detach(), rollout_N, batch)
+        policy = POLICY_LOSSES[self.loss](
+            PolicyLossInput(
+                logprobs_N=logprobs_N,
+                old_logprobs_N=old_N,
+                advantages_N=advantages_N,
+                action_mask_N=mask_N,
+                sequence_N=sequence_N,
+                sequences=len(batch),
+                selected_N=batch.selected_N,
+            ),
+            self.params,
+        )
+
+        def mean(values_N: Tensor) -> Tensor:
+            return weighted_sum(values_N, weights_N, mask_N)
+
+        token_loss_N = policy.loss_N
+        metrics: dict[str, Tensor] = {}
+        if self.correction is not None:
+            factor_N = correction_weights(
+                self.correction,
+                logprobs_N=logprobs_N if self.correction.bypass else old_N,
+                rollout_logprobs_N=rollout_N,
+                advantages_N=advantages_N,
+                action_mask_N=mask_N,
+                sequence_N=sequence_N,
+                sequences=len(batch),
+            )
+            token_loss_N = token_loss_N * factor_N
+            metrics["correction_weight"] = mean(factor_N)
+            metrics["correction_dropped_share"] = mean((factor_N == 0).float())
+        policy_loss = mean(token_loss_N)
+        entropy = mean(_masked(scores.entropy_N, mask_N))
+        mismatch_N = ratio(old_N, rollout_N)
+        metrics |= {
+            "policy_loss": policy_loss,
+            "entropy": entropy,
+            "approx_kl": mean(kl_estimate(old_N, logprobs_N, "k3")),
+            "ratio_mean": mean(policy.ratio_N),
+            "clip_low_share": mean(policy.clipped_low_N.float()),
+            "clip_high_share": mean(policy.clipped_high_N.float()),
+            "mismatch_kl": mean(kl_estimate(rollout_N, old_N, "k3")),
+            "mismatch_abs": mean((old_N - rollout_N).abs()),
+            "mismatch_equal_share": mean((old_N == rollout_N).float()),
+            "mismatch_weight": mean(mismatch_N),
+            "mismatch_weight_squared": mean(mismatch_N.square()),
+        }
+        loss = policy_loss
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * entropy
+        if self.kl_coef:
+            against_N = rollout_N if self.kl_against == "rollout" else _column(batch, "ref_logprobs_N")
+            kl_N = kl_estimate(logprobs_N, against_N, self.kl_estimator, ratio(logprobs_N, old_N))
+            metrics["ref_kl"] = mean(kl_N)
+            loss = loss + self.kl_coef * metrics["ref_kl"]
+        if self.positive_nll_coef:
+            metrics["positive_nll"] = -weighted_sum(logprobs_N, _column(batch, "positive_weights_N"), mask_N)
+            loss = loss + self.positive_nll_coef * metrics["positive_nll"]
+        return LossOutput(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
+
+    def _proximal(self, current_N: Tensor, rollout_N: Tensor, batch: PackedBatch) -> Tensor:
+        """Log-probs that the loss's ratio starts from."""
+        if self.version is not None:
+            return interpolated_proximal(current_N, rollout_N, batch.versions_N, self.version)
+        return current_N if batch.old_logprobs_N is None else _column(batch, "old_logprobs_N")
+
+
+@frozen(kw_only=True)
+class ClippedValueObjective:
+    """The critic's squared error with values clipped around their old estimates; a `ValueObjective`."""
+
+    clip: float | None
+
+    def __call__(self, values_N: Tensor, batch: PackedBatch) -> LossOutput:
+        """The micro-batch's share.
+
+        Raises:
+            ValueError: the batch lacks weights, old values or returns.
+        """
+        weights_N, old_N = _column(batch, "value_weights_N"), _column(batch, "values_N")
+        values_N = _masked(values_N, batch.action_mask_N)
+        loss_N = value_loss(values_N, old_N, _column(batch, "returns_N"), clip=self.clip)
+        loss = weighted_sum(loss_N, weights_N, batch.action_mask_N)
+        metrics = {"value_loss": loss.detach()}
+        if self.clip is not None:
+            moved_N = ((values_N.detach() - old_N).abs() > self.clip).float()
+            metrics["value_clip_share"] = weighted_sum(moved_N, weights_N, batch.action_mask_N)
+        return LossOutput(loss=loss, metrics=metrics)
+
+
+def _column(batch: PackedBatch, name: str) -> Tensor:
+    """The named column, 0 where not an action."""
+    return _masked(batch.filled(name), batch.action_mask_N)
+
+
+def _masked(values_N: Tensor, mask_N: Tensor) -> Tensor:
+    """0 where not an action, before anything is computed: a NaN behind a later mask would still reach gradients."""
+    return torch.where(mask_N, values_N, 0.0)

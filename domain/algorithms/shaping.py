@@ -1,0 +1,156 @@
+"""Reward shaping: what happens to rewards before any baseline sees them.
+
+All functions take and return `rewards_N` of a packed batch (each turn's reward on its last token). What depends on a
+whole rollout (its length, whether it was cut off) is added to, or multiplied into, its outcome: the change goes to the
+rollout's last action token, and the rewards of earlier turns stay as they are.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from rollgrad.domain.batches.packed import PackedBatch
+
+STD_FLOOR = 1e-8
+"""Standard deviation below which normalisation stops dividing by it."""
+
+
+@frozen(kw_only=True)
+class CosineLength:
+    """Rewards at length 0 and at the limit, for replies that passed and that did not, and for those cut off (Yeo et al.
+    2025, "Demystifying Long Chain-of-Thought", table 1)."""
+
+    passed: tuple[float, float] = (2.0, 1.0)
+    failed: tuple[float, float] = (-10.0, 0.0)
+    exceeded: float = -10.0
+
+
+@frozen(kw_only=True, eq=False)
+class _Outcomes:
+    """Per rollout (R): its reward, action tokens, whether any of it was cut off, score, and last action token."""
+
+    reward_R: Tensor
+    length_R: Tensor
+    truncated_R: Tensor
+    score_R: Tensor
+    last_R: Tensor
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> "_Outcomes":
+        rollout_S = batch.rollout_ids_S
+        rollout_A = rollout_S[batch.sequence_ids_N[batch.action_mask_N]]
+        count = int(rollout_S.max()) + 1
+        index_A = batch.action_mask_N.nonzero()[:, 0]
+        lowest = torch.full((count,), -math.inf)
+        return cls(
+            reward_R=torch.zeros(count, dtype=batch.rewards_N.dtype).index_add_(
+                0, rollout_A, batch.rewards_N[batch.action_mask_N]
+            ),
+            length_R=torch.bincount(rollout_A, minlength=count),
+            truncated_R=torch.zeros(count, dtype=torch.int64).index_add_(0, rollout_S, batch.truncated_S.long()) > 0,
+            score_R=lowest.scatter_reduce(0, rollout_S, batch.scores_S.float(), "amax"),
+            last_R=torch.zeros(count, dtype=torch.int64).scatter_reduce(
+                0, rollout_A, index_A, "amax", include_self=False
+            ),
+        )
+
+    def replace(self, batch: PackedBatch, reward_R: Tensor) -> Tensor:
+        """`rewards_N` whose sums over rollouts are `reward_R`; those of rollouts whose sum stays are not touched."""
+        changed_R = (reward_R != self.reward_R) & (self.length_R > 0)
+        last_R = self.last_R[changed_R]
+        earlier_R = self.reward_R[changed_R] - batch.rewards_N[last_R]  # exactly 0 for a single turn
+        return batch.rewards_N.index_put((last_R,), (reward_R[changed_R] - earlier_R).to(batch.rewards_N.dtype))
+
+
+def clip_outcomes(batch: PackedBatch, limits: tuple[float, float]) -> Tensor:
+    """Outcomes clamped to `limits`; what lies beyond is taken from, or added to, a rollout's last action token."""
+    outcomes = _Outcomes.of(batch)
+    return outcomes.replace(batch, outcomes.reward_R.clamp(*limits))
+
+
+def overlong_penalty(batch: PackedBatch, *, limit: int, buffer: int, factor: float) -> Tensor:
+    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13): from `limit - buffer` sampled tokens on, up to `factor`
+    is taken away in proportion, all of it at `limit`. Environment tokens do not count.
+
+    Raises:
+        ValueError: `buffer` is not at least 1.
+    """
+    if buffer < 1:
+        raise ValueError(f"The buffer of the length penalty is {buffer} tokens, but it needs at least 1.")
+    outcomes = _Outcomes.of(batch)
+    excess_R = (outcomes.length_R - (limit - buffer)).clamp(0, buffer)
+    return outcomes.replace(batch, outcomes.reward_R - factor * excess_R / buffer)
+
+
+def stop_properly(batch: PackedBatch, coef: float) -> Tensor:
+    """What was cut off is worth at most `coef` x its reward (0 <= coef <= 1), or at most `coef` itself if negative
+    (ProRL, Liu et al. 2025, section 3). Never more than it would have been: multiplying a negative reward by a share
+    would reward truncation."""
+    outcomes = _Outcomes.of(batch)
+    target_R = outcomes.reward_R * coef if coef >= 0 else torch.full_like(outcomes.reward_R, coef)
+    lowered_R = torch.minimum(outcomes.reward_R, target_R)
+    return outcomes.replace(batch, torch.where(outcomes.truncated_R, lowered_R, outcomes.reward_R))
+
+
+def cosine_length(batch: PackedBatch, settings: CosineLength, *, limit: int, threshold: float) -> Tensor:
+    """Replaces outcomes: along half a cosine from the reward of a short reply to that of one at `limit` tokens, apart
+    for those whose score reaches `threshold` and those whose does not (Yeo et al. 2025, eq. 1)."""
+    outcomes = _Outcomes.of(batch)
+    share_R = (outcomes.length_R / limit).clamp(max=1.0)
+    bend_R = 0.5 * (1 + torch.cos(math.pi * share_R))
+    passed, failed = (end + bend_R * (start - end) for start, end in (settings.passed, settings.failed))
+    reward_R = torch.where(outcomes.score_R >= threshold, passed, failed)
+    return outcomes.replace(batch, torch.where(outcomes.truncated_R, settings.exceeded, reward_R))
+
+
+def normalise(batch: PackedBatch, *, mean: float, std: float) -> Tensor:
+    """Outcomes minus `mean`, over `std`; the rewards of single turns are divided alike."""
+    outcomes = _Outcomes.of(batch)
+    scaled_N = batch.rewards_N / max(std, STD_FLOOR)
+    return scaled_N.index_add(0, outcomes.last_R, torch.full_like(outcomes.reward_R, -mean / max(std, STD_FLOOR)))
+
+
+def outcomes(batch: PackedBatch) -> Tensor:
+    """Summed reward of each rollout, [R]."""
+    return _Outcomes.of(batch).reward_R
+
+
+@frozen(kw_only=True)
+class RunningMoments:
+    """Mean and spread of all rewards seen so far (Chan et al. 1983's parallel update); a pure state machine."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation; 1 before there is any."""
+        return math.sqrt(self.squares / self.count) if self.squares > 0 else 1.0
+
+    def update(self, values: Tensor) -> "RunningMoments":
+        """The moments with `values` taken in; without any, these."""
+        if len(values) == 0:
+            return self
+        count, values = len(values), values.double()
+        mean = float(values.mean())
+        total = self.count + count
+        gap = mean - self.mean
+        return evolve(
+            self,
+            count=total,
+            mean=self.mean + gap * count / total,
+            squares=self.squares + float((values - mean).square().sum()) + gap**2 * self.count * count / total,
+        )
+
+    def state_dict(self) -> dict[str, float]:
+        """All of it."""
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, float]) -> "RunningMoments":
+        """What `state_dict` described."""
+        return cls(count=state["count"], mean=state["mean"], squares=state["squares"])

@@ -1,0 +1,1 @@
+"""Trajectories laid end to end, and how a batch is divided."""

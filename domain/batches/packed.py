@@ -1,0 +1,224 @@
+"""`PackedBatch`: sequences laid end to end, without padding, as estimators and losses consume them.
+
+Invariants: per-token arrays sit on the token's own position (the log-prob of token t is at t); padding and the
+next-token shift exist only inside the adapter whose library needs them; what is not an action holds 0 in float
+arrays, and no result depends on it. `select` never changes a sample, so any split or order of the same
+samples holds the same information.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from rollgrad.domain.episodes.trajectory import SegmentKind, Trajectory
+from rollgrad.domain.errors import TrajectoryError
+
+_TOKEN_FIELDS = [
+    "tokens_N",
+    "positions_N",
+    "action_mask_N",
+    "turn_ids_N",
+    "rewards_N",
+    "rollout_logprobs_N",
+    "versions_N",
+    "old_logprobs_N",
+    "ref_logprobs_N",
+    "values_N",
+    "advantages_N",
+    "returns_N",
+    "loss_weights_N",
+    "value_weights_N",
+    "positive_weights_N",
+    "selected_N",
+]
+_SEQUENCE_FIELDS = [
+    "lengths_S",
+    "prompt_lengths_S",
+    "group_ids_S",
+    "sample_ids_S",
+    "scores_S",
+    "truncated_S",
+    "baselines_S",
+    "reward_parts_SK",
+]
+
+
+@frozen(kw_only=True, eq=False)
+class PackedBatch:
+    """`S` sequences of `N` tokens in total.
+
+    From the rollout: `tokens_N` int64, `positions_N` int64 (from 0 in each sequence), `action_mask_N` bool,
+    `turn_ids_N` int64 (turn of each action token within its rollout, over all branches in the order in which they were
+    sampled; -1 elsewhere), `rewards_N` float32 (each turn's reward on the last token of its action segment),
+    `rollout_logprobs_N` float32 (under the sampling distribution), `versions_N` int32, `lengths_S`, `prompt_lengths_S`,
+    `group_ids_S`, `sample_ids_S` int64, `scores_S` float32, `truncated_S` bool, `reward_parts_SK` float32 (named
+    rewards in the order of `part_names`; None if rewards have no parts).
+
+    Filled in on the way (None until then): `old_logprobs_N` (policy before the update; None means "equal to the
+    current policy", so that the ratio is exactly 1), `ref_logprobs_N`, `values_N`, `advantages_N`, `returns_N`, and
+    `loss_weights_N` / `value_weights_N`: the weight of each token in the loss of the whole optimizer step, so that
+    a loss is always the plain sum of weight x token loss, however the step is split. `positive_weights_N`: the same for
+    the likelihood of replies that passed; `selected_N` bool: tokens that a loss treats apart, chosen from the whole
+    step; `baselines_S`: reward of the prompt's greedy rollout.
+    """
+
+    tokens_N: Tensor
+    positions_N: Tensor
+    action_mask_N: Tensor
+    turn_ids_N: Tensor
+    rewards_N: Tensor
+    rollout_logprobs_N: Tensor
+    versions_N: Tensor
+    lengths_S: Tensor
+    prompt_lengths_S: Tensor
+    group_ids_S: Tensor
+    sample_ids_S: Tensor
+    scores_S: Tensor
+    truncated_S: Tensor
+    old_logprobs_N: Tensor | None = None
+    ref_logprobs_N: Tensor | None = None
+    values_N: Tensor | None = None
+    advantages_N: Tensor | None = None
+    returns_N: Tensor | None = None
+    loss_weights_N: Tensor | None = None
+    value_weights_N: Tensor | None = None
+    positive_weights_N: Tensor | None = None
+    selected_N: Tensor | None = None
+    baselines_S: Tensor | None = None
+    reward_parts_SK: Tensor | None = None
+    part_names: tuple[str, ...] = ()
+
+    @property
+    def starts_S(self) -> Tensor:
+        """Index of each sequence's first token."""
+        return self.lengths_S.cumsum(0) - self.lengths_S
+
+    @property
+    def sequence_ids_N(self) -> Tensor:
+        """Which sequence (0..S-1) each token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self), device=self.lengths_S.device), self.lengths_S)
+
+    @property
+    def rollout_ids_S(self) -> Tensor:
+        """See `rollout_ids`."""
+        return rollout_ids(self.group_ids_S, self.sample_ids_S)
+
+    @property
+    def rollouts(self) -> int:
+        """R."""
+        return int(self.rollout_ids_S.max()) + 1
+
+    @property
+    def token_count(self) -> int:
+        """N."""
+        return len(self.tokens_N)
+
+    @property
+    def start_logprobs_N(self) -> Tensor:
+        """Log-probs before the update: the trainer's own, or else those of the rollout."""
+        return self.rollout_logprobs_N if self.old_logprobs_N is None else self.old_logprobs_N
+
+    def filled(self, name: str) -> Tensor:
+        """A column that some step on the way fills in.
+
+        Raises:
+            ValueError: it has not been.
+        """
+        column: Tensor | None = getattr(self, name)
+        if column is None:
+            raise ValueError(f"The batch has no {name}: fill it in before computing the loss.")
+        return column
+
+    def __len__(self) -> int:
+        return len(self.lengths_S)
+
+    def select(self, indices: Sequence[int] | Tensor) -> "PackedBatch":
+        """The sequences at `indices`, in that order."""
+        index_S = torch.as_tensor(indices, dtype=torch.int64)
+        index_N = self.token_index(index_S)
+        columns: dict[str, Any] = {"part_names": self.part_names}
+        for names, index in ((_SEQUENCE_FIELDS, index_S), (_TOKEN_FIELDS, index_N)):
+            for name in names:
+                column = getattr(self, name)
+                columns[name] = None if column is None else column[index]
+        return PackedBatch(**columns)
+
+    def token_index(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """Where the tokens of the sequences at `indices` lie, in that order."""
+        index_S = torch.as_tensor(indices, dtype=torch.int64)
+        lengths_S = self.lengths_S[index_S]
+        offsets_S = self.starts_S[index_S] - (lengths_S.cumsum(0) - lengths_S)
+        return torch.arange(int(lengths_S.sum())) + torch.repeat_interleave(offsets_S, lengths_S)
+
+
+def rollout_ids(group_ids_S: Tensor, sample_ids_S: Tensor) -> Tensor:
+    """Rollout (0..R-1, in order of first appearance) of each sequence: the branches of a sample are one rollout."""
+    _, found_S = torch.unique(torch.stack([group_ids_S, sample_ids_S], dim=1), dim=0, return_inverse=True)  # by key
+    place_S = torch.arange(len(found_S), device=found_S.device)
+    first_R = torch.full_like(place_S, len(found_S)).scatter_reduce(0, found_S, place_S, "amin")
+    rank_R = torch.empty_like(first_R)
+    rank_R[first_R.argsort(stable=True)] = place_S
+    return rank_R[found_S]
+
+
+def pack(trajectories: Sequence[Trajectory]) -> PackedBatch:
+    """Lays trajectories end to end.
+
+    Raises:
+        ValueError: `trajectories` is empty.
+        TrajectoryError: some rewards have other named parts than others.
+    """
+    if not trajectories:
+        raise ValueError("Nothing to pack: a batch holds at least one trajectory.")
+    lengths_S = torch.tensor([len(t) for t in trajectories], dtype=torch.int64)
+    total = int(lengths_S.sum())
+    action_mask_N = torch.zeros(total, dtype=torch.bool)
+    turn_ids_N = torch.full((total,), -1, dtype=torch.int64)
+    rewards_N = torch.zeros(total)
+    start = 0
+    turns: dict[tuple[int, int], int] = {}  # of each rollout so far
+    for trajectory in trajectories:
+        rollout = trajectory.group_id, trajectory.sample_id
+        for segment in (segment for segment in trajectory.segments if segment.kind is SegmentKind.ACTION):
+            following = turns.get(rollout, 0)
+            turn = following if segment.turn is None else segment.turn
+            turns[rollout] = max(following, turn + 1)
+            action_mask_N[start + segment.start : start + segment.stop] = True
+            turn_ids_N[start + segment.start : start + segment.stop] = turn
+            rewards_N[start + segment.stop - 1] = segment.reward
+        start += len(trajectory)
+    part_names = _part_names(trajectories)
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    return PackedBatch(
+        tokens_N=torch.cat([t.token_ids_T for t in trajectories]),
+        positions_N=torch.arange(total) - torch.repeat_interleave(starts_S, lengths_S),
+        action_mask_N=action_mask_N,
+        turn_ids_N=turn_ids_N,
+        rewards_N=rewards_N,
+        rollout_logprobs_N=torch.cat([t.logprobs_T for t in trajectories]),
+        versions_N=torch.cat([t.versions_T for t in trajectories]),
+        lengths_S=lengths_S,
+        prompt_lengths_S=torch.tensor([t.prompt_length for t in trajectories]),
+        group_ids_S=torch.tensor([t.group_id for t in trajectories]),
+        sample_ids_S=torch.tensor([t.sample_id for t in trajectories]),
+        scores_S=torch.tensor([t.score for t in trajectories], dtype=torch.float32),
+        truncated_S=torch.tensor([t.stop_reason.truncated for t in trajectories]),
+        part_names=part_names,
+        reward_parts_SK=torch.tensor([[t.reward_parts.get(name, 0.0) for name in part_names] for t in trajectories])
+        if part_names
+        else None,
+    )
+
+
+def _part_names(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
+    """Names of the rewards' parts, sorted. Branches of a rollout whose reward stands on another branch have none."""
+    named = {tuple(sorted(t.reward_parts)) for t in trajectories if t.reward_parts}
+    if len(named) > 1:
+        raise TrajectoryError(
+            f"Some rewards have the parts {', '.join(sorted(named)[0])}, others {', '.join(sorted(named)[1])}: every "
+            "reply must be given the same named rewards."
+        )
+    return named.pop() if named else ()

@@ -1,0 +1,1 @@
+"""Pure state machines that steer a run, and findings about it."""

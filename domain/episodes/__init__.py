@@ -1,0 +1,1 @@
+"""Values of an episode: messages, prompts, generations, rewards, the trajectory."""

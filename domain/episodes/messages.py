@@ -1,0 +1,108 @@
+"""Chat messages, the calls in them, and what the policy did in a turn.
+
+A message is a mapping in the OpenAI shape, with two conventions of Hugging Face templates: the arguments of a tool call
+are a mapping (not JSON text), and thinking is in `reasoning_content`. A message with `visible` False is for the model
+alone; no user sees it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from rollgrad.domain.episodes.generation import Generation
+
+Message = Mapping[str, Any]
+"""`role` and `content`, and what the role adds: `tool_calls`, `reasoning_content`, `tool_call_id`, `name`."""
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Yields every text in a JSON value, keys of mappings too."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            waiting += [*item, *item.values()]
+        elif isinstance(item, list | tuple):
+            waiting += item
+
+
+@frozen(kw_only=True)
+class ToolCall:
+    """A call that the model asked for. `arguments` is None when they could not be read; `error` then says why."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] | None
+    error: str | None = None
+
+
+@frozen(kw_only=True, eq=False)
+class Action:
+    """One turn of the policy.
+
+    `text` is the decoded reply without special tokens; `generation` has its token ids and why it stopped. `message` is
+    the reply as a chat message, `tool_calls` its calls in order. `error` says what could not be parsed.
+    """
+
+    text: str
+    generation: Generation
+    message: Message
+    tool_calls: tuple[ToolCall, ...] = ()
+    error: str | None = None
+
+
+@frozen(kw_only=True)
+class ParsedReply:
+    """A reply's text taken apart: see `Action`."""
+
+    message: Message
+    tool_calls: tuple[ToolCall, ...] = ()
+    error: str | None = None
+
+
+@frozen(kw_only=True)
+class ToolResult:
+    """What a tool answers. `terminates`: the episode ends with it."""
+
+    content: str
+    is_error: bool = False
+    terminates: bool = False
+    metrics: Mapping[str, float] = field(factory=dict)
+
+
+def assistant_message(content: str, *, reasoning: str = "", tool_calls: Sequence[ToolCall] = ()) -> Message:
+    """A reply as a message; calls that could not be read are left out."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    calls = [call for call in tool_calls if call.arguments is not None]
+    if calls:
+        message["tool_calls"] = [call_entry(call.id, call.name, call.arguments) for call in calls]
+    return message
+
+
+def call_entry(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call as messages hold it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_message(call: ToolCall, content: str) -> Message:
+    """A tool's answer to `call`."""
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+
+
+def same_message(message: Message) -> str:
+    """What makes two messages the same for a conversation: role, visible text, names and arguments of calls.
+
+    Ids of calls, the order of keys and thinking are left out: clients change or drop them when they send a history
+    back.
+    """
+    calls = [
+        [call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or () if call
+    ]
+    content = message.get("content") or ""
+    return json.dumps([message["role"], content, calls], sort_keys=True, ensure_ascii=False, default=str)

@@ -1,0 +1,216 @@
+"""The value that joins execution and learning: one token-level episode.
+
+Invariants, checked by `TrajectoryBuilder`, the only way to make a `Trajectory`: segments tile the tokens in order;
+the first is a PROMPT; only ACTION tokens were sampled, and each has a finite log-prob and a policy version; every
+action segment has its own reward (kept apart for the estimator, never summed before it).
+Does not own: how tokens come about (engines, codecs) nor what is learned from them (estimators, losses).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+
+from rollgrad.domain.episodes.generation import Generation, StopReason
+from rollgrad.domain.errors import TrajectoryError
+
+NO_VERSION = -1
+"""Policy version recorded on tokens that no policy sampled."""
+
+
+class SegmentKind(StrEnum):
+    """Who wrote the tokens of a segment."""
+
+    PROMPT = "prompt"
+    """What the episode starts from."""
+    ACTION = "action"
+    """Sampled by the policy: the only tokens that carry loss."""
+    OBSERVATION = "observation"
+    """Written by the environment; transparent to discounting."""
+
+
+@frozen(kw_only=True)
+class Segment:
+    """Tokens `start` to `stop` (half-open) of a trajectory; `reward` is set on ACTION segments. `turn` numbers the
+    replies of the whole rollout, over all its branches, in the order in which they were sampled; None: this one
+    follows the one before, a branch the branch before."""
+
+    kind: SegmentKind
+    start: int
+    stop: int
+    reward: float = 0.0
+    turn: int | None = None
+
+
+@frozen(kw_only=True, eq=False)
+class Trajectory:
+    """One episode, or one branch of it, token by token. Made by `TrajectoryBuilder`.
+
+    `token_ids_T` int64; `logprobs_T` float32, log-prob under the sampling distribution, 0 outside actions;
+    `versions_T` int32, `NO_VERSION` outside actions. `score` is the outcome used for filtering and evaluation.
+    `group_id` ties the samples of one prompt, `sample_id` the branches of one rollout.
+    `reward_parts`: the named rewards that its reward is the weighted sum of, if it is one.
+    """
+
+    token_ids_T: Tensor
+    logprobs_T: Tensor
+    versions_T: Tensor
+    segments: tuple[Segment, ...]
+    score: float
+    stop_reason: StopReason
+    group_id: int
+    sample_id: int
+    metrics: Mapping[str, float] = field(factory=dict)
+    multimodal: Mapping[str, Any] | None = None
+    reward_parts: Mapping[str, float] = field(factory=dict)
+
+    @property
+    def reward(self) -> float:
+        """Sum of the per-turn rewards."""
+        return math.fsum(s.reward for s in self.segments)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens in the leading PROMPT segment."""
+        return self.segments[0].stop
+
+    @property
+    def action_length(self) -> int:
+        """Sampled tokens; environment tokens do not count."""
+        return sum(s.stop - s.start for s in self.segments if s.kind is SegmentKind.ACTION)
+
+    def __len__(self) -> int:
+        return len(self.token_ids_T)
+
+
+class TrajectoryBuilder:
+    """Collects an episode's tokens in the order in which they came to be.
+
+    >>> from rollgrad.domain.episodes.generation import Generation, StopReason
+    >>> builder = TrajectoryBuilder([5, 6], group_id=0, sample_id=0)
+    >>> builder.add_action(Generation(token_ids=[7], logprobs=[-0.1], versions=[3], stop_reason=StopReason.STOP))
+    >>> builder.set_reward(1.0)
+    >>> builder.build(stop_reason=StopReason.STOP).token_ids_T.tolist()
+    [5, 6, 7]
+    """
+
+    def __init__(self, prompt_token_ids: Sequence[int], *, group_id: int, sample_id: int) -> None:
+        if not prompt_token_ids:
+            raise TrajectoryError("The prompt has no tokens: every trajectory starts from at least one.")
+        self._tokens: list[int] = list(prompt_token_ids)
+        self._logprobs: list[float] = [0.0] * len(self._tokens)
+        self._versions: list[int] = [NO_VERSION] * len(self._tokens)
+        self._segments = [Segment(kind=SegmentKind.PROMPT, start=0, stop=len(self._tokens))]
+        self._group_id = group_id
+        self._sample_id = sample_id
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens so far: what the engine must be given next."""
+        return tuple(self._tokens)
+
+    @property
+    def has_action(self) -> bool:
+        """Whether anything has been sampled."""
+        return any(segment.kind is SegmentKind.ACTION for segment in self._segments)
+
+    def add_action(self, generation: Generation, *, turn: int | None = None) -> None:
+        """Appends what the engine sampled, as reply `turn` of the rollout (see `Segment`).
+
+        Raises:
+            TrajectoryError: nothing was sampled, lengths differ, or a log-prob is not a finite number <= 0.
+        """
+        tokens, logprobs, versions = generation.token_ids, generation.logprobs, generation.versions
+        if not len(tokens) == len(logprobs) == len(versions):
+            raise TrajectoryError(
+                f"The engine returned {len(tokens)} tokens, {len(logprobs)} log-probs and {len(versions)} versions: "
+                "each sampled token needs one of each."
+            )
+        if not tokens:
+            raise TrajectoryError("The engine returned no tokens: an action holds at least one.")
+        for position, value in enumerate(logprobs):
+            if not (math.isfinite(value) and value <= LOGPROB_SLACK):
+                raise TrajectoryError(f"Sampled token {position} has log-prob {value}: it must be finite and <= 0.")
+        self._append(SegmentKind.ACTION, tokens, logprobs, versions)
+        self._segments[-1] = evolve(self._segments[-1], turn=turn)
+
+    def add_observation(self, token_ids: Sequence[int]) -> None:
+        """Appends what the environment wrote; empty observations are allowed and leave no segment."""
+        if token_ids:
+            self._append(SegmentKind.OBSERVATION, token_ids, [0.0] * len(token_ids), [NO_VERSION] * len(token_ids))
+
+    def expect_prefix(self, token_ids: Sequence[int]) -> None:
+        """Checks that `token_ids` continues exactly what has been recorded.
+
+        Raises:
+            TrajectoryError: the history was rewritten; it must become a segment of its own.
+        """
+        if list(token_ids[: len(self._tokens)]) != self._tokens:
+            raise TrajectoryError(
+                f"The {len(self._tokens)} recorded tokens are not a prefix of the {len(token_ids)} given: "
+                "the history was rewritten, so it must start another trajectory of the same sample."
+            )
+
+    def set_reward(self, reward: float) -> None:
+        """Puts `reward` on the latest action segment, replacing what stood there.
+
+        Raises:
+            TrajectoryError: no action yet, or the reward is not finite.
+        """
+        if not math.isfinite(reward):
+            raise TrajectoryError(f"The reward is {reward}: it must be a finite number.")
+        for index in range(len(self._segments) - 1, -1, -1):
+            if self._segments[index].kind is SegmentKind.ACTION:
+                self._segments[index] = evolve(self._segments[index], reward=float(reward))
+                return
+        raise TrajectoryError("A reward was given before any action was sampled.")
+
+    def build(
+        self,
+        *,
+        stop_reason: StopReason,
+        score: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        multimodal: Mapping[str, Any] | None = None,
+        reward_parts: Mapping[str, float] | None = None,
+    ) -> Trajectory:
+        """The finished trajectory; `score` defaults to the sum of rewards.
+
+        Raises:
+            TrajectoryError: no action was sampled, or the score is not finite.
+        """
+        if not self.has_action:
+            raise TrajectoryError("The episode has no sampled token: there is nothing to learn from.")
+        outcome = math.fsum(s.reward for s in self._segments) if score is None else float(score)
+        if not math.isfinite(outcome):
+            raise TrajectoryError(f"The score is {outcome}: it must be a finite number.")
+        return Trajectory(
+            token_ids_T=torch.tensor(self._tokens, dtype=torch.int64),
+            logprobs_T=torch.tensor(self._logprobs, dtype=torch.float32),
+            versions_T=torch.tensor(self._versions, dtype=torch.int32),
+            segments=tuple(self._segments),
+            score=outcome,
+            stop_reason=stop_reason,
+            group_id=self._group_id,
+            sample_id=self._sample_id,
+            metrics=dict(metrics or {}),
+            multimodal=multimodal,
+            reward_parts=dict(reward_parts or {}),
+        )
+
+    def _append(
+        self, kind: SegmentKind, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]
+    ) -> None:
+        start = len(self._tokens)
+        self._tokens.extend(tokens)
+        self._logprobs.extend(logprobs)
+        self._versions.extend(versions)
+        self._segments.append(Segment(kind=kind, start=start, stop=len(self._tokens)))
+
+
+LOGPROB_SLACK = 1e-4
+"""Rounding allowance above 0 for a log-prob computed in float32."""

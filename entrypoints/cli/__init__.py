@@ -1,0 +1,1 @@
+"""The commands of `rollgrad`: their flags, help and suggestions."""

@@ -1,0 +1,158 @@
+"""`rollgrad chat`: talks to a model in the terminal, with the tools and the conversation of training."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import define
+
+from rollgrad.domain.errors import ConfigurationError, DataError
+from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
+
+if TYPE_CHECKING:
+    from rollgrad.application.episodes.runtime import PlayedTurn
+    from rollgrad.domain.episodes.messages import Message
+    from rollgrad.entrypoints.composition.assistant import LoadedAssistant
+
+HELP = "Type a message and Enter. /new starts over, /exit (or Ctrl-D) leaves; Ctrl-C stops a reply."
+
+
+@define(kw_only=True)
+class ChatArguments(AssistantArguments):
+    """Talks to a model in the terminal.
+
+    Standard input that is no terminal is read line by line, a message each.
+    """
+
+    messages: Path | None = None
+    """JSON file with a list of messages that the conversation goes on after: examples for the model, say."""
+    prompt: str | None = None
+    """A single message: its answer is printed, and the command ends."""
+    json: bool = False
+    """Print one JSON object a message: answer, messages and token ids of the last reply."""
+
+
+def chat(arguments: ChatArguments) -> None:
+    """Talks until the input ends.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C while no reply is being sampled.
+        ConfigurationError: a setting or the model cannot be used.
+    """
+    arguments.check()
+    opening = [] if arguments.messages is None else _read_messages(arguments.messages)
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print
+        from rollgrad.entrypoints.composition.assistant import load_assistant
+
+        loaded = load_assistant(arguments)
+    terminal = arguments.prompt is None and sys.stdin.isatty()
+    if terminal:
+        sys.stderr.write(f"{loaded.name}. {HELP}\n")
+    talk = _Talk(loaded, opening, as_json=arguments.json)
+    with asyncio.Runner() as runner:
+        try:
+            for line in _lines(arguments.prompt, terminal=terminal):
+                if line == "/exit":
+                    break
+                if line == "/new":
+                    talk.restart()
+                elif line:
+                    talk.take(runner, line, interruptible=terminal)
+        finally:
+            runner.run(loaded.tools.aclose())
+
+
+def _read_messages(path: Path) -> "list[Message]":
+    try:
+        messages = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--messages {path} cannot be read as JSON: {error}.") from error
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise ConfigurationError(f"--messages {path} must hold a list of messages, each with role and content.")
+    return messages
+
+
+def _lines(prompt: str | None, *, terminal: bool) -> Iterator[str]:
+    if prompt is not None:
+        yield prompt
+        return
+    while True:
+        if terminal:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  (line editing and history)
+            try:
+                yield input("> ").strip()
+            except EOFError:
+                sys.stderr.write("\n")
+                return
+        else:
+            line = sys.stdin.readline()
+            if not line:
+                return
+            yield line.strip()
+
+
+class _Talk:
+    """A conversation on the screen: thoughts, calls and results dimmed on stderr, answers on stdout."""
+
+    def __init__(self, loaded: "LoadedAssistant", opening: "Sequence[Message]", *, as_json: bool) -> None:
+        self._loaded = loaded
+        self._opening = opening
+        self._json = as_json
+        self._dim = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+        self._conversation = loaded.assistant.conversation(opening)
+
+    def restart(self) -> None:
+        self._conversation = self._loaded.assistant.conversation(self._opening)
+
+    def take(self, runner: asyncio.Runner, text: str, *, interruptible: bool) -> None:
+        try:
+            turn = runner.run(
+                self._conversation.say(text, on_piece=None if self._json else self._piece, on_turn=self._turn)
+            )
+        except KeyboardInterrupt:
+            if not interruptible:
+                raise
+            sys.stderr.write("\n(stopped)\n")
+            return
+        except DataError as error:
+            if not interruptible:
+                raise
+            sys.stderr.write(f"{error}\n")
+            return
+        answer = turn.result.info.get("answer", turn.action.message["content"])
+        if self._json:
+            token_ids = list(turn.action.generation.token_ids)
+            told = {"answer": answer, "messages": self._conversation.messages, "token_ids": token_ids}
+            sys.stdout.write(json.dumps(told, ensure_ascii=False) + "\n")
+        elif answer != turn.action.message["content"]:
+            sys.stdout.write(f"{answer}\n")  # the result of a tool that ends the task
+        sys.stdout.flush()
+
+    def _piece(self, field: str, text: str) -> None:
+        if field == "content":
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        else:
+            self._aside(text, end="")
+
+    def _turn(self, turn: "PlayedTurn") -> None:
+        if self._json:
+            return
+        if turn.action.message["content"]:
+            sys.stdout.write("\n")
+        for call in turn.action.tool_calls:
+            arguments = json.dumps(call.arguments, ensure_ascii=False) if call.arguments is not None else "?"
+            self._aside(f"{call.name}({arguments})")
+        if not isinstance(turn.result.observation, str):
+            for message in turn.result.observation:
+                if message.get("visible", True):
+                    self._aside(str(message["content"]))
+
+    def _aside(self, text: str, end: str = "\n") -> None:
+        sys.stderr.write(f"{self._dim[0]}{text}{self._dim[1]}{end}")
+        sys.stderr.flush()

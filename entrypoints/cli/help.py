@@ -1,0 +1,236 @@
+"""`--help` of the commands that read a run's settings: the essential ones, a section, or all.
+
+Written from the settings' classes and their docstrings, without torch and tyro, so that it comes at once.
+"""
+
+import ast
+import inspect
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
+
+import attrs
+from attrs import frozen
+
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.names.suggestions import unknown_flag
+
+HELP_FLAGS = ("-h", "--help")
+MOST_COLUMNS = 110
+ALL = "all"
+
+RUN_EXAMPLE = """  rollgrad train rl --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
+      --data.prompt_dataset reasoning_gym:basic_arithmetic --algo.preset grpo --ckpt.output_dir runs/first"""
+
+EVAL_EXAMPLE = """  rollgrad eval --actor.model_name_or_path runs/first/model \\
+      --eval.dataset reasoning_gym:basic_arithmetic --eval.max_samples 100"""
+
+REWARD = {
+    "The reward: one of these": (
+        *("reward.function_path", "reward.verifier", "reward.model_name_or_path", "reward.remote_url"),
+    )
+}
+
+RUN_ESSENTIALS: Mapping[str, Sequence[str]] = {
+    "The model": ("actor.model_name_or_path", "actor.dtype", "actor.lora.rank"),
+    "The prompts": ("data.prompt_dataset", "data.input_key", "data.label_key", "data.apply_chat_template"),
+    **REWARD,
+    "The algorithm": ("algo.preset", "algo.advantage.estimator", "algo.kl.init_coef", "actor.adam.lr"),
+    "Rollouts": (
+        *("rollout.batch_size", "rollout.n_samples_per_prompt", "rollout.max_new_tokens", "rollout.temperature"),
+        "rollout.engine",
+    ),
+    "Training": ("train.max_steps", "train.batch_size", "train.seed"),
+    "Evaluation": ("eval.dataset", "eval.steps"),
+    "Output": ("ckpt.output_dir", "ckpt.save_steps", "ckpt.resume"),
+}
+"""What a newcomer sets, by what it is about."""
+
+EVAL_ESSENTIALS: Mapping[str, Sequence[str]] = {
+    "The model": ("actor.model_name_or_path", "actor.dtype"),
+    "The prompts": ("eval.dataset", "eval.split", "eval.max_samples", "data.input_key", "data.label_key"),
+    **REWARD,
+    "Replies": ("eval.temperature", "eval.n_samples_per_prompt", "eval.max_new_tokens", "rollout.engine"),
+}
+
+ESSENTIALS = {"train rl": (RUN_EXAMPLE, RUN_ESSENTIALS), "eval": (EVAL_EXAMPLE, EVAL_ESSENTIALS)}
+"""The example and the essential settings of each command."""
+
+
+@frozen
+class Setting:
+    """A setting of a command: its dotted name, type, default and docstring."""
+
+    name: str
+    kind: Any
+    default: Any
+    doc: str
+
+
+@frozen
+class Section:
+    """A section of settings, its docstring, and those of its settings that stand in no section within it."""
+
+    name: str
+    doc: str
+    settings: tuple[Setting, ...]
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether one of the words is --help."""
+    return any(word.partition("=")[0] in HELP_FLAGS for word in arguments)
+
+
+def show_help(command: str, kind: type[RLConfig], arguments: Sequence[str]) -> int:
+    """Prints what follows --help: a section, a setting, all; the essential settings where nothing does.
+
+    Raises:
+        ConfigurationError: there is no such section.
+    """
+    sections = list(_sections(kind(), ""))
+    topic = _topic(arguments)
+    if topic is None:
+        lines = _essentials(command, kind, sections)
+    elif topic == ALL:
+        lines = [line for section in sections for line in (*_section(section), "")]
+    else:
+        lines = _about(topic, command, sections)
+    sys.stdout.write("\n".join(line.rstrip() for line in lines).rstrip() + "\n")
+    return 0
+
+
+def _topic(arguments: Sequence[str]) -> str | None:
+    index = next(index for index, word in enumerate(arguments) if word.partition("=")[0] in HELP_FLAGS)
+    _, equals, value = arguments[index].partition("=")
+    following = value if equals else next(iter(arguments[index + 1 :]), "")
+    return following.lstrip("-").replace("-", "_") or None
+
+
+def _essentials(command: str, kind: type[RLConfig], sections: Sequence[Section]) -> list[str]:
+    settings = {setting.name: setting for section in sections for setting in section.settings}
+    example, groups = ESSENTIALS[command]
+    own = [setting for setting in settings.values() if "." not in setting.name]
+    lines = [
+        f"usage: rollgrad {command} [--config FILE.yaml] [--SECTION.SETTING VALUE ...]",
+        "",
+        *_wrapped(inspect.cleandoc(kind.__doc__ or "").replace(" below", ""), ""),
+        "",
+        example,
+        "",
+        *(line for setting in own for line in _setting(setting, brief=True)),
+    ]
+    for title, names in groups.items():
+        lines += ["", title]
+        lines += [line for name in names for line in _setting(settings[name], brief=True)]
+    lines += ["", f"Sections: rollgrad {command} --help SECTION shows one, --help all shows all"]
+    outer = [section for section in sections if section.name and "." not in section.name]
+    return lines + [f"  {section.name:<10}{_first_sentence(section.doc)}" for section in outer]
+
+
+def _about(topic: str, command: str, sections: Sequence[Section]) -> list[str]:
+    within = [section for section in sections if f"{section.name}.".startswith(f"{topic}.")]
+    if within:
+        return [line for section in within for line in (*_section(section), "")]
+    settings = [setting for section in sections for setting in section.settings]
+    found = next((setting for setting in settings if setting.name == topic), None)
+    if found is not None:
+        return list(_setting(found, brief=False))
+    names = [section.name for section in sections if section.name and "." not in section.name]
+    hint = unknown_flag(f"--{topic}", [setting.name for setting in settings], command).partition("; ")[2]
+    more = f" As a setting: {hint}" if "--help" not in hint else ""
+    raise ConfigurationError(
+        f"{topic!r} is neither a section nor a setting: the sections are {', '.join(names)}, and all.{more}"
+    )
+
+
+def _section(section: Section) -> Iterator[str]:
+    yield f"{section.name}: {section.doc}" if section.name else "Of the command itself"
+    for setting in section.settings:
+        yield from _setting(setting, brief=False)
+
+
+def _setting(setting: Setting, *, brief: bool) -> Iterator[str]:
+    yield f"  --{setting.name} {_value(setting.kind)}{_default(setting)}"
+    yield from _wrapped(_first_sentence(setting.doc) if brief else setting.doc, "      ")
+
+
+def _sections(config: Any, prefix: str, doc: str = "") -> Iterator[Section]:
+    """The sections of a configuration, those within a section after it."""
+    kind: Any = type(config)
+    docs, settings, inner = _docs(kind), [], []
+    for field in attrs.fields(kind):
+        name, value = f"{prefix}{field.name}", getattr(config, field.name)
+        if attrs.has(field.type):
+            inner.append((value, f"{name}.", docs[field.name]))
+        else:
+            settings.append(Setting(name, field.type, value, docs[field.name]))
+    yield Section(prefix.rstrip("."), doc, tuple(settings))
+    for value, deeper, its_doc in inner:
+        yield from _sections(value, deeper, its_doc)
+
+
+@cache
+def _docs(kind: type[Any]) -> Mapping[str, str]:
+    """The docstrings of a class's fields, by name: the strings that follow them in the source."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        for node in _classes(base.__module__).get(base.__name__, ()):
+            found.update(node)
+    return found
+
+
+@cache
+def _classes(module: str) -> Mapping[str, Sequence[Mapping[str, str]]]:
+    if not module.startswith("rollgrad."):
+        return {}
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: [_field_docs(node)] for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _field_docs(node: ast.ClassDef) -> Mapping[str, str]:
+    docs: dict[str, str] = {}
+    for field, doc in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
+            docs[field.target.id] = " ".join(str(ast.literal_eval(doc.value)).split())
+    return docs
+
+
+def _value(kind: Any) -> str:
+    """What follows a flag of that type."""
+    if isinstance(kind, UnionType):
+        return " | ".join(_value(part) for part in get_args(kind) if part is not NoneType)
+    parts = get_args(kind)
+    if get_origin(kind) is tuple:
+        return f"{_value(parts[0])} ..." if parts[-1] is Ellipsis else " ".join(map(_value, parts))
+    if get_origin(kind) is dict:
+        return "NAME NUMBER ..."
+    if issubclass(kind, StrEnum):
+        return "{" + ",".join(kind) + "}"
+    return _VALUES.get(kind) or str(kind.__name__).upper()
+
+
+_VALUES: Mapping[Any, str] = {bool: "[True|False]", int: "INTEGER", float: "NUMBER", str: "TEXT"}
+
+
+def _default(setting: Setting) -> str:
+    default = setting.default
+    if default in ("", None, ()):
+        return ""
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    return f" (default: {shown})"
+
+
+def _first_sentence(doc: str) -> str:
+    """A docstring up to the first full stop that ends a sentence, which no decimal point and no file name does."""
+    return doc.split(". ")[0].rstrip(".") + "."
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    width = min(shutil.get_terminal_size().columns, MOST_COLUMNS)
+    return textwrap.wrap(text, max(width, 40), initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

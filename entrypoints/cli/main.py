@@ -1,0 +1,286 @@
+"""The command line: `COMMANDS` lists what follows `rollgrad`.
+
+Exit status: 0 done, 1 a defect (with its traceback), 2 an error that one sentence explains, 130 interrupted (143 by
+SIGTERM, 129 by SIGHUP), 141 nobody reads the output any more. Torch is imported by the commands only, so that help and
+refusals come at once.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import rollgrad
+from rollgrad.application.settings.rules import evaluation_errors, setting_errors
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines, raise_together
+from rollgrad.entrypoints.cli.chat import ChatArguments, chat
+from rollgrad.entrypoints.cli.help import asks_for_help, show_help
+from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, parse, parse_run
+from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, serve_agent
+from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments, serve_reward_model
+from rollgrad.entrypoints.composition.extensions import extension_errors
+from rollgrad.entrypoints.config_io import dump_config
+from rollgrad.entrypoints.names.suggestions import unknown_command
+from rollgrad.entrypoints.redaction import OutputClosedError, hidden_note, redacted_output
+
+if TYPE_CHECKING:
+    from rollgrad.entrypoints.library import TrainResult
+
+EXIT_DEFECT = 1
+EXIT_ERROR = 2
+SIGNAL_STATUS = 128
+"""Added to a signal's number, as shells report a process that it ended."""
+EXIT_INTERRUPTED = SIGNAL_STATUS + signal.SIGINT
+EXIT_CLOSED = SIGNAL_STATUS + signal.SIGPIPE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line (default: that of this process); returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    with redacted_output(words):
+        try:
+            status = _status(words)
+            sys.stdout.flush()
+            return status
+        except OutputClosedError:
+            return EXIT_CLOSED
+
+
+def _status(words: list[str]) -> int:
+    try:
+        return _dispatch(words)
+    except RollgradError as error:
+        if os.environ.get("ROLLGRAD_DEBUG") == "1":
+            traceback.print_exc()
+        sys.stderr.writelines(f"error: {line}\n" for line in problem_lines(error))
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except OutputClosedError:
+        raise
+    except Exception:  # its message may hold a secret, which only the streams of this command hide
+        traceback.print_exc()
+        return EXIT_DEFECT
+
+
+def _results_only_on_stdout() -> contextlib.AbstractContextManager[object]:
+    """Sends to stderr what libraries (DeepSpeed, on import) and reward functions print."""
+    return contextlib.redirect_stdout(sys.stderr)
+
+
+def configure_logging() -> None:
+    """Sends structlog's events to stderr: coloured on a terminal, else one key=value line each."""
+    import structlog
+
+    renderer: structlog.typing.Processor
+    if sys.stderr.isatty():
+        renderer = structlog.dev.ConsoleRenderer()
+    else:
+        renderer = structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"])
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        # looked up anew: while a progress bar is shown, it stands for stderr, and prints lines above itself
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+    )
+
+
+def train_rl(arguments: Sequence[str]) -> int:
+    """`rollgrad train rl`."""
+    if asks_for_help(arguments):
+        return show_help("train rl", TrainArguments, arguments)
+    parsed, config, unread = parse_run(TrainArguments, "train rl", arguments)
+    if parsed.print_config:
+        return _print_config(config, [*unread, *extension_errors(config), *setting_errors(config)])
+    return _train(config, unread, dry_run=parsed.dry_run)
+
+
+def _print_config(config: RLConfig, errors: Sequence[RollgradError]) -> int:
+    _print_yaml(dump_config(config))
+    raise_together(errors)
+    return 0
+
+
+def _print_yaml(text: str) -> int:
+    sys.stderr.write(hidden_note(text))
+    sys.stdout.write(text)
+    return 0
+
+
+def _train(config: RLConfig, unread: Sequence[RollgradError] = (), *, dry_run: bool = False) -> int:
+    """Trains, unless something is wrong; `unread` is what is wrong with the settings' file."""
+    from rollgrad.entrypoints.dry_run import file_problems
+
+    errors = [*unread, *extension_errors(config), *setting_errors(config)]
+    if dry_run:
+        from rollgrad.entrypoints.rehearsal import rehearse
+
+        configure_logging()
+        rehearse(config, errors)
+        return 0
+    raise_together([*errors, *file_problems(config).values()])
+    with _results_only_on_stdout():
+        from rollgrad.entrypoints.library import train
+
+        configure_logging()
+        result = train(config)
+    _show_result(config, result)
+    return SIGNAL_STATUS + result.stopped_by if result.stopped_by else 0
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """`rollgrad eval`."""
+    if asks_for_help(arguments):
+        return show_help("eval", EvalArguments, arguments)
+    parsed, config, unread = parse_run(EvalArguments, "eval", arguments)
+    errors = [*unread, *extension_errors(config), *evaluation_errors(config)]
+    if parsed.print_config:
+        return _print_config(config, errors)
+    from rollgrad.entrypoints.dry_run import eval_file_problems
+
+    raise_together([*errors, *eval_file_problems(config).values()])
+    with _results_only_on_stdout():
+        from rollgrad.entrypoints.library import evaluate as evaluate_model
+
+        configure_logging()
+        metrics = evaluate_model(config)
+    if parsed.json:
+        sys.stdout.write(json.dumps(metrics, indent=2) + "\n")
+    else:
+        _show_metrics(f"{config.actor.model_name_or_path} on {config.eval.dataset}", {"value": metrics})
+    return 0
+
+
+def openrlhf(arguments: Sequence[str]) -> int:
+    """`rollgrad openrlhf`."""
+    from rollgrad.entrypoints.openrlhf.command import USAGE, changed_settings, check, translate_command
+    from rollgrad.entrypoints.openrlhf.serve import ServerTranslation
+
+    words = [word for word in arguments if word != "--run"]
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE)
+        return 0
+    translated = translate_command(words)
+    if isinstance(translated, ServerTranslation):
+        sys.stderr.writelines(f"{note}\n" for note in translated.notes)
+        if len(words) < len(arguments):
+            return serve_reward(translated.words)
+        sys.stdout.write(f"{shlex.join(['rollgrad', 'serve', 'reward', *translated.words])}\n")
+        return 0
+    config, notes = translated
+    sys.stderr.writelines(f"{note}\n" for note in notes)
+    if len(words) < len(arguments):
+        return _train(config)
+    refusal = check(config)
+    if refusal:
+        sys.stderr.write(f"rollgrad train rl will refuse this: {refusal}\n")
+    return _print_yaml(changed_settings(config))
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """`rollgrad doctor`."""
+    parsed = parse(DoctorArguments(), "doctor", arguments)
+    from rollgrad.entrypoints.cli.doctor import run_doctor
+
+    return run_doctor(deep=parsed.deep, as_json=parsed.json)
+
+
+def serve_reward(arguments: Sequence[str]) -> int:
+    """`rollgrad serve reward`."""
+    parsed = parse(ServeRewardArguments(), "serve reward", arguments)
+    configure_logging()
+    serve_reward_model(parsed)
+    return 0
+
+
+def serve_agents(arguments: Sequence[str]) -> int:
+    """`rollgrad serve agent`."""
+    parsed = parse(ServeAgentArguments(), "serve agent", arguments)
+    configure_logging()
+    serve_agent(parsed)
+    return 0
+
+
+def talk(arguments: Sequence[str]) -> int:
+    """`rollgrad chat`."""
+    parsed = parse(ChatArguments(), "chat", arguments)
+    configure_logging()
+    chat(parsed)
+    return 0
+
+
+COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train rl": (train_rl, "train a model by reinforcement learning"),
+    "eval": (evaluate, "evaluate a model on held-out prompts"),
+    "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
+    "chat": (talk, "talk to a model in the terminal, with its tools"),
+    "serve agent": (serve_agents, "serve a model with its tools to OpenAI and Anthropic clients"),
+    "serve reward": (serve_reward, "serve a reward model over HTTP"),
+    "doctor": (doctor, "show what this machine offers, and whether the installation works"),
+}
+
+USAGE = "\n".join(
+    (
+        "usage: rollgrad COMMAND [OPTIONS]",
+        "",
+        *(f"  rollgrad {name:<12} {purpose}" for name, (_, purpose) in COMMANDS.items()),
+        "",
+        "  rollgrad COMMAND --help   its options; of train rl and eval the essential ones, and how to see the others",
+        "  rollgrad --version        the version",
+        "",
+    )
+)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    for name, (command, _) in COMMANDS.items():
+        words = name.split()
+        if arguments[: len(words)] == words:
+            return command(arguments[len(words) :])
+    if arguments[:1] == ["--version"]:
+        sys.stdout.write(f"rollgrad {rollgrad.__version__}\n")
+        return 0
+    if not arguments or {"-h", "--help"} & set(arguments):
+        sys.stdout.write(USAGE)
+        return 0
+    raise ConfigurationError(unknown_command(arguments, tuple(COMMANDS)))
+
+
+def _show_result(config: RLConfig, result: "TrainResult") -> None:
+    columns = {name: metrics for name, metrics in (("before", result.before), ("after", result.after)) if metrics}
+    if columns and config.logger.console:
+        _show_metrics("Evaluation", columns)
+    named = Path(config.ckpt.output_dir)  # as the settings have it: the result's is absolute
+    if result.interrupted:
+        sys.stderr.write(f"interrupted after {result.steps} rollouts; what was trained is in {named}\n")
+    sys.stdout.write(f"{named / result.report.name if result.report else named}\n")
+    sys.stdout.flush()
+    sys.stderr.writelines(f"warning: {finding}\n" for finding in result.findings)
+
+
+def _show_metrics(title: str, columns: Mapping[str, Mapping[str, float]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("metric", *columns, title=title)
+    for name in dict.fromkeys(name for metrics in columns.values() for name in metrics):
+        table.add_row(name, *(f"{metrics[name]:.4g}" if name in metrics else "" for metrics in columns.values()))
+    Console(highlight=False, markup=False).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

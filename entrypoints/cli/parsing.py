@@ -1,0 +1,248 @@
+"""From the words of a command line to settings: spellings first (`spell_out`), then tyro.
+
+Flags over the file that --config names over the defaults.
+"""
+
+import contextlib
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args
+
+import attrs
+from attrs import define, frozen
+
+from rollgrad.application.settings.choices import Resume
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.spelling import choice, choice_kind
+from rollgrad.domain.errors import ConfigurationError, raise_together
+from rollgrad.entrypoints.config_io import read_config, setting_names
+from rollgrad.entrypoints.names.suggestions import unknown_flag
+
+Arguments = TypeVar("Arguments", bound=attrs.AttrsInstance)
+RunArguments = TypeVar("RunArguments", "TrainArguments", "EvalArguments")
+
+
+@define(kw_only=True)
+class TrainArguments(RLConfig):
+    """Trains a model by reinforcement learning. Every setting below is also a key of the YAML file."""
+
+    config: Path | None = None
+    """YAML file with settings; flags override it."""
+    print_config: bool = False
+    """Print all settings as YAML that --config reads, and leave."""
+    dry_run: bool = False
+    """Check all that the run would refuse: settings, files, prompts, reward and memory; show the memory plan, the
+    counts and a prompt, and leave."""
+
+
+@define(kw_only=True)
+class EvalArguments(RLConfig):
+    """Evaluates actor.model_name_or_path on eval.dataset. It reads the settings of a training run."""
+
+    config: Path | None = None
+    """YAML file with settings; flags override it."""
+    print_config: bool = False
+    """Print all settings as YAML that --config reads, and leave."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+@define(kw_only=True)
+class DoctorArguments:
+    """Shows what this machine offers a run, and what can run here."""
+
+    deep: bool = False
+    """Also import the packages, each in a process of its own: minutes, where they are large."""
+    json: bool = False
+    """Print JSON instead of text."""
+
+
+@frozen
+class OptionalValue:
+    """A flag that may stand alone, or be followed by one of a few words."""
+
+    words: Mapping[str, str]
+    """Words in small letters, and the value that each stands for."""
+    alone: str
+    """The value of `--section.flag`."""
+    negated: str
+    """The value of `--section.no_flag`."""
+
+
+SWITCH = OptionalValue({"true": "True", "false": "False"}, alone="True", negated="False")
+"""A boolean."""
+
+RESUME = OptionalValue(
+    {**{resume.value: resume.value for resume in Resume}, "true": Resume.ALWAYS.value, "false": Resume.NEVER.value},
+    alone=Resume.ALWAYS.value,
+    negated=Resume.NEVER.value,
+)
+
+OPTIONAL_VALUES: Mapping[str, OptionalValue] = {"ckpt.resume": RESUME}
+"""Flags with an optional value besides the booleans, by their dotted names."""
+
+
+def flag_kinds(kind: type[attrs.AttrsInstance], prefix: str = "") -> dict[str, Any]:
+    """The types of a command's flags, by their dotted names."""
+    kinds: dict[str, Any] = {}
+    for field in attrs.fields(kind):
+        name = f"{prefix}{field.name}"
+        kinds |= flag_kinds(field.type, f"{name}.") if attrs.has(field.type) else {name: field.type}
+    return kinds
+
+
+def spell_out(
+    arguments: Sequence[str], kinds: Mapping[str, Any], optional_values: Mapping[str, OptionalValue] = OPTIONAL_VALUES
+) -> list[str]:
+    """A command line in the one spelling that tyro is told: flags with underscores, `--flag True` or `--flag False` for
+    booleans in any of their forms, values of enums in their canonical spelling.
+
+    >>> kinds = {"dry_run": bool, "data.apply_chat_template": bool, "train.seed": int}
+    >>> spell_out(["--dry_run", "--train.seed", "1", "--data.apply_chat_template=false"], kinds)
+    ['--dry_run', 'True', '--train.seed', '1', '--data.apply_chat_template', 'False']
+    >>> spell_out(["--data.no_apply_chat_template", "--dry_run", "FALSE"], kinds)
+    ['--data.apply_chat_template', 'False', '--dry_run', 'False']
+
+    Raises:
+        ConfigurationError: a boolean is followed by a word that is neither True nor False.
+    """
+    spelled: list[str] = []
+    words = list(arguments)
+    optionals = {name: SWITCH for name, kind in kinds.items() if kind is bool} | dict(optional_values)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            spelled.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        positive = _positive(name, kinds)
+        if (optional := optionals.get(name)) is not None:
+            given = value if equals else words.pop(0) if words and not words[0].startswith("-") else None
+            spelled += [f"--{name}", optional.alone if given is None else _word(flag, given, optional)]
+        elif positive is not None and (optional := optionals.get(positive)) is not None:
+            if equals or (words and not words[0].startswith("-")):
+                raise ConfigurationError(f"{flag} takes no value: write --{positive} with one.")
+            spelled += [f"--{positive}", optional.negated]
+        else:
+            spelled.append(f"--{name}")
+            if equals:
+                spelled[-1] += f"={_canonical(value, kinds.get(name))}"
+            elif words and not words[0].startswith("--"):
+                spelled.append(_canonical(words.pop(0), kinds.get(name)))
+    return spelled
+
+
+def parse_run(
+    kind: type[RunArguments], command: str, arguments: Sequence[str]
+) -> tuple[RunArguments, RLConfig, list[ConfigurationError]]:
+    """The arguments of a command that reads a run's settings, these settings, and what of the file cannot be read.
+
+    Raises:
+        ConfigurationError: a flag or its value is wrong, or the file is none.
+    """
+    words = spell_out(arguments, flag_kinds(kind))
+    path = _flag_value("--config", words)
+    unread: list[ConfigurationError]
+    config, unread = read_config(path, preset=_flag_value("--algo.preset", words))
+    try:
+        parsed = _parse(kind(config=None if path is None else Path(path), **_sections(config)), command, words)
+    except ConfigurationError as error:
+        raise_together([*unread, error])
+        raise AssertionError from error
+    run = RLConfig(**_sections(parsed))
+    run.algo.preset = None  # expanded above
+    return parsed, run, unread
+
+
+def parse(default: Arguments, command: str, arguments: Sequence[str]) -> Arguments:
+    """The arguments of any other command.
+
+    Raises:
+        ConfigurationError: a flag or a value is wrong.
+    """
+    return _parse(default, command, spell_out(arguments, flag_kinds(type(default))))
+
+
+def _sections(config: RLConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in attrs.fields(RLConfig)}
+
+
+def _parse(default: Arguments, command: str, words: Sequence[str]) -> Arguments:
+    import tyro
+
+    kind = type(default)
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            parsed, unknown = tyro.cli(
+                kind,
+                prog=f"rollgrad {command}",
+                args=words,
+                default=default,
+                return_unknown_args=True,
+                use_underscores=True,
+                config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagConversionOff),
+            )
+    except SystemExit as stop:
+        if stop.code:
+            raise ConfigurationError(_sentence(box.getvalue())) from stop
+        raise
+    raise_together(_unknown(kind, command, unknown))
+    return parsed
+
+
+def _unknown(kind: type[Any], command: str, words: Sequence[str]) -> list[ConfigurationError]:
+    """One sentence for each flag that is not known; for a word only where there is no such flag."""
+    known = list(setting_names(kind))
+    flags = [word for word in words if word.startswith("-") or "=" in word] or words[:1]
+    return [ConfigurationError(unknown_flag(word, known, command)) for word in dict.fromkeys(flags)]
+
+
+def _positive(name: str, kinds: Mapping[str, Any]) -> str | None:
+    """`data.apply_chat_template` for `data.no_apply_chat_template`; None for other names."""
+    section, dot, last = name.rpartition(".")
+    if name in kinds or not last.startswith("no_"):
+        return None
+    return f"{section}{dot}{last.removeprefix('no_')}"
+
+
+def _word(flag: str, given: str, optional: OptionalValue) -> str:
+    if given.lower() not in optional.words:
+        known = ", ".join(dict.fromkeys(optional.words.values()))
+        raise ConfigurationError(f"{flag} is {given!r}, but it takes {known}, or nothing: change it.")
+    return optional.words[given.lower()]
+
+
+def _canonical(value: str, annotation: Any) -> str:
+    """The canonical spelling of an enum's value; any other value as it is, which tyro judges."""
+    kind = choice_kind(annotation) if isinstance(annotation, type | UnionType) else None
+    if kind is None:
+        return value
+    try:
+        return choice(kind, value).value
+    except ValueError:
+        return "None" if value.lower() == "none" and get_args(annotation) else value
+
+
+def _flag_value(flag: str, words: Sequence[str]) -> str | None:
+    """What a flag is given that decides the others' defaults."""
+    for index, word in enumerate(words):
+        if word.startswith(f"{flag}="):
+            return word.removeprefix(f"{flag}=")
+        if word == flag and index + 1 < len(words):
+            return words[index + 1]
+    return None
+
+
+def _sentence(box: str) -> str:
+    """The message in the box that tyro draws: between the title and the first rule, without the list of attempts."""
+    lines = [line.strip("│ ") for line in box.splitlines()[1:]]
+    message: list[str] = []
+    for line in lines:
+        if not line.strip("─╰╯") or line.startswith("Got errors"):
+            break
+        message.append(line)
+    return " ".join(message)

@@ -1,0 +1,1 @@
+"""The composition root: which class stands behind each port for a given configuration."""

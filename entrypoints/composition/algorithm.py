@@ -1,0 +1,224 @@
+"""From the settings of an algorithm to the objects that carry it out."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from rollgrad.application.rollouts.sampler import SamplingPlan
+from rollgrad.application.settings.choices import CorrectionLevel, KLAgainst, OldLogprobs
+from rollgrad.application.settings.correction import correction_level
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.training import PartialRollout
+from rollgrad.domain.algorithms.catalogue import estimator_traits, policy_loss_traits
+from rollgrad.domain.algorithms.curriculum import Curriculum
+from rollgrad.domain.algorithms.filtering import GroupFilter
+from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
+from rollgrad.domain.algorithms.losses.corrections import Correction
+from rollgrad.domain.algorithms.losses.covariance import clip_cov_tokens, kl_cov_tokens, token_keys
+from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.control.entropy_weight import EntropyController
+from rollgrad.domain.control.findings import LearningSettings, LearningWatch
+from rollgrad.domain.control.kl_weight import KLController
+from rollgrad.domain.control.staleness import StalenessBound
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.ports.models import PolicyObjective
+from rollgrad.domain.ports.rollout_engine import PauseMode
+
+
+def make_aggregation(config: RLConfig) -> str:
+    """How token losses become one number: as set, or the loss's own way."""
+    return config.actor.loss_aggregation or policy_loss_traits(config.actor.policy_loss_type).aggregation
+
+
+def _loss_params(config: RLConfig) -> PolicyLossParams:
+    actor = config.actor
+    default = policy_loss_traits(actor.policy_loss_type).clip or (0.0, 0.0)
+    same = None if actor.eps_clip is None else (actor.eps_clip, actor.eps_clip)
+    low, high = actor.eps_clip_low_high or same or default
+    return PolicyLossParams(
+        clip_low=low,
+        clip_high=high,
+        dual_clip=actor.dual_clip,
+        sapo_tau=actor.sapo_tau,
+        cov_kl_coef=actor.cov_kl_coef,
+    )
+
+
+def _correction(config: RLConfig) -> Correction | None:
+    settings, level = config.algo.correction, correction_level(config)
+    if level is CorrectionLevel.OFF:
+        return None
+    return Correction(
+        level=level,
+        mode=settings.mode,
+        gate=settings.gate,
+        low=settings.low,
+        high=settings.high,
+        threshold=settings.threshold,
+        bypass=config.algo.old_logprobs is OldLogprobs.ROLLOUT,
+    )
+
+
+def make_objective(config: RLConfig, *, kl_coef: float, entropy_coef: float, version: int) -> PolicyObjective:
+    """The policy's loss for the current weights of its terms."""
+    return PolicyLossObjective(
+        loss=config.actor.policy_loss_type,
+        params=_loss_params(config),
+        correction=_correction(config),
+        kl_coef=kl_coef if config.algo.kl.use_loss else 0.0,
+        kl_estimator=config.algo.kl.estimator,
+        kl_against=config.algo.kl.against,
+        entropy_coef=entropy_coef,
+        positive_nll_coef=config.actor.positive_nll_coef,
+        version=version if config.algo.old_logprobs is OldLogprobs.INTERPOLATE else None,
+    )
+
+
+def make_token_selection(config: RLConfig) -> Callable[[PackedBatch], Tensor] | None:
+    """What chooses the tokens that clip_cov and kl_cov treat apart."""
+    actor = config.actor
+
+    def clip_cov(batch: PackedBatch) -> Tensor:
+        return clip_cov_tokens(
+            batch.start_logprobs_N,
+            batch.filled("advantages_N"),
+            batch.action_mask_N,
+            share=actor.cov_share,
+            limits=actor.cov_range,
+            keys_N=token_keys(batch.sample_ids_S, batch.positions_N, batch.lengths_S),
+        )
+
+    def kl_cov(batch: PackedBatch) -> Tensor:
+        return kl_cov_tokens(
+            batch.start_logprobs_N, batch.filled("advantages_N"), batch.action_mask_N, share=actor.cov_share
+        )
+
+    return {"clip_cov": clip_cov, "kl_cov": kl_cov}.get(actor.policy_loss_type)
+
+
+def advantage_is_all(config: RLConfig) -> bool:
+    """Whether a sample without an advantage has no gradient: the loss has no other term, and is in proportion."""
+    actor = config.actor
+    return (
+        actor.entropy_coef == 0
+        and actor.entropy_target is None
+        and actor.positive_nll_coef == 0
+        and actor.aux_loss_coef == 0
+        and not config.algo.kl.use_loss
+        and policy_loss_traits(actor.policy_loss_type).proportional
+    )
+
+
+def make_sampling_plan(config: RLConfig) -> SamplingPlan:
+    """Which groups a rollout plays and keeps."""
+    algo, rollout, train = config.algo, config.rollout, config.train
+    ahead = train.max_staleness + 1 if train.async_enable else 1
+    return SamplingPlan(
+        groups=rollout.batch_size,
+        samples=rollout.n_samples_per_prompt,
+        in_flight=rollout.generate_batch_size or rollout.batch_size * ahead,
+        budget=algo.dynamic_filtering_budget,
+        group_filter=GroupFilter(
+            score_spread=algo.dynamic_filtering_enable and algo.dynamic_filtering_range is None,
+            pass_threshold=config.reward.pass_threshold,
+            score_range=algo.dynamic_filtering_range if algo.dynamic_filtering_enable else None,
+            need_spread=algo.dynamic_filtering_spread,
+        ),
+        greedy_baseline="greedy_baseline" in estimator_traits(algo.advantage.estimator).needs,
+    )
+
+
+def make_staleness_bound(config: RLConfig, rollouts: int) -> StalenessBound:
+    """How old an asynchronous run's groups may become."""
+    train = config.train
+    return StalenessBound(
+        groups=config.rollout.batch_size,
+        updates=rollouts,
+        max_staleness=train.max_staleness,
+        unit=train.staleness_unit,
+        policy=train.stale_policy,
+    )
+
+
+def pipeline_kind(config: RLConfig) -> str:
+    """Whether rollouts and updates take turns or overlap."""
+    return "overlapping" if config.train.async_enable else "alternating"
+
+
+def continuation_kind(config: RLConfig) -> str:
+    """Whether replies that a change of weights ends are continued."""
+    return "continued" if config.train.partial_rollout is PartialRollout.RECOMPUTE else "plain"
+
+
+PAUSES = {
+    PartialRollout.NONE: PauseMode.WAIT,
+    PartialRollout.KEEP: PauseMode.KEEP,
+    PartialRollout.RECOMPUTE: PauseMode.ABORT,
+}
+"""What happens to requests in flight when an asynchronous run changes the weights."""
+
+
+def make_kl_controller(config: RLConfig) -> KLController:
+    """What steers the weight of the KL term."""
+    kl = config.algo.kl
+    return KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon)
+
+
+def make_entropy_controller(config: RLConfig) -> EntropyController:
+    """What steers the weight of the entropy term."""
+    actor = config.actor
+    return EntropyController(coef=actor.entropy_coef, target=actor.entropy_target, step=actor.entropy_coef_step)
+
+
+def make_curriculum(config: RLConfig) -> Curriculum | None:
+    """What passes over prompts by their pass rate, if anything."""
+    limits = config.data.curriculum_range
+    return None if limits is None else Curriculum(limits=limits)
+
+
+def reference_kind(config: RLConfig) -> str:
+    """Whether a reference model is loaded."""
+    needed = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE
+    return "loaded" if needed else "none"
+
+
+def critic_kind(config: RLConfig) -> str:
+    """Whether a critic is loaded."""
+    return "loaded" if "critic" in estimator_traits(config.algo.advantage.estimator).needs else "none"
+
+
+def make_learning_watch(config: RLConfig, rollouts: int) -> LearningWatch:
+    """Watches for reasons why the run cannot learn."""
+    estimator = config.algo.advantage.estimator
+    needs = estimator_traits(estimator).needs
+    return LearningWatch(
+        LearningSettings(
+            steps=rollouts,
+            judged_by_outcome="teacher" not in needs and not estimator.startswith(("turn_", "process_")),
+            compared_in_groups="group" in needs or "greedy_baseline" in needs,
+            pass_threshold=config.reward.pass_threshold,
+            max_new_tokens=config.rollout.max_new_tokens,
+        )
+    )
+
+
+def make_sampling(config: RLConfig) -> SamplingParams:
+    """How episodes are sampled."""
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_new_tokens,
+        stop_strings=rollout.stop_strings,
+    )
+
+
+def make_eval_sampling(config: RLConfig) -> SamplingParams:
+    """How held-out episodes are sampled."""
+    return SamplingParams(
+        temperature=config.eval.temperature,
+        max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
+        stop_strings=config.rollout.stop_strings,
+    )

@@ -1,0 +1,97 @@
+"""The tools that `agent.tools` names."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rollgrad.adapters.system.python_file import load_python_file
+from rollgrad.adapters.tools.basic import FinalTool, ThinkTool
+from rollgrad.adapters.tools.mcp import McpTools, connect
+from rollgrad.adapters.tools.python import PythonTool
+from rollgrad.application.settings.choices import PythonIsolation
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.ports.environment import Tool
+
+MCP = "mcp:"
+
+
+class ToolBox:
+    """Makes the tools at once, except those of MCP servers, which `open` connects to.
+
+    Args:
+        names: the value of `agent.tools`; None is no tools.
+        isolation: of the python tool.
+        flag: what sets `names`, for errors.
+        isolation_flag: what sets `isolation`, for errors.
+
+    Raises:
+        ConfigurationError: the python tool cannot be shut in, a name is none of the known kinds, a file has no tools,
+            or two tools share a name.
+    """
+
+    def __init__(
+        self,
+        names: str | None,
+        isolation: PythonIsolation = PythonIsolation.NAMESPACES,
+        *,
+        flag: str = "--agent.tools",
+        isolation_flag: str = "--agent.python_isolation",
+    ) -> None:
+        made: Mapping[str, Callable[[], Tool]] = {
+            "python": lambda: PythonTool(isolation=isolation, flag=isolation_flag),
+            "think": ThinkTool,
+            "final": FinalTool,
+        }
+        self._flag = flag
+        self._tools: list[Tool] = []
+        self._servers: list[str] = []
+        self._connections: list[McpTools] = []
+        for name in (part.strip() for part in (names or "").split(",") if part.strip()):
+            if name.startswith(MCP):
+                self._servers.append(name.removeprefix(MCP))
+            elif name.endswith(".py"):
+                self._tools += _tools_of(name, flag)
+            elif name in made:
+                self._tools.append(made[name]())
+            else:
+                known = ", ".join(made)
+                raise ConfigurationError(
+                    f"{flag} names {name!r}, which is no tool: the built-in ones are {known}; a file of functions ends "
+                    f"in .py, and an MCP server is {MCP}COMMAND or {MCP}URL."
+                )
+        self._check(self._tools)
+
+    async def open(self) -> Sequence[Tool]:
+        """All tools; connects to the MCP servers on the first call.
+
+        Raises:
+            ConfigurationError: a server cannot be used, or offers a tool whose name is taken.
+        """
+        while self._servers:
+            connection = await connect(self._servers.pop(0))
+            self._connections.append(connection)
+            self._tools += connection.tools
+        self._check(self._tools)
+        return tuple(self._tools)
+
+    async def aclose(self) -> None:
+        """Closes tools and connections; idempotent."""
+        for tool in self._tools:
+            await tool.close()
+        while self._connections:
+            await self._connections.pop().close()
+
+    def _check(self, tools: Sequence[Tool]) -> None:
+        names = [tool.name for tool in tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigurationError(f"{self._flag} offers two tools called {twice!r}: rename one of them.")
+
+
+def _tools_of(path: str, flag: str) -> list[Tool]:
+    tools = [value for value in vars(load_python_file(path, flag=flag)).values() if isinstance(value, Tool)]
+    tools = [tool for tool in tools if not isinstance(tool, type)]
+    if not tools:
+        raise ConfigurationError(
+            f"{flag} names {path}, but no function in it is marked as a tool: put @rollgrad.tool above those that the "
+            "model may call."
+        )
+    return tools

@@ -1,0 +1,39 @@
+"""The agent server of a training run, on the loopback interface, inside the run's event loop."""
+
+import asyncio
+
+from rollgrad.adapters.servers.agent_server import AgentServer, max_body_bytes
+from rollgrad.adapters.servers.server import Server
+from rollgrad.application.episodes.chat_service import ChatService
+from rollgrad.domain.ports.chat_codec import ChatCodec
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
+
+MODEL = "policy"
+"""The name under which agents ask for the model that is trained."""
+
+
+class TrainingServer:
+    """Serves `service`, from the first time that its address is asked for until `aclose`."""
+
+    def __init__(self, engine: RolloutEngine, codec: ChatCodec) -> None:
+        self.engine = engine
+        self.service = ChatService(engine, codec, max_tokens=getattr(engine, "max_tokens", None))
+        self._codec = codec
+        self._server: Server | None = None
+        self._starting = asyncio.Lock()
+
+    async def url(self) -> str:
+        """The server's address, `http://127.0.0.1:PORT`."""
+        async with self._starting:
+            if self._server is None:
+                app = AgentServer(self.service, self._codec, model=MODEL).app()
+                self._server = Server(app, name="agent server", max_body=max_body_bytes(self.service.max_tokens))
+                await self._server.start()
+        assert self._server.url is not None
+        return self._server.url
+
+    async def aclose(self) -> None:
+        """Stops serving; idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()

@@ -1,0 +1,27 @@
+"""Names of TRL's, verl's and OpenRLHF's settings: ours of the same meaning, or one sentence why there is none.
+
+OpenRLHF's come from the table that translates its commands (`openrlhf_flags`). Names are in small letters, with
+underscores.
+"""
+
+from collections.abc import Collection, Mapping
+
+from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT
+from rollgrad.entrypoints.names.names_of_trl import TRL
+from rollgrad.entrypoints.names.names_of_verl import VERL
+
+OTHER_NAMES: Mapping[str, str] = {**TRL, **VERL}
+"""A name of another tool: the setting here, or a sentence, which has spaces."""
+
+
+def openrlhf_name(name: str, known: Collection[str]) -> str | None:
+    """The same for a name of OpenRLHF, flat or dotted; None if it is none."""
+    for dotted in FLAT.get(name, (name,)):
+        flag = FLAGS.get(dotted)
+        if flag is None:
+            continue
+        if flag.reason is not None:
+            return f"{flag.reason}."
+        same = flag.to or dotted
+        return same if same in known else "rollgrad openrlhf translates it, with the whole command."
+    return None

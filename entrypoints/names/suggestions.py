@@ -1,0 +1,143 @@
+"""What to say about a flag or a setting that does not exist.
+
+A suggestion means the same as what was asked for, or there is none: names of TRL, OpenRLHF and verl are looked up in
+`other_names`, and only what is nearly a name of ours counts as misspelt.
+"""
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from rollgrad.entrypoints.names.other_names import OTHER_NAMES, openrlhf_name
+
+_REINFORCE = "rollgrad train rl trains by reinforcement learning"
+
+OTHER_COMMANDS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("train", "rl", "train ppo", "train grpo", "train rlhf", "ppo", "grpo", "rloo", "train rloo"),
+        f"{_REINFORCE}, with --algo.preset grpo or another one.",
+    ),
+    **dict.fromkeys(("train sft", "sft"), f"supervised fine-tuning is not there yet; {_REINFORCE}."),
+    **dict.fromkeys(
+        ("train dpo", "train kto", "dpo", "kto", "orpo"), f"training on preferences is not there yet; {_REINFORCE}."
+    ),
+    **dict.fromkeys(
+        ("train rm", "train reward", "rm", "reward"),
+        "training reward models is not there yet; rollgrad serve reward serves one.",
+    ),
+    **dict.fromkeys(
+        ("train distill", "distill", "train gkd"), "write rollgrad train rl --algo.preset on_policy_distill."
+    ),
+    **dict.fromkeys(("serve", "serve model"), "write rollgrad serve agent or rollgrad serve reward."),
+    "serve rm": "write rollgrad serve reward.",
+    "vllm_serve": "start an engine with `vllm serve`, and name it with --rollout.engine server --rollout.server_urls.",
+    **dict.fromkeys(("evaluate", "test"), "write rollgrad eval."),
+    **dict.fromkeys(("env", "check", "info"), "write rollgrad doctor."),
+    "help": "write rollgrad --help.",
+    "version": "write rollgrad --version.",
+}
+"""Commands of other tools, and of this one some day."""
+
+ALIKE = 0.82
+"""Least similarity of a misspelt name: `lr_warmup_ration` is one, `learning_rate` (of anything here) is not."""
+
+APART = ("critic", "ref", "reward", "eval")
+"""Sections whose settings are never meant by those of another: `critic.learning_rate` is not the actor's."""
+
+MOST_CANDIDATES = 4
+"""Settings of one last name that are listed; of more, none is likelier than the others."""
+
+
+def unknown_flag(word: str, known: Collection[str], command: str) -> str:
+    """One sentence about a word that no flag of the command is, or takes."""
+    name, equals, _ = word.lstrip("-+").partition("=")
+    plain = name.replace("-", "_")
+    if not word.startswith("-") and (not equals or advice(plain, known) is None):
+        return f"{word!r} belongs to no flag: see rollgrad {command} --help."
+    if not word.startswith("-"):  # verl's own form
+        return f"{word!r} is not a flag, which begins with -- : {_advised(plain, known, '--')}"
+    hint = _advised(plain, known, "--") or f"see rollgrad {command} --help."
+    return f"{word.partition('=')[0]} is not a flag; {hint}"
+
+
+def unknown_command(words: Sequence[str], commands: Sequence[str]) -> str:
+    """One sentence about a command that does not exist."""
+    given = " ".join(word for word in words[:2] if not word.startswith("-")) or words[0]
+    for name in (given, given.split()[0]):
+        known = OTHER_COMMANDS.get(name.lower().replace("-", "_"))
+        if known is not None:
+            return f"{name} is not a command; {known}"
+    similar = nearest(given, commands)
+    known = f"did you mean rollgrad {similar}?" if similar else f"the commands are {', '.join(commands)}."
+    return f"{given} is not a command; {known}"
+
+
+def unknown_key(name: str, value: Any, known: Sequence[str]) -> str:
+    """One sentence about a key of a configuration file that is no setting, nor a section of settings."""
+    leaf = next((leaf for leaf in _leaves(name, value) if advice(leaf, known) is not None), None)
+    if leaf is None:
+        return f"{name} is not a setting; see `rollgrad train rl --help` for all settings."
+    return f"{leaf} is not a setting; {_advised(leaf, known, '')}"
+
+
+def advice(name: str, known: Collection[str]) -> str | None:
+    """What stands here for a name that is not known: the names of settings, separated by commas, or a sentence, which
+    has spaces; None if nothing does.
+
+    >>> settings = ["actor.adam.lr", "actor.muon.lr", "rollout.n_samples_per_prompt"]
+    >>> advice("learning_rate", settings), advice("rollout.n_sample_per_prompt", settings), advice("zzz", settings)
+    ('actor.adam.lr', 'rollout.n_samples_per_prompt', None)
+    """
+    name = name.lower()
+    other = OTHER_NAMES.get(name)
+    if other is not None and other in known:
+        return other
+    if not any("." in candidate for candidate in known):  # a command that trains nothing: no sentence is about it
+        same = (other or "").split(".")[-1]
+        return same if same in known else nearest(name, known)
+    named = [candidate for candidate in known if candidate.split(".")[-1] == name]
+    if len(named) == 1:
+        return named[0]
+    if other is not None and " " in other:
+        return other
+    translated = openrlhf_name(name, known)
+    if translated is not None:
+        return translated
+    if 1 < len(named) <= MOST_CANDIDATES:
+        return ",".join(named)
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
+    if similar:
+        return similar[0]
+    section, _, last = name.rpartition(".")
+    found = advice(last, known) if section else None
+    return found if found is None or section.split(".")[0] not in APART else _in_section(found, section, known)
+
+
+def _in_section(found: str, section: str, known: Collection[str]) -> str | None:
+    """The setting of another section that is to it what the found one is to its own, if there is one."""
+    moved = ".".join((section.split(".")[0], *found.split(".")[1:]))
+    return moved if moved in known else None
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The known name that a misspelt one is nearly."""
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
+    return similar[0] if similar else None
+
+
+def _advised(name: str, known: Collection[str], dashes: str) -> str:
+    """The advice as the end of a sentence; empty without any."""
+    found = advice(name, known)
+    if found is None:
+        return ""
+    if " " in found:
+        return found
+    return f"did you mean {' or '.join(dashes + candidate for candidate in found.split(','))}?"
+
+
+def _leaves(name: str, value: Any) -> Iterator[str]:
+    """The dotted names in a section, the section's own last."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    yield name

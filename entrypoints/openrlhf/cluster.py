@@ -1,0 +1,133 @@
+"""Where an OpenRLHF command trains and samples: processes, ZeRO and vLLM, and which weights it trains there.
+
+OpenRLHF always has a cluster. Here a run has one if the command names a setting of it (`CLUSTER_FLAGS`).
+"""
+
+from rollgrad.entrypoints.openrlhf.draft import Draft
+
+NODE = {"num_nodes": 1, "num_gpus_per_node": 8}
+"""Processes of a model, where OpenRLHF is not told."""
+
+CLUSTER_FLAGS = (
+    *(f"{model}.{key}" for model in ("actor", "critic", "ref") for key in NODE),
+    *("train.colocate_all", "train.colocate_actor_ref"),
+    *("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.gpu_memory_utilization"),
+    *("ds.zero_stage", "ds.adam_offload", "ds.ring_attn_size", "ds.tensor_parallel_size", "ds.lora.rank"),
+)
+"""Those that turn on `cluster.enable` and `rollout.engine` vllm."""
+
+REWARD_FLAGS = (*(f"reward.{key}" for key in NODE), "train.colocate_critic_reward")
+"""Those that do so where a reward model is loaded."""
+
+GPU_MEMORY = 0.95
+"""OpenRLHF's share of a GPU for an engine."""
+
+LORA_ALPHA = 16
+"""OpenRLHF's default."""
+
+
+def translate_cluster(draft: Draft) -> None:
+    """Sets `cluster`, `vllm`, `train.colocate_*`, the processes of each model, and the actor's adapters.
+
+    Raises:
+        ConfigurationError: a value is not of its flag's kind.
+    """
+    together = False
+    flags = CLUSTER_FLAGS
+    if draft.reward_model is not None:
+        flags += REWARD_FLAGS
+    else:
+        for name in REWARD_FLAGS:
+            draft.lose(name, "no reward model is loaded, in OpenRLHF neither")
+    if any(draft.asks(name) for name in flags):
+        draft.set("cluster.enable", True)
+        draft.set("rollout.engine", "vllm")
+        if draft.submitted:
+            draft.set("cluster.address", "auto")
+        _processes(draft)
+        together = _sharing(draft)
+        _engines(draft, together=together)
+        _transfer(draft)
+    else:
+        draft.lose("vllm.sync_backend", "without a cluster the engine reads the trained model itself")
+    _adapters(draft)
+    if draft.asks("vllm.enable_sleep") and not together:
+        draft.lose("vllm.enable_sleep", "engines sleep where they share GPUs with models, in OpenRLHF too")
+
+
+def _processes(draft: Draft) -> None:
+    """How many train and hold each model."""
+    actor = {key: draft.value(f"actor.{key}", default) for key, default in NODE.items()}
+    for key, value in actor.items():
+        draft.set(f"actor.{key}", value)
+    others = {"critic": draft.has_critic, "ref": draft.kl_coef != 0, "reward": draft.reward_model is not None}
+    for model in (model for model, loaded in others.items() if loaded):
+        own = {key: draft.value(f"{model}.{key}", default) for key, default in NODE.items()}
+        for key, value in own.items() if own != actor else ():
+            draft.set(f"{model}.{key}", value)
+    if not others["ref"]:
+        for key in NODE:
+            draft.lose(f"ref.{key}", "a KL weight of 0 loads no reference, in OpenRLHF neither")
+
+
+def _sharing(draft: Draft) -> bool:
+    """Whether models and engines share GPUs."""
+    together = bool(draft.value("train.colocate_all", False))
+    if together and draft.value("train.async_enable", False):
+        draft.set("train.colocate_actor_ref", True)
+        draft.change(
+            "train.colocate_all", "with --async_train actor and reference share GPUs, other models have their own"
+        )
+        together = False
+    elif together:
+        draft.set("train.colocate_all", True)
+        if not draft.asks("vllm.enable_sleep"):
+            draft.change("train.colocate_all", "engines sleep while models train, as with --vllm_enable_sleep")
+    if draft.value("train.colocate_actor_ref", False) and not together:
+        draft.set("train.colocate_actor_ref", True)
+    if draft.value("train.colocate_critic_reward", False) and draft.reward_model is not None and not together:
+        if draft.has_critic:
+            draft.set("train.colocate_critic_reward", True)
+        else:
+            draft.lose("train.colocate_critic_reward", f"{draft.estimator} has no critic, in OpenRLHF neither")
+    return together
+
+
+def _engines(draft: Draft, *, together: bool) -> None:
+    """Those of vLLM; `together` with the models they have one GPU each."""
+    engines, size = draft.value("vllm.num_engines", 1), draft.value("vllm.tensor_parallel_size", 1)
+    if together and size > 1:
+        engines, size = engines * size, 1
+        draft.change("vllm.tensor_parallel_size", f"{engines} engines of one GPU each, for they share GPUs with models")
+    draft.set("vllm.num_engines", engines)
+    draft.set("vllm.tensor_parallel_size", size)
+    draft.set("vllm.gpu_memory_utilization", draft.value("vllm.gpu_memory_utilization", GPU_MEMORY))
+
+
+def _transfer(draft: Draft) -> None:
+    """How weights get to the engines: `auto` is NCCL, and CUDA IPC where they share GPUs, as OpenRLHF's nccl."""
+    backend = draft.value("vllm.sync_backend", "nccl")
+    if backend == "gloo":
+        draft.set("vllm.sync_backend", "shared_memory")
+        draft.change("vllm.sync_backend", "through shared memory, and Ray's object store between machines")
+    elif backend != "nccl":
+        draft.lose("vllm.sync_backend", "weights go by NCCL, or by CUDA IPC where models and engines share GPUs")
+
+
+def _adapters(draft: Draft) -> None:
+    """LoRA's, of the actor."""
+    rank = draft.value("ds.lora.rank", 0)
+    if not rank:
+        for key in ("lora.alpha", "lora.target_modules", "load_in_4bit"):
+            draft.lose(f"ds.{key}", "all weights are trained without --lora_rank")
+        return
+    draft.set("actor.lora.rank", rank)
+    draft.set("actor.lora.alpha", draft.value("ds.lora.alpha", LORA_ALPHA))
+    draft.set("actor.lora.target_modules", draft.value("ds.lora.target_modules", ["all-linear"]))
+    if draft.value("ds.load_in_4bit", False):
+        draft.set("actor.lora.load_in_4bit", True)
+        loaded = {"critic": draft.has_critic, "reward model": draft.reward_model is not None}
+        if others := " and ".join(name for name, there in loaded.items() if there):
+            draft.change("ds.load_in_4bit", f"of the actor, not of the {others}")
+    if draft.has_critic:
+        draft.change("ds.lora.rank", "of the actor alone; all weights of the critic are trained")

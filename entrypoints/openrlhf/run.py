@@ -1,0 +1,198 @@
+"""The run of an OpenRLHF command: batches, lengths, rewards, data and evaluation."""
+
+from rollgrad.entrypoints.openrlhf.draft import Draft
+
+PROMPT_TOKENS = 1024
+"""OpenRLHF's limit of prompts and of replies, where none is set."""
+
+REWARD_TIMEOUT = 180.0
+"""Seconds that OpenRLHF waits for a reward server; for a reward model it waits without end."""
+
+
+def translate_run(draft: Draft) -> None:
+    """Sets `rollout`, `train`, `reward`, `data` and `eval`.
+
+    Raises:
+        ConfigurationError: a value is not of its flag's kind.
+    """
+    _batches(draft)
+    _lengths(draft)
+    _reward(draft)
+    _data(draft)
+    _evaluation(draft)
+
+
+def _batches(draft: Draft) -> None:
+    prompts, samples = draft.value("rollout.batch_size", 1024), draft.value("rollout.n_samples_per_prompt", 1)
+    draft.set("rollout.batch_size", prompts)
+    draft.set("rollout.n_samples_per_prompt", samples)
+    batch = draft.value("train.batch_size", 128)
+    if batch > prompts * samples:
+        draft.change("train.batch_size", f"{prompts * samples}, for a rollout has no more samples")
+        batch = prompts * samples
+    draft.set("train.batch_size", batch)
+    if draft.value("train.dynamic_batch_enable", False):
+        draft.set("train.max_tokens_per_micro_batch", draft.value("train.max_tokens_per_gpu", 16192))
+    else:
+        draft.lose("train.max_tokens_per_gpu", "OpenRLHF reads it with --use_dynamic_batch only")
+    _overlap(draft, prompts)
+    if draft.value("train.enable_ema", False):
+        draft.set("train.ema_beta", draft.value("train.ema_beta", 0.992))
+        draft.change(
+            "train.enable_ema", "the averages are saved in ema below the trained model, in OpenRLHF instead of it"
+        )
+    else:
+        draft.lose("train.ema_beta", "no average is kept without --enable_ema, in OpenRLHF neither")
+
+
+def _overlap(draft: Draft, prompts: int) -> None:
+    """How rollouts overlap with each other and with training."""
+    in_flight = draft.value("rollout.vllm_generate_batch_size", prompts)
+    corrects = draft.value("algo.advantage.is_correction_enable", False)
+    overlaps = draft.value("train.async_enable", False)
+    if overlaps:
+        ahead = draft.value("train.async_queue_size", 1)
+        draft.set("train.async_enable", True)
+        draft.set("train.max_staleness", ahead)
+        if draft.value("train.partial_rollout_enable", False):
+            draft.set("train.partial_rollout", "keep")
+        corrected = (
+            "" if corrects else "; stale samples are corrected (algo.correction.level auto), there only if asked"
+        )
+        draft.change("train.async_enable", f"an update waits for its own groups only, not for a whole batch{corrected}")
+        most = prompts * (ahead + 1)
+        if in_flight > most:
+            draft.change("rollout.vllm_generate_batch_size", f"{most}, for no more can be trained on in time")
+            in_flight = most
+    else:
+        for key in ("async_queue_size", "partial_rollout_enable"):
+            draft.lose(f"train.{key}", "OpenRLHF reads it with --async_train only")
+    if in_flight > prompts and overlaps:
+        draft.set("rollout.generate_batch_size", in_flight)
+    elif in_flight > prompts and corrects:
+        draft.set("rollout.generate_batch_size", in_flight)
+        draft.change("rollout.vllm_generate_batch_size", "a rollout does not wait for the groups that it can spare")
+    elif in_flight != prompts:
+        needs = "over-sampling needs --enable_vllm_is_correction" if in_flight > prompts else "a rollout needs more"
+        draft.lose("rollout.vllm_generate_batch_size", needs)
+
+
+def _lengths(draft: Draft) -> None:
+    total = draft.value("data.max_len")
+    prompt, reply = draft.value("data.prompt_max_len"), draft.value("rollout.max_new_tokens")
+    dropped = "is dropped before the first step here (--data.overlong error refuses it), while OpenRLHF cuts it"
+    if total is None:
+        draft.set("data.max_prompt_tokens", PROMPT_TOKENS if prompt is None else prompt)
+    else:
+        draft.set("data.max_len", total)
+        draft.change("data.max_len", f"a prompt that leaves no token for the reply {dropped}")
+        if prompt is not None and prompt < total:
+            draft.set("data.max_prompt_tokens", prompt)
+        reply = total if reply is None else reply  # as much as the prompt leaves
+    draft.set("rollout.max_new_tokens", PROMPT_TOKENS if reply is None else reply)
+    draft.change("data.prompt_max_len", f"a longer prompt {dropped}")
+
+
+# Rewards, data and evaluation.
+
+
+def _reward(draft: Draft) -> None:
+    url = draft.value("reward.remote_url")
+    if url is not None and url.endswith(".py"):
+        draft.set("reward.function_path", url)
+    elif url is not None:
+        draft.set("reward.remote_url", url)
+        draft.set("reward.timeout", REWARD_TIMEOUT)
+        draft.change(
+            "reward.remote_url", "replies are sent in batches of reward.remote_batch_size, in OpenRLHF one by one"
+        )
+    _reward_model(draft)
+    if draft.value("reward.normalize_enable", False):
+        _normalize(draft)
+    draft.set("reward.clip_range", draft.value("reward.clip_range", [-10.0, 10.0]))
+    if "group" in draft.traits.needs:
+        draft.change("reward.clip_range", "rewards are clipped before the group's baseline, in OpenRLHF after it")
+    if draft.value("reward.overlong_buffer_len") is None:
+        draft.lose("reward.overlong_penalty_factor", "there is no length penalty without --overlong_buffer_len")
+    else:
+        draft.set("reward.overlong_penalty_factor", draft.value("reward.overlong_penalty_factor", 1.0))
+        if "train.agent_func_path" in draft.options:
+            limit = draft.value("data.max_len")
+            if limit is None:
+                limit = 2 * PROMPT_TOKENS
+                draft.set("rollout.max_episode_tokens", limit)
+            draft.change(
+                "reward.overlong_buffer_len",
+                f"sampled tokens count against the {limit} of an episode, in OpenRLHF all tokens after the prompt "
+                "against those of a reply",
+            )
+
+
+def _normalize(draft: Draft) -> None:
+    if draft.reward_model is None:
+        draft.lose("reward.normalize_enable", "OpenRLHF too does so for reward models only")
+        return
+    draft.set("reward.normalize", "model")
+    if draft.has_critic:
+        draft.change("reward.normalize_enable", "rewards alone are scaled, in OpenRLHF the critic's values too")
+
+
+def _reward_model(draft: Draft) -> None:
+    model = draft.reward_model
+    if model is None:
+        draft.lose("reward.model_name_or_path", "--remote_rm_url or --agent_func_path replaces it")
+        return
+    draft.set("reward.model_name_or_path", model)
+    draft.set("reward.timeout", REWARD_TIMEOUT)
+    if model != draft.value("reward.model_name_or_path"):
+        draft.change("reward.model_name_or_path", f"{model} alone, for a run has one reward")
+
+
+def _data(draft: Draft) -> None:
+    chat, template = draft.value("data.apply_chat_template", False), draft.value("data.input_template")
+    draft.set("data.apply_chat_template", chat)
+    if template is not None:
+        if chat:
+            draft.lose("data.input_template", "the chat template is on, which counts more, in OpenRLHF too")
+        elif "{}" not in template:
+            draft.lose("data.input_template", "it has no {} where the prompt goes; OpenRLHF ignores it too")
+        else:
+            draft.set("data.input_template", template)
+    if chat and "data.tokenizer_chat_template" in draft.options:
+        draft.set("data.chat_template", draft.value("data.tokenizer_chat_template"))
+    else:
+        draft.lose("data.tokenizer_chat_template", "no chat template is used without --apply_chat_template")
+    if "data.max_samples" in draft.options:
+        draft.set("data.max_samples", draft.value("data.max_samples"))
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(draft.value("ds.param_dtype"))
+    if dtype is not None:
+        draft.set("actor.dtype", dtype)
+    else:
+        draft.change("ds.param_dtype", "bfloat16 where the hardware multiplies it natively, else float32")
+
+
+def _evaluation(draft: Draft) -> None:
+    dataset = draft.value("eval.dataset")
+    if not dataset:
+        for key in ("split", "temperature", "n_samples_per_prompt", "steps"):
+            if key != "steps" or draft.value("eval.steps", -1) != -1:
+                draft.lose(f"eval.{key}", "there is nothing to evaluate on without --eval_dataset")
+        return
+    steps, temperature = draft.value("eval.steps", -1), draft.value("eval.temperature", 0.6)
+    samples = draft.value("eval.n_samples_per_prompt", 4)
+    if temperature == 0 and samples > 1:
+        draft.change("eval.temperature", "one sample of each prompt, for greedy samples are all alike")
+        samples = 1
+    if steps == -1:
+        draft.change("eval.dataset", "evaluates before and after training, in OpenRLHF never without --eval_steps")
+    else:
+        draft.change("eval.steps", "evaluates before and after training as well")
+    for key, value in {
+        "dataset": dataset,
+        "split": draft.value("eval.split", "train"),
+        "steps": steps,
+        "temperature": temperature,
+        "n_samples_per_prompt": samples,
+        "max_samples": draft.value("data.max_samples"),
+    }.items():
+        draft.set(f"eval.{key}", value)
