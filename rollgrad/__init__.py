@@ -8,6 +8,8 @@ True
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rollgrad.moved import install
+
 if TYPE_CHECKING:
     from rollgrad.adapters.tools.function import tool as tool
     from rollgrad.application.settings.run import RLConfig as RLConfig
@@ -41,6 +43,9 @@ __all__ = [
     "tool",
     "train",
 ]
+
+
+install()
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,11 @@ def ray_module() -> Any:
     return ray
 
 
+def cluster_has_gpus() -> bool:
+    """Whether any machine of the cluster that this process has joined has a GPU."""
+    return bool(ray_module().cluster_resources().get("GPU", 0))
+
+
 class RaySession:
     """A connection to Ray; what is already connected is used as it is, and left so.
 

@@ -27,7 +27,7 @@ from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.models import TorchPolicy, TorchReference, TorchValue
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
 from rollgrad.adapters.ray.placement import Placement, Slot
-from rollgrad.adapters.ray.session import RaySession
+from rollgrad.adapters.ray.session import RaySession, cluster_has_gpus
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.settings.choices import Engine
@@ -128,7 +128,7 @@ class Cluster:
             "engines": config.vllm.num_engines if config.rollout.engine is Engine.VLLM else 0,
         }
         self._session = RaySession(config.cluster.address, cpus=sum(self._roles.values()))
-        self.gpus = torch.cuda.is_available() or _cluster_gpus()
+        self.gpus = torch.cuda.is_available() or cluster_has_gpus()
         """Whether there are any."""
         self._placements: dict[str, Placement] = {}
         self._groups: list[WorkerGroup] = []
@@ -202,12 +202,6 @@ class Cluster:
                 timeout=self._config.cluster.timeout,
             )
         return [self._placements[name].slot(index) for index in range(size)]
-
-
-def _cluster_gpus() -> bool:
-    import ray
-
-    return bool(ray.cluster_resources().get("GPU", 0))
 
 
 def _threads_each(processes: int) -> int:

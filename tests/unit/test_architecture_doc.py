@@ -1,0 +1,33 @@
+"""The documents for developers name what is there."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = ("domain", "application", "adapters", "entrypoints")
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_paths_in_the_documents_exist() -> None:
+    text = ARCHITECTURE + (ROOT / "CONTRIBUTING.md").read_text()
+    paths = set(re.findall(rf"`((?:{'|'.join(LAYERS)}|tests|docs|benchmarks)/[\w./]+)`", text))
+    assert len(paths) > 40
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+
+
+def test_every_room_is_described() -> None:
+    """A room is a package of a layer; a layer's own modules need no line."""
+    rooms = {
+        f"{layer}/{folder.name}/"
+        for layer in LAYERS
+        for folder in (ROOT / layer).iterdir()
+        if (folder / "__init__.py").exists()
+    }
+    assert {room for room in rooms if f"`{room}`" not in ARCHITECTURE} == set()
+
+
+def test_words_are_in_order() -> None:
+    rows = ARCHITECTURE.partition("## Words")[2].splitlines()[4:]
+    words = [row.split("|")[1].strip() for row in rows if row.startswith("|")]
+    assert len(words) >= 40
+    assert words == sorted(words, key=lambda word: word.replace("-", " "))
