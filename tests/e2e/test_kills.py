@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-KILLS = 8
-"""Two of each kind of run."""
+KILLS = 4
+"""One of each kind of run."""
 
 
 @pytest.mark.chaos
