@@ -17,6 +17,8 @@ HEADER_SECONDS = 20.0
 """From a header's first byte, or the connection, to the header's end."""
 BODY_SECONDS = 120.0
 """From a header's end to the body's: 16 MB at a slow line's 140 KB/s."""
+DISCARD_SECONDS = 0.1
+"""Between two reads of a body that has been refused: 2.5 MB a second."""
 MOST_CONNECTIONS = 4096
 """Of one server at most; half of the descriptors that the process may open if that is less."""
 
@@ -45,6 +47,10 @@ class BoundedProtocol(H11Protocol):
         """Reads on; the deadline is of the whole header or body, so that a byte now and then does not move it."""
         super().data_received(data)
         self._watch()
+        if self.conn.their_state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete:
+            # Refused, but still sending: hanging up would often lose the refusal, reading at full speed costs much.
+            self.flow.pause_reading()
+            self.loop.call_later(DISCARD_SECONDS, self.flow.resume_reading)
 
     def on_response_complete(self) -> None:
         """Waits for the next request of the connection; uvicorn closes an idle one."""
