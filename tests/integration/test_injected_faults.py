@@ -152,7 +152,7 @@ def test_the_embedded_engine(
     expected = [g.token_ids for g in bounded(play())]
     calls = trap.calls
     assert calls, "the scenario reaches the place"
-    for at in sorted({0, 1, calls // 2}):
+    for at in sorted({0, calls // 2}):
         engine._kept.clear()
         trap.arm(fault, at)
         bounded(faulty())
@@ -283,7 +283,7 @@ def test_the_reward_server(fault: Callable[[], BaseException], name: str, monkey
         server = Server(create_reward_app(queue, model="m"), name="reward server")
         url = await server.start()
         try:
-            async with httpx2.AsyncClient(base_url=url, timeout=DEADLINE) as http:
+            async with httpx2.AsyncClient(base_url=url, timeout=DEADLINE, verify=False) as http:
                 texts = ["good", "poison", "fine", "poison", "well"]
                 answers = await asyncio.gather(*(http.post("/", json={"query": [text]}) for text in texts))
                 after = await http.post("/", json={"query": ["again"]})
@@ -346,7 +346,7 @@ def test_the_agent_server(fault: Callable[[], BaseException], place: Any, name: 
     async def play() -> None:
         async with (
             serving(engine, codec, stateless=True) as served,
-            httpx2.AsyncClient(base_url=served.url, timeout=DEADLINE) as http,
+            httpx2.AsyncClient(base_url=served.url, timeout=DEADLINE, verify=False) as http,
         ):
             for path in (CHAT, f"/s/{served.session.key}{CHAT}"):
                 for streams in (False, True):
