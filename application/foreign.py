@@ -5,22 +5,13 @@ that somebody waits for. Does not own: deadlines, which belong to who calls.
 """
 
 import asyncio
-import contextlib
-import os
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any, Literal
-
-import structlog
-from attrs import define, field
 
 from rollgrad.domain.errors import ForeignError, RollgradError
 
 LONGEST = 1000
 """Characters of a foreign error or value that a sentence quotes at most."""
-
-log = structlog.get_logger(__name__)
 
 
 def told(error: BaseException) -> str:
@@ -56,8 +47,7 @@ class foreign_code:  # noqa: N801 (it is read as a statement)
     """A block that raises `refusal(words)` in place of whatever is raised in it; `words` are the error's (`told`).
 
     Three things pass: rollgrad's own errors, which are sentences already; KeyboardInterrupt and GeneratorExit; and the
-    cancellation of the task that runs the block, though not a CancelledError that the code raised by itself. What the
-    block changes of the process (the working directory, torch's default dtype) is put back.
+    cancellation of the task that runs the block, though not a CancelledError that the code raised by itself.
     """
 
     # No @contextmanager: it lets StopIteration through where the refusal is a RuntimeError.
@@ -65,10 +55,9 @@ class foreign_code:  # noqa: N801 (it is read as a statement)
         self._refusal = refusal
 
     def __enter__(self) -> None:
-        _process.enter()
+        """Nothing is to be done before the block."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> Literal[False]:
-        _process.leave()
         if error is None or isinstance(error, RollgradError | KeyboardInterrupt | GeneratorExit):
             return False
         if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
@@ -83,47 +72,3 @@ def _is_being_cancelled() -> bool:
     except RuntimeError:
         return False
     return task is not None and task.cancelling() > 0
-
-
-@define
-class _Process:
-    """What all code of the process shares, as it was before the first of the blocks that are open."""
-
-    _lock: threading.Lock = field(factory=threading.Lock)
-    _open: int = 0
-    _directory: str | None = None
-    _dtype: Any = None
-
-    def enter(self) -> None:
-        """Remembers how things are, if no other block is open."""
-        with self._lock:
-            self._open += 1
-            if self._open == 1:
-                self._directory, self._dtype = _directory(), _default_dtype()
-
-    def leave(self) -> None:
-        """Puts back what the block, or one beside it, has changed."""
-        with self._lock:
-            self._open -= 1
-            if self._directory is not None and _directory() != self._directory:
-                with contextlib.suppress(OSError):  # it has been removed: there is nothing to go back to
-                    os.chdir(self._directory)
-                log.warning("foreign code changed the working directory: it is put back", directory=self._directory)
-            if self._dtype is not None and _default_dtype() != self._dtype:
-                sys.modules["torch"].set_default_dtype(self._dtype)
-                log.warning("foreign code changed torch's default dtype: it is put back", dtype=str(self._dtype))
-
-
-def _directory() -> str | None:
-    with contextlib.suppress(OSError):  # it has been removed
-        return os.getcwd()
-    return None
-
-
-def _default_dtype() -> Any:
-    """torch's default dtype; None while torch is not imported, which this must not change."""
-    torch = sys.modules.get("torch")
-    return getattr(torch, "get_default_dtype", lambda: None)()
-
-
-_process = _Process()

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attrs import frozen
 
-from rollgrad.domain.ports.models import PolicyModel, ValueModel
+if TYPE_CHECKING:  # torch is not needed to find and read the descriptions of states
+    from rollgrad.domain.ports.models import PolicyModel, ValueModel
 
 CRITIC_DIRECTORY = "critic"
 """Where a saved model has its critic."""
@@ -26,7 +27,7 @@ class TrainingState:
 class CheckpointStore(Protocol):
     """Promises: a checkpoint is complete or absent, also when the process dies while writing it."""
 
-    def save_model(self, policy: PolicyModel, name: str, critic: ValueModel | None = None) -> Path:
+    def save_model(self, policy: "PolicyModel", name: str, critic: "ValueModel | None" = None) -> Path:
         """Writes a Hugging Face model under `name`, and its critic in the directory `critic` below it; returns the
         model's directory.
 

@@ -125,4 +125,4 @@ def test_the_repository_installs_by_its_path(tmp_path: Path) -> None:
         packed = {name for name in archive.namelist() if name.endswith(".py")}
     layers = ("domain", "application", "adapters", "entrypoints")
     there = {f"rollgrad/{path.relative_to(source)}" for layer in layers for path in (source / layer).rglob("*.py")}
-    assert packed == there | {"rollgrad/__init__.py"}
+    assert packed == there | {f"rollgrad/{path.name}" for path in (source / "rollgrad").glob("*.py")}

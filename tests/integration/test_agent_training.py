@@ -178,7 +178,7 @@ CRASH = "import sys\nsys.exit('the disk is full')"
     ("source", "message"),
     [
         ("def run_agent(task):\n    raise ValueError('no such door')", "ValueError: no such door"),
-        ("import sys\nasync def run_agent(task):\n    sys.exit(3)", r"sys\.exit\(3\)"),
+        ("import sys\nasync def run_agent(task):\n    sys.exit(3)", "SystemExit: 3"),
         ("def run_agent(task):\n    return 1.0", "without a reply"),
         ("def run_agent(task):\n    return [1.0]", "TypeError"),
     ],

@@ -18,6 +18,7 @@ RESULTS = {
     "cluster_learns.py": r"colocated │ \d+%",
     "controller.py": r"^growth \d+\.\d+$",
     "learning_curves.py": r"on_policy_distill │\s+\d+%",
+    "server_load.py": r"attacked \d+\.\d+ s: \d+\.\d+ times$",
     "sums_reward_model.py": r"^\d+% of right and wrong replies",
     "versus_trl.py": r"^ratio \d+\.\d+$",
     "weight_sync.py": r"tokens/s, 2 rows +\d+",

@@ -146,7 +146,7 @@ class AgentExecutor(AgentExecutorBase):
                 **more,
             }
 
-        score = float(len(first.text))
+        score = float(sum(first.token_ids))  # replies of one length are not alike
         return [
             segment(first, extra_logs={"segments": 2}),
             segment(second, reward=score, scores=score, extra_logs={"segments": 2}),

@@ -1,12 +1,10 @@
 """The boundary around foreign code: one sentence whatever is raised, and the process as it was."""
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from rollgrad.adapters.rewards.answers import RewardParser
 from rollgrad.adapters.rewards.function import FunctionReward
@@ -76,16 +74,6 @@ def test_a_real_cancellation_passes() -> None:
         return task.cancelled()
 
     assert asyncio.run(body())
-
-
-def test_the_process_is_put_back(tmp_path: Path) -> None:
-    here = os.getcwd()
-    with foreign_code(ForeignError):
-        os.chdir(tmp_path)
-        with foreign_code(ForeignError):  # beside it, as other episodes are
-            torch.set_default_dtype(torch.float64)
-        assert torch.get_default_dtype() is torch.float32
-    assert os.getcwd() == here
 
 
 def test_long_and_unspeakable_values_are_shown() -> None:
