@@ -30,7 +30,7 @@ def measure(benchmark: Any, work: Any, tokens: int) -> None:
 def test_estimator(benchmark: Any, lengths_S: Tensor, name: str) -> None:
     total = int(lengths_S.sum())
     inputs = EstimatorInput(
-        rewards_N=torch.randn(total),
+        rewards_N=torch.rand(total),  # maxrl refuses negative ones
         token_rewards_N=torch.randn(total),
         values_N=torch.randn(total),
         action_mask_N=torch.ones(total, dtype=torch.bool),
