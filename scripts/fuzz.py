@@ -7,6 +7,7 @@
 Prints each case that ended in anything but one sentence, and ends with status 1 if there is one.
 """
 
+import contextlib
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +22,7 @@ def main(kinds: tyro.conf.Positional[tuple[str, ...]] = (), seed: int = 0) -> in
     """Returns the exit status."""
     bad = 0
     for kind in kinds or KINDS:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # "." is a name of a dataset
             found = [outcome(case) for case in cases(kind, KINDS[kind][1], seed, Path(folder))]
         wrong = [each for each in found if each]
         bad += len(wrong)

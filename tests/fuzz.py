@@ -146,7 +146,7 @@ ROWS = [{"prompt": f"question {n}", "answer": str(n)} for n in range(5)]
 def data(draw: random.Random, folder: Path) -> Case:
     """A damaged or strange dataset file, or the name of none."""
     if draw.random() < 0.2:
-        name = draw.choice(["x" * 300, "a\0b", "\u2028", ".", "..", "/", "~", ":", "@", "a:b:c@d", "/dev/null", ","])
+        name = draw.choice(["x" * 300, "a\0b", "\u2028", ".", "..", ":", "@", "a:b:c@d", "/dev/null", ","])
         return Case(f"dataset {name[:50]!r}", lambda: _load(name), refused=True)
     suffix = draw.choice([".jsonl", ".json", ".csv", ".parquet", ".arrow"])
     lines = [json.dumps(row) for row in ROWS]
