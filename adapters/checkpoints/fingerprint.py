@@ -1,4 +1,4 @@
-"""What tells whether a model is the same one under another name; importable without torch.
+"""Fingerprints, by which a model is known under another name; importable without torch.
 
 Does not own: where models come from.
 """

@@ -30,7 +30,7 @@ FORMAT = 1
 
 STATE_FILE, DESCRIPTION_FILE, MANIFEST_FILE = "state.pt", "description.json", "manifest.json"
 PARTS = {"run", "update", "before"}
-"""What every state has."""
+"""Keys that every state has."""
 
 
 class BrokenStateError(CheckpointError):
@@ -87,7 +87,7 @@ def load_description(directory: Path) -> Mapping[str, Any] | None:
 
 
 def _newest(directory: Path, read: Callable[[Path], Read]) -> Read | None:
-    """What `read` makes of the newest state that it does not find broken."""
+    """Returns the result of `read` for the newest state that is not broken."""
     broken: list[str] = []
     for path in state_paths(directory):
         try:
@@ -206,7 +206,7 @@ def _save_tensors(state: Mapping[str, Any], path: Path) -> str:
 
 
 def _unpickled(state: Path, file: Path) -> Mapping[str, Any]:
-    """What a file holds, if that is a state; errors name `state`."""
+    """Returns the content of a file, if that is a state; errors name `state`."""
     import torch
 
     try:

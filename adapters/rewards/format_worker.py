@@ -3,7 +3,7 @@
 import re
 
 PACKAGES: tuple[str, ...] = ()
-"""What judgements import."""
+"""Packages that judgements import."""
 EVALUATES: tuple[str, ...] = ()
 """Beginnings of the modules that hand an answer to `eval`, which the sandbox gives them its own for."""
 

@@ -3,7 +3,7 @@
 import logging
 
 PACKAGES: tuple[str, ...] = ("math_verify",)
-"""What judgements import."""
+"""Packages that judgements import."""
 EVALUATES = ("sympy.parsing.sympy_parser",)
 """Beginnings of the modules that hand an answer to `eval`, which the sandbox gives them its own for."""
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 PACKAGES = ("reasoning_gym",)
-"""What judgements import."""
+"""Packages that judgements import."""
 EVALUATES = ("reasoning_gym.", "sympy.parsing.sympy_parser")
 """Beginnings of the modules that hand an answer to `eval`, which the sandbox gives them its own for."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
