@@ -1,0 +1,68 @@
+"""Losses of supervised fine-tuning, per token, and the objective that sums them.
+
+Metrics are sums of weight x value, as the loss is; `loss_weights_N` add up to 1 over an optimizer step, so that the
+sums are means.
+"""
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.ports.models import LossOutput, TokenScores
+
+SUPERVISED_LOSSES = ("nll", "dft")
+"""Names that `supervised_loss` knows."""
+
+
+def supervised_loss(name: str, logprobs_N: Tensor) -> Tensor:
+    """Loss of each token from its log-prob.
+
+    nll: -log p, the cross-entropy. dft: -sg(p) log p, which takes the weight 1/p out of the gradient seen as a policy
+    gradient (Wu et al. 2025, "On the Generalization of SFT", arXiv:2508.05629, eq. 9; sg stops the gradient).
+
+    Raises:
+        ValueError: unknown `name`.
+    """
+    match name:
+        case "nll":
+            return -logprobs_N
+        case "dft":
+            return -logprobs_N.detach().exp() * logprobs_N
+    raise ValueError(f"Unknown loss {name!r}: use {' or '.join(SUPERVISED_LOSSES)}.")
+
+
+def smoothed_nll(logprobs_N: Tensor, mean_logprobs_N: Tensor, label_smoothing: float) -> Tensor:
+    """-(1 - e) log p - e mean_v log p_v: the cross-entropy with the one-hot target mixed with the uniform distribution
+    over the vocabulary (Szegedy et al. 2016, arXiv:1512.00567, section 7).
+
+    Args:
+        logprobs_N: log-prob of each token.
+        mean_logprobs_N: mean over the vocabulary of the log-probs at the same places.
+        label_smoothing: e, from 0 to below 1.
+    """
+    return -(1 - label_smoothing) * logprobs_N - label_smoothing * mean_logprobs_N
+
+
+@frozen(kw_only=True)
+class SupervisedObjective:
+    """Weighted sum of the tokens' losses; `loss` is from `SUPERVISED_LOSSES`; a `PolicyObjective`."""
+
+    loss: str = "nll"
+
+    def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
+        """Returns the micro-batch's share, and the metrics `nll` (nats a token) and `entropy`.
+
+        Raises:
+            ValueError: the batch has no `loss_weights_N`.
+        """
+        weights_N, mask_N = batch.filled("loss_weights_N"), batch.action_mask_N
+        # Masked before anything is computed: a NaN behind a later mask would still reach gradients.
+        logprobs_N = torch.where(mask_N, scores.logprobs_N, 0.0)
+        loss = weighted_sum(supervised_loss(self.loss, logprobs_N), weights_N, mask_N)
+        metrics = {
+            "nll": -weighted_sum(logprobs_N.detach(), weights_N, mask_N),
+            "entropy": weighted_sum(scores.entropy_N.detach(), weights_N, mask_N),
+        }
+        return LossOutput(loss=loss, metrics=metrics)

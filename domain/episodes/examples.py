@@ -1,0 +1,137 @@
+"""Examples that offline trainers learn from, as tokens: demonstrations, preferences, labelled replies, labelled steps.
+
+Invariants, checked on construction: a weight for each token, finite and at least 0; the first token of a sequence is
+never trained, since nothing predicts it; something is trained.
+Does not own: how rows of data sets become tokens (`adapters/data`), nor losses (`domain/algorithms/losses`).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from rollgrad.domain.errors import DataError
+
+
+@frozen(kw_only=True, eq=False)
+class WeightedTokens:
+    """One sequence of T tokens: `token_ids_T` int64, and `weights_T` float32, the weight of each token in the loss (0:
+    context only). The first `prompt_length` tokens are the prompt, which sequences that begin alike share in a forward
+    pass; nothing in it is trained.
+
+    Raises:
+        DataError: an invariant of this module does not hold.
+    """
+
+    token_ids_T: Tensor
+    weights_T: Tensor
+    prompt_length: int
+
+    def __attrs_post_init__(self) -> None:
+        length, weights_T = len(self.token_ids_T), self.weights_T
+        if len(weights_T) != length:
+            raise DataError(f"An example has {length} tokens and {len(weights_T)} weights: each needs one.")
+        if not 1 <= self.prompt_length <= length:
+            raise DataError(f"A prompt of {self.prompt_length} tokens is not within an example of {length}.")
+        if not bool((torch.isfinite(weights_T) & (weights_T >= 0)).all()):
+            raise DataError("The weight of a token in the loss must be a finite number of at least 0.")
+        if bool(weights_T[: self.prompt_length].any()):
+            raise DataError("A token of the prompt has a weight in the loss: only what follows can be trained.")
+        if not bool(weights_T.any()):
+            raise DataError("No token of the example has a weight in the loss: there is nothing to learn from.")
+
+    @property
+    def trained_length(self) -> int:
+        """Number of tokens with a weight above 0."""
+        return int((self.weights_T > 0).sum())
+
+    def __len__(self) -> int:
+        return len(self.token_ids_T)
+
+
+@frozen(kw_only=True, eq=False)
+class Demonstration:
+    """A conversation or text to imitate. A chat template that rewrites the history makes several `branches` of it: each
+    trained token then stands in the context that it has at inference. `weight` multiplies its loss; `row` is its
+    place in the data."""
+
+    branches: tuple[WeightedTokens, ...]
+    row: int
+    weight: float = 1.0
+
+    def __len__(self) -> int:
+        return sum(map(len, self.branches))
+
+
+@frozen(kw_only=True, eq=False)
+class Preference:
+    """A pair of replies to one prompt, of which `chosen` is better, by `margin` where the data say so (reward models).
+    `weight` multiplies the pair's loss; `row` is its place in the data.
+
+    Raises:
+        DataError: both have the same trained tokens, so that nothing tells them apart.
+    """
+
+    chosen: WeightedTokens
+    rejected: WeightedTokens
+    row: int
+    margin: float = 0.0
+    weight: float = 1.0
+
+    def __attrs_post_init__(self) -> None:
+        if torch.equal(self.chosen.token_ids_T, self.rejected.token_ids_T):
+            raise DataError("The chosen and the rejected reply are equal token for token: drop the pair.")
+
+    def __len__(self) -> int:
+        return len(self.chosen) + len(self.rejected)
+
+
+@frozen(kw_only=True, eq=False)
+class Label:
+    """A reply that somebody found good (`desirable`) or bad, as KTO learns from. `weight` multiplies its loss; `row` is
+    its place in the data."""
+
+    reply: WeightedTokens
+    desirable: bool
+    row: int
+    weight: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.reply)
+
+
+def _is_probability(labels: Sequence[float]) -> bool:
+    return all(math.isfinite(label) and 0 <= label <= 1 for label in labels)
+
+
+@frozen(kw_only=True, eq=False)
+class StepLabels:
+    """A solution whose steps are labelled, as process reward models learn from: `token_ids_T` int64, `ends` the index
+    of each step's last token, ascending, and for each the probability in `labels` that the step is right (1 or 0 for
+    hard labels). `weight` multiplies the loss; `row` is its place in the data.
+
+    Raises:
+        DataError: ends and labels differ in number, or are not as described.
+    """
+
+    token_ids_T: Tensor
+    ends: tuple[int, ...] = field(converter=tuple)
+    labels: tuple[float, ...] = field(converter=tuple)
+    row: int
+    weight: float = 1.0
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.ends) != len(self.labels) or not self.ends:
+            raise DataError(
+                f"A solution has {len(self.ends)} steps and {len(self.labels)} labels: it needs at least one "
+                "step, and a label for each."
+            )
+        if list(self.ends) != sorted(set(self.ends)) or self.ends[0] < 0 or self.ends[-1] >= len(self.token_ids_T):
+            raise DataError(f"The steps' ends {self.ends} do not ascend within {len(self.token_ids_T)} tokens.")
+        if not _is_probability(self.labels):
+            raise DataError(f"The steps' labels are {self.labels}: each must be from 0 to 1.")
+
+    def __len__(self) -> int:
+        return len(self.token_ids_T)

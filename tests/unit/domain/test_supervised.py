@@ -1,0 +1,82 @@
+"""Supervised losses against formulas written out, whatever the split."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollgrad.domain.algorithms.losses.supervised import (
+    SUPERVISED_LOSSES,
+    SupervisedObjective,
+    smoothed_nll,
+    supervised_loss,
+)
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.ports.models import TokenScores
+from tests.unit.domain.test_losses import EXAMPLES, SEEDS, batch_of
+
+
+def oracle(name: str, logits: list[float], target: int) -> tuple[float, list[float]]:
+    """(loss, its gradient at the logits), from the papers: the gradient of SFT is p - onehot, and DFT's is p_target
+    times that."""
+    total = math.fsum(math.exp(x) for x in logits)
+    p = [math.exp(x) / total for x in logits]
+    weight = {"nll": 1.0, "dft": p[target]}[name]
+    return -weight * math.log(p[target]), [weight * (q - (v == target)) for v, q in enumerate(p)]
+
+
+@pytest.mark.parametrize("name", SUPERVISED_LOSSES)
+@EXAMPLES
+@given(logits=st.lists(st.floats(-5, 5), min_size=2, max_size=6))
+def test_losses_and_gradients_are_the_formula(name: str, logits: list[float]) -> None:
+    leaf = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+    loss = supervised_loss(name, leaf.log_softmax(0)[1])
+    loss.backward()
+    wanted, gradient = oracle(name, logits, 1)
+    assert float(loss.detach()) == pytest.approx(wanted, abs=1e-12)
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == pytest.approx(gradient, abs=1e-12)
+
+
+@EXAMPLES
+@given(logits=st.lists(st.floats(-5, 5), min_size=2, max_size=6), smoothing=st.floats(0, 0.9))
+def test_smoothing_is_the_cross_entropy_of_torch(logits: list[float], smoothing: float) -> None:
+    row = torch.tensor(logits, dtype=torch.float64)
+    logprobs = row.log_softmax(0)
+    wanted = torch.nn.functional.cross_entropy(row[None], torch.tensor([1]), label_smoothing=smoothing)
+    torch.testing.assert_close(smoothed_nll(logprobs[1], logprobs.mean(), smoothing), wanted)
+
+
+def gradient(batch: PackedBatch, theta_N: Tensor, objective: SupervisedObjective) -> Tensor:
+    leaf = theta_N.clone().requires_grad_()
+    loss = objective(TokenScores(logprobs_N=leaf, entropy_N=torch.zeros_like(leaf)), batch).loss
+    (found,) = torch.autograd.grad(loss, leaf)
+    return found
+
+
+@pytest.mark.parametrize("name", SUPERVISED_LOSSES)
+@EXAMPLES
+@given(seed=SEEDS, parts=st.integers(1, 5))
+def test_any_split_gives_the_same_gradient_and_metrics(name: str, seed: int, parts: int) -> None:
+    batch, objective = batch_of(seed, "token_mean"), SupervisedObjective(loss=name)
+    assert batch.rollout_logprobs_N is not None
+    theta_N = -batch.rollout_logprobs_N.abs()
+    whole = gradient(batch, theta_N, objective)
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+    summed, nll = torch.zeros_like(whole), 0.0
+    for part in order.tensor_split(min(parts, len(batch))):
+        piece, index = batch.select(part), batch.token_index(part)
+        summed[index] += gradient(piece, theta_N[index], objective)
+        scores = TokenScores(logprobs_N=theta_N[index], entropy_N=theta_N[index])
+        nll += float(objective(scores, piece).metrics["nll"])
+    torch.testing.assert_close(summed, whole, rtol=1e-12, atol=1e-15)
+    assert batch.loss_weights_N is not None
+    assert nll == pytest.approx(float(-(theta_N * batch.loss_weights_N).sum()), rel=1e-9)
+
+
+def test_an_unknown_loss_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="nll or dft"):
+        supervised_loss("mse", torch.zeros(1))
