@@ -27,15 +27,16 @@ class SyncPipeline(Pipeline):
     async def _step(self) -> None:
         """One rollout and the update it feeds."""
         clock = self._clock
-        started, position = clock.monotonic(), self._sampler.state_dict()
+        started = clock.monotonic()
+        position, kept = self._sampler.state_dict(), self._sampler.kept_groups()
         groups, sampling_metrics = await self._sampler.take(self._schedule.steps - self._done)
         generated = clock.monotonic()
         if self._sleeper is not None:
             await self._sleeper.sleep()
         try:
             metrics = self._learn(groups) | sampling_metrics
-        except BaseException:  # nobody has learned from these groups: who resumes plays them again
-            self._sampler.load_state_dict(position)
+        except BaseException:  # nobody has learned from these groups: who resumes plays them again, but for those kept
+            self._sampler.load_state_dict(position, kept)
             raise
         self._done += 1
         updated = clock.monotonic()

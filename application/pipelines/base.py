@@ -88,8 +88,12 @@ class GroupSource(Protocol):
         """Where it stands, JSON-serialisable."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from `state`."""
+    def kept_groups(self) -> list[dict[str, Any]]:
+        """Returns the samples of groups that were played, and are not trained on yet; tensors are among them."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Continues from a `state_dict` and the `kept_groups` of the same moment."""
         ...
 
 
@@ -325,7 +329,12 @@ class Pipeline(ABC):
 
     def training_state(self) -> dict[str, Any]:
         """All that a run needs to continue as if it had never been interrupted."""
-        state = {"run": self.state_dict(), "update": self._update.state_dict(), "before": dict(self._before)}
+        state = {
+            "run": self.state_dict(),
+            "groups": self._source.kept_groups(),
+            "update": self._update.state_dict(),
+            "before": dict(self._before),
+        }
         if self._evaluated is not None:
             step, metrics = self._evaluated
             state["evaluated"] = {"step": step, "metrics": dict(metrics)}
@@ -342,7 +351,7 @@ class Pipeline(ABC):
             self._done, self._before = int(run["step"]), dict(state["before"])
             self._kl = self._kl.load_state_dict(run["kl"])
             self._entropy = self._entropy.load_state_dict(run["entropy"])
-            self._source.load_state_dict(run)
+            self._source.load_state_dict(run, state.get("groups", ()))  # earlier states have none
             self._experience.load_state_dict(run["experience"])
             self._update.load_state_dict(state["update"])
             if "evaluated" in state:

@@ -13,6 +13,7 @@ from typing import Any
 from attrs import field, frozen
 
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
+from rollgrad.application.rollouts.kept import group_of_state, group_state
 from rollgrad.application.rollouts.prompt_dealer import Deal, PromptDealer
 from rollgrad.domain.algorithms.curriculum import Curriculum
 from rollgrad.domain.algorithms.filtering import EMPTY, GroupFilter
@@ -52,7 +53,7 @@ class GroupSampler:
         self._plan = plan
         self._ready: list[RolloutGroup] = []
         self._deals: dict[int, Deal] = {}  # of the groups that are ready, and of those that are played
-        self._again: list[Deal] = []  # groups that were ready when a run was interrupted
+        self._again: list[Deal] = []  # groups that were ready, of which a state of an earlier version has no samples
 
     async def take(self, rollouts_left: int) -> tuple[list[RolloutGroup], dict[str, float]]:
         """(the groups of the next rollout in the order of their prompts, what was noticed about all that were played).
@@ -73,7 +74,7 @@ class GroupSampler:
             raise
 
     async def _play_again(self) -> None:
-        """Plays the groups that an interrupted run had kept for its next rollout, under their own ids and seeds."""
+        """Plays the groups that a state names without their samples, under their own ids and seeds."""
         if not self._again:
             return
         budget = self._rollout.failure_budget(len(self._again) * self._plan.samples)
@@ -93,8 +94,7 @@ class GroupSampler:
         )
         for group in groups:
             budget.charge(group)
-        self._ready = [group for group in groups if self._kept(group)]
-        self._deals = {deal.group_id: deal for deal in self._again}
+        self._ready += [group for group in groups if self._kept(group)]
         self._again = []
 
     def _kept(self, group: RolloutGroup) -> bool:
@@ -148,15 +148,20 @@ class GroupSampler:
         return taken, sampling_metrics(played, rejected) | {"rollout/kept_for_next": float(len(self._ready))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, JSON-serialisable: groups kept for the next rollout are places in the stream."""
+        """Returns where the stream stands, JSON-serialisable: groups kept for the next rollout are places in it."""
         kept = [self._deals[group.group_id] for group in self._ready] + self._again
         return {
             **self._dealer.state_dict(),
             "kept": [{"group": deal.group_id, "position": dict(deal.position)} for deal in kept],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from `state`: kept groups are played again, under the same ids and seeds.
+    def kept_groups(self) -> list[dict[str, Any]]:
+        """Returns the samples of the groups kept for the next rollout: weights have moved on since they were drawn."""
+        return [group_state(group) for group in self._ready]
+
+    def load_state_dict(self, state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Continues from `state` and the `kept_groups` of the same moment; what the latter lack is played again, under
+        the same ids and seeds.
 
         Raises:
             ValueError: it is of an asynchronous run that had groups in flight.
@@ -164,8 +169,11 @@ class GroupSampler:
         if state.get("pending"):
             raise ValueError(f"{len(state['pending'])} groups were in flight, which needs train.async_enable")
         self._dealer.load_state_dict(state)
-        self._ready, self._deals = [], {}
-        self._again = [self._dealer.deal_again(int(p["group"]), p["position"]) for p in state.get("kept", ())]
+        deals = [self._dealer.deal_again(int(p["group"]), p["position"]) for p in state.get("kept", ())]
+        self._deals = {deal.group_id: deal for deal in deals}
+        self._ready = [group_of_state(group, self._deals[group["group_id"]].prompt) for group in kept]
+        played = {group.group_id for group in self._ready}
+        self._again = [deal for deal in deals if deal.group_id not in played]
 
 
 def exhausted(started: int, wanted: int, kept: int, rejected: "Counter[str]") -> RewardError:

@@ -131,7 +131,11 @@ class GroupStream:
             "dropped": dict(self.gate.dropped),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def kept_groups(self) -> list[dict[str, Any]]:
+        """Returns nothing: all that is in flight is played again."""
+        return []
+
+    def load_state_dict(self, state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]] = ()) -> None:
         """Continues from `state`: what was in flight is played again, under the same ids and seeds."""
         self._dealer.load_state_dict(state)
         self._again = deque(self._dealer.deal_again(int(p["group"]), p["position"]) for p in state["pending"])

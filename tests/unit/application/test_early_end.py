@@ -1,6 +1,7 @@
 """However a run ends, the last finished step's model and training state are there, and the run can go on from them."""
 
 import asyncio
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -279,22 +280,71 @@ def test_by_default_more_failures_end_the_run_with_what_was_trained(make: Callab
 # What a rollout had left over.
 
 
-def test_groups_that_were_kept_for_the_next_rollout_are_played_again(tmp_path: Path) -> None:
-    """Over-sampling: none is lost or trained on twice."""
-    runs = [make_run(tmp_path, steps=steps, state_steps=1, in_flight=GROUPS + 1) for steps in (5, 5)]
-    first, second = runs
+@pytest.fixture
+def kept(tmp_path: Path) -> tuple[Run, dict[str, Any]]:
+    """A run of over-sampling that was interrupted after its first step, and its state as it is read back."""
+    run = make_run(tmp_path, steps=5, state_steps=1, in_flight=GROUPS + 1)
 
     async def interrupted() -> None:
-        task = asyncio.create_task(first.pipeline.run())
-        while len(first.steps) < 1:
+        task = asyncio.create_task(run.pipeline.run())
+        while len(run.steps) < 1:
             await asyncio.sleep(0)
         task.cancel()
         await task
 
     asyncio.run(interrupted())
-    state = first.checkpoints.training
-    assert state is not None
+    assert run.checkpoints.training is not None
+    file = io.BytesIO()
+    torch.save(run.checkpoints.training, file)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     assert state["run"]["kept"], "the case that this is about"
+    return run, state
+
+
+def trained_tokens(run: Run) -> list[list[Any]]:
+    """What identifies the samples of each micro-batch, and the weights that drew them."""
+    return [
+        [values.tolist() for values in (part.sample_ids_S, part.tokens_N, part.rollout_logprobs_N, part.versions_N)]
+        for step in run.policy.updates
+        for part in step
+    ]
+
+
+def test_groups_that_were_kept_for_the_next_rollout_are_part_of_the_state(
+    kept: tuple[Run, dict[str, Any]], tmp_path: Path
+) -> None:
+    """A resumed run trains on what the weights of that moment had drawn, as a run that nothing interrupted."""
+    first, state = kept
+    resumed, whole = (make_run(tmp_path, steps=5, state_steps=1, in_flight=GROUPS + 1) for _ in range(2))
+    resumed.pipeline.resume(state)
+    assert resumed.pipeline.state_dict() == state["run"]
+    assert resumed.train() == whole.train()
+    assert trained_tokens(first) + trained_tokens(resumed) == trained_tokens(whole)
+    assert torch.equal(resumed.policy.state_dict()["table"], whole.policy.state_dict()["table"])
+
+
+def test_an_update_that_fails_leaves_the_groups_that_were_kept_as_they_were(tmp_path: Path) -> None:
+    broken, resumed, whole = (
+        make_run(tmp_path, steps=5, state_steps=1, in_flight=GROUPS + 1, policy=policy)
+        for policy in (BreakingPolicy(1), None, None)
+    )
+    with pytest.raises(NonFiniteUpdateError):
+        broken.train()
+    assert broken.checkpoints.training is not None
+    assert broken.checkpoints.training["groups"]
+    resumed.pipeline.resume(broken.checkpoints.training)
+    resumed.train()
+    whole.train()
+    assert trained_tokens(broken) + trained_tokens(resumed) == trained_tokens(whole)
+
+
+def test_groups_of_a_state_without_their_samples_are_played_again(
+    kept: tuple[Run, dict[str, Any]], tmp_path: Path
+) -> None:
+    """States of earlier versions: none is lost or trained on twice."""
+    first, state = kept
+    del state["groups"]
+    second = make_run(tmp_path, steps=5, state_steps=1, in_flight=GROUPS + 1)
     second.pipeline.resume(state)
     assert second.pipeline.state_dict() == state["run"]
     assert second.train().steps == 5

@@ -1,0 +1,42 @@
+"""Groups of a rollout as they stand in a training state: nested mappings, lists, numbers, texts and tensors."""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from attrs import asdict, fields
+
+from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.episodes.trajectory import Segment, SegmentKind, Trajectory
+
+
+def group_state(group: RolloutGroup) -> dict[str, Any]:
+    """Returns all of a group but its prompt, which the stream of prompts deals again, and its failures, which were
+    counted when it was played."""
+    left_out = fields(RolloutGroup).prompt, fields(RolloutGroup).failures
+    state: dict[str, Any] = asdict(
+        group, filter=lambda attribute, _: attribute not in left_out, value_serializer=_plain
+    )
+    return state
+
+
+def group_of_state(state: Mapping[str, Any], prompt: Prompt) -> RolloutGroup:
+    """Returns the group that `group_state` described.
+
+    Raises:
+        KeyError, TypeError, ValueError: it described none.
+    """
+    return RolloutGroup(**{**state, "prompt": prompt, "trajectories": tuple(map(_trajectory, state["trajectories"]))})
+
+
+def _plain(_: Any, __: Any, value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return float(value) if isinstance(value, float) else value  # numpy's are no plain data for who reads the state
+
+
+def _trajectory(state: Mapping[str, Any]) -> Trajectory:
+    segments = tuple(Segment(**{**segment, "kind": SegmentKind(segment["kind"])}) for segment in state["segments"])
+    return Trajectory(**{**state, "segments": segments, "stop_reason": StopReason(state["stop_reason"])})
