@@ -82,6 +82,6 @@ def raise_together(errors: Sequence[RollgradError]) -> None:
 
 
 def problem_lines(error: RollgradError) -> list[str]:
-    """The problems that the error tells, each on one line."""
+    """Returns the problems that the error tells, each on one line."""
     texts = str(error).splitlines() if isinstance(error, ManyProblemsError) else [str(error)]
     return [" ".join(text.split()) for text in texts]

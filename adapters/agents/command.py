@@ -65,7 +65,7 @@ class CommandAgent(AgentProgram):
             raise ConfigurationError("agent.command is empty: give the program that plays with --agent.command.")
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """See `AgentProgram.run`.
+        """Implements `AgentProgram.run`.
 
         Raises:
             ConfigurationError: there is no such program.
@@ -155,7 +155,7 @@ def _input(task: AgentTask) -> bytes:
 
 
 def _question(task: AgentTask) -> str:
-    """The latest message of the prompt's conversation."""
+    """Returns the latest message of the prompt's conversation."""
     return str(task.prompt.messages[-1]["content"]) if task.prompt.messages else task.prompt.text
 
 

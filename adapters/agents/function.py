@@ -23,7 +23,7 @@ class FunctionAgent(AgentProgram):
         self._function = function
 
     async def run(self, task: AgentTask) -> AgentResult:
-        """See `AgentProgram.run`.
+        """Implements `AgentProgram.run`.
 
         Raises:
             ForeignError: the function returned something else, or raised, be it by `sys.exit`, which must not end the

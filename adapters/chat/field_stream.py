@@ -47,7 +47,7 @@ class FieldStream:
         return [] if self.failed else self._guarded(lambda: self._parser.feed(text))
 
     def finish(self) -> Pieces:
-        """The pieces still held back. A reply of which nothing could be read is all content."""
+        """Returns the pieces still held back. A reply of which nothing could be read is all content."""
         calls: Sequence[Any] = ()
 
         def finalize() -> Sequence[Any]:

@@ -41,7 +41,7 @@ class ReplyParser:
         self._special = SpecialTokens([*special_tokens, *MARKS])
 
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema]) -> ParsedReply:
-        """See `ChatCodec.parse`."""
+        """Implements `ChatCodec.parse`."""
         stream, fields = self._read([text], prompt, tools)
         if stream.failed:  # a piece that fails takes what it brought along: let it bring nothing
             stream, fields = self._read(text, prompt, tools)
@@ -81,7 +81,7 @@ class ReplyParser:
         return START + ("<think>\n" if prompt.rstrip().endswith("<think>") else "")
 
     def _cleaned(self, value: Any) -> Any:
-        """A call without special tokens: the last one of a reply may end it before the call does."""
+        """Returns a call without special tokens: the last one of a reply may end it before the call does."""
         if isinstance(value, str):
             return self._special.remove(value)
         if isinstance(value, dict):
@@ -95,7 +95,7 @@ def _call_id(reply: str, index: int) -> str:
 
 
 def _functions(value: Any) -> Iterator[Any]:
-    """The functions called in one region: mappings with name and arguments, or text that could not be read."""
+    """Yields the functions called in one region: mappings with name and arguments, or text that could not be read."""
     if isinstance(value, Mapping):
         yield value.get("function", value)
         return
@@ -121,7 +121,7 @@ def _functions(value: Any) -> Iterator[Any]:
 
 
 def _call(function: Any, call_id: str, known: Sequence[str]) -> ToolCall:
-    """A call with its arguments read, or with what is wrong with it."""
+    """Returns a call with its arguments read, or with what is wrong with it."""
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         wrong = "A tool call is one JSON object with the name of a function and its arguments."
         return ToolCall(id=call_id, name="", arguments=None, error=wrong)
@@ -148,7 +148,7 @@ TOO_DEEP = f"The arguments are nested more than {MAX_DEPTH} levels deep."
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects in `value` are nested more than `levels` deep."""
+    """Returns whether lists and objects in `value` are nested more than `levels` deep."""
     layer = [value]
     for _ in range(levels):
         inner = [item.values() if isinstance(item, Mapping) else item for item in layer]

@@ -79,7 +79,7 @@ def _pattern(tokens: Sequence[str]) -> re.Pattern[str]:
 
 
 def unused_character(value: Any) -> str:
-    """A private-use character that no text in `value` has.
+    """Returns a private-use character that no text in `value` has.
 
     Raises:
         DataError: the texts use all of them.

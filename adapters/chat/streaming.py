@@ -21,7 +21,7 @@ class TokenStream(ReplyStream):
         self._told = 0
 
     def feed(self, token_id: int) -> Sequence[tuple[str, str]]:
-        """See `ReplyStream.feed`."""
+        """Implements `ReplyStream.feed`."""
         self._tokens.append(token_id)
         text = self._new_text()
         if text.endswith(UNFINISHED):
@@ -30,7 +30,7 @@ class TokenStream(ReplyStream):
         return self._fields.feed(text)
 
     def finish(self) -> Sequence[tuple[str, str]]:
-        """See `ReplyStream.finish`."""
+        """Implements `ReplyStream.finish`."""
         return [*self._fields.feed(self._new_text()), *self._fields.finish()]
 
     def _new_text(self) -> str:

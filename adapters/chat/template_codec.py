@@ -67,7 +67,7 @@ class TemplateCodec(ChatCodec):
         return WrittenPrompt(text=_well_formed(guarded.restore(marked)), guarded=guarded, marked=marked)
 
     def tokens(self, written: WrittenPrompt) -> tuple[int, ...]:
-        """Token ids of a prompt."""
+        """Returns the token ids of a prompt."""
         return self._encode(written.guarded, written.marked)
 
     def mentions(self, role: str) -> bool:
@@ -75,12 +75,12 @@ class TemplateCodec(ChatCodec):
         return any(f"{mark}{role}{mark}" in self._template.replace("\\", "") for mark in "'\"")
 
     def lengths(self, prompts: Sequence[WrittenPrompt]) -> list[int]:
-        """How many tokens each prompt has; tokenised together, which the tokenizer divides over the cores."""
+        """Returns how many tokens each prompt has; tokenised together, which the tokenizer divides over the cores."""
         whole = iter(self._count([p.text for p in prompts if p.guarded.mark is None], add_special_tokens=False))
         return [next(whole) if p.guarded.mark is None else len(self.tokens(p)) for p in prompts]
 
     def text_lengths(self, texts: Sequence[str]) -> list[int]:
-        """How many tokens `encode_prompt` makes of each text; tokenised together."""
+        """Returns how many tokens `encode_prompt` makes of each text; tokenised together."""
         return self._count(texts, add_special_tokens=True)
 
     def _count(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
@@ -99,7 +99,7 @@ class TemplateCodec(ChatCodec):
         *,
         reply_token_ids: Sequence[int],
     ) -> tuple[int, ...] | None:
-        """See `ChatCodec.extend`: the text that the template writes behind the reply, found by writing the
+        """Implements `ChatCodec.extend`: the text that the template writes behind the reply, found by writing the
         conversation with a marked reply both with and without the new messages."""
         reply = messages[-1]
         mark = unused_character([messages, new_messages])
@@ -121,7 +121,7 @@ class TemplateCodec(ChatCodec):
         return self._encode(marked, lacking + (following if last in end else following.removeprefix(last)))
 
     def _behind(self, guarded: Guarded, known: int, mark: str | None, *, thought: bool) -> tuple[str, str] | None:
-        """How the template ends the last of the `known` first messages, whose text is `mark` (None: it has
+        """Returns how the template ends the last of the `known` first messages, whose text is `mark` (None: it has
         none), and what it writes behind it; None if it changes what stands before."""
         try:
             before = self._apply(guarded.messages[:known], guarded.tools, generation_prompt=False)
@@ -151,7 +151,7 @@ class TemplateCodec(ChatCodec):
 
     @cached_property
     def end_of_turn(self) -> str:
-        """See `ChatCodec.end_of_turn`; of a tokenizer without a chat template its end-of-sequence token."""
+        """Implements `ChatCodec.end_of_turn`; of a tokenizer without a chat template its end-of-sequence token."""
         closing = self._tokenizer.eos_token or ""
         if not self._tokenizer.chat_template:
             return closing
@@ -167,23 +167,25 @@ class TemplateCodec(ChatCodec):
         return min(written, key=lambda token: (behind.find(token), -len(token)), default=closing)
 
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
-        """See `ChatCodec.parse`."""
+        """Implements `ChatCodec.parse`."""
         return self._parser.parse(text, prompt, tools)
 
     def stream(self, prompt: str, tools: Sequence[ToolSchema] = ()) -> TokenStream:
-        """See `ChatCodec.stream`."""
+        """Implements `ChatCodec.stream`."""
         return TokenStream(self._tokenizer, self._parser.stream(prompt, tools))
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of plain text, with no template and no special tokens added; those written in it are real."""
+        """Returns the token ids of plain text, with no template and no special tokens added; those written in it are
+        real."""
         return tuple(self._tokenizer(_well_formed(text), add_special_tokens=False)["input_ids"])
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text that starts a sequence, with the special tokens this tokenizer adds by default (BOS)."""
+        """Returns the token ids of a text that starts a sequence, with the special tokens this tokenizer adds by
+        default (BOS)."""
         return tuple(self._tokenizer(_well_formed(text))["input_ids"])
 
     def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Text of token ids, without special tokens unless asked for, spaces untouched."""
+        """Returns the text of token ids, without special tokens unless asked for, spaces untouched."""
         text: str = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=not special_tokens, clean_up_tokenization_spaces=False
         )
@@ -264,7 +266,7 @@ def _well_formed(text: str) -> str:
 
 
 def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
-    """The same messages with the arguments of calls as JSON text."""
+    """Returns the same messages with the arguments of calls as JSON text."""
 
     def text(call: Mapping[str, Any]) -> dict[str, Any]:
         function = call["function"]

@@ -14,8 +14,8 @@ Fingerprint = dict[str, str | None]
 
 
 def model_fingerprint(name_or_path: str) -> Fingerprint:
-    """The sha256 of a model's configuration, and that of names, sizes and probes of its files of weights. Of a hub's
-    model what the cache of this machine holds is looked at."""
+    """Returns the sha256 of a model's configuration, and that of names, sizes and probes of its files of weights. Of a
+    hub's model what the cache of this machine holds is looked at."""
     directory = _directory(name_or_path)
     if directory is None:
         return {"config": None, "weights": None}

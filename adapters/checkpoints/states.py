@@ -126,7 +126,8 @@ def read_state(path: Path) -> TrainingState:
 
 
 def _read_description(path: Path, *, whole: bool) -> Mapping[str, Any]:
-    """The description of a state whose files are what was written; without `whole` the tensors are not looked at."""
+    """Returns the description of a state whose files are what was written; without `whole` the tensors are not looked
+    at."""
     step, files = _manifest(path)
     if path.name != f"{TRAINING_STATE}{step}":
         raise BrokenStateError(f"{path.name} is the state of step {step}, renamed")
@@ -222,7 +223,8 @@ def _unpickled(state: Path, file: Path) -> Mapping[str, Any]:
 
 
 def _read_old(path: Path) -> TrainingState:
-    """A state without hashes; the archive that torch writes has checksums of its own, which torch does not look at."""
+    """Returns a state without hashes; the archive that torch writes has checksums of its own, which torch does not look
+    at."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

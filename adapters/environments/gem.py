@@ -33,7 +33,7 @@ class GemEnvironment(Environment):
         self._world: Any = None
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
-        """The prompt's conversation with the first observation.
+        """Returns the prompt's conversation with the first observation.
 
         Raises:
             TimeoutError: the environment was not there in time.

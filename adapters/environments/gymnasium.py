@@ -54,7 +54,7 @@ class GymnasiumEnvironment(Environment):
         self._invalid = 0
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
-        """The prompt's conversation with the first observation.
+        """Returns the prompt's conversation with the first observation.
 
         Raises:
             ConfigurationError: the environment's actions need a `parse`, and there is none.

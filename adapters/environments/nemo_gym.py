@@ -41,7 +41,7 @@ class _Server:
         self._client: httpx2.AsyncClient | None = None
 
     async def post(self, path: str, body: Mapping[str, Any]) -> "httpx2.Response":
-        """The answer, whatever its status.
+        """Returns the answer, whatever its status.
 
         Raises:
             ConnectionError: the server is not there, or hung up.
@@ -66,7 +66,7 @@ class _Server:
         raise self.lost
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON of an answer that must succeed.
+        """Returns the JSON of an answer that must succeed.
 
         Raises:
             RuntimeError: its status is not 200, or it is no JSON.
@@ -175,7 +175,7 @@ class NemoGymEnvironment(ToolEnvironment):
         return result
 
     async def reward_hook(self, answer: str, prompt: Prompt) -> StepResult:
-        """The server's verdict.
+        """Returns the server's verdict.
 
         Raises:
             RuntimeError: it has no finite reward, or says that the reward measures a failure of its own.
@@ -218,7 +218,7 @@ class NemoGymEnvironment(ToolEnvironment):
 
 
 def _items(action: Action) -> list[dict[str, Any]]:
-    """A reply as output items of the Responses API."""
+    """Returns a reply as output items of the Responses API."""
     items: list[dict[str, Any]] = []
     content = action.message.get("content")
     if content:

@@ -27,12 +27,12 @@ INVALID = "VALIDATION_ERROR"
 
 
 def as_message(reply: str) -> Mapping[str, Any]:
-    """The action `{"message": reply}`."""
+    """Returns the action `{"message": reply}`."""
     return {"message": reply}
 
 
 def as_json(observation: Mapping[str, Any]) -> str:
-    """The fields of an observation as JSON, without its metadata."""
+    """Returns the fields of an observation as JSON, without its metadata."""
     return json.dumps({key: value for key, value in observation.items() if key != "metadata"}, ensure_ascii=False)
 
 
@@ -81,7 +81,7 @@ class OpenEnvEnvironment(Environment):
         self._invalid = 0
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
-        """The prompt's conversation with the first observation.
+        """Returns the prompt's conversation with the first observation.
 
         Raises:
             ConnectionError: the server is not there, or hung up.

@@ -12,7 +12,7 @@ SEED_RANGE = 2**32
 
 
 def prompt_seed(prompt: Prompt) -> int:
-    """The seed of a prompt's episodes, at least 0 and below 2**32: all episodes of a group start alike.
+    """Returns the seed of a prompt's episodes, at least 0 and below 2**32: all episodes of a group start alike.
 
     It is `seed` of the metadata, `seed` of the label, or the label, whichever is a whole number first; a prompt
     without any gets one that its text and label determine.
@@ -32,12 +32,12 @@ def user_message(text: str) -> list[Message]:
 
 
 def conversation(prompt: Prompt) -> list[Message]:
-    """The prompt's messages; a prompt that is plain text counts as the user's message."""
+    """Returns the prompt's messages; a prompt that is plain text counts as the user's message."""
     return [dict(message) for message in prompt.messages] or user_message(prompt.text)
 
 
 def opening(prompt: Prompt, text: str) -> Sequence[Message]:
-    """The conversation of a prompt with an environment's first observation.
+    """Returns the conversation of a prompt with an environment's first observation.
 
     It joins a last message that is the user's own text, because many templates refuse two messages of one role.
     """

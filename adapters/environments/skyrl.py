@@ -31,7 +31,7 @@ class SkyRLEnvironment(Environment):
         self._world: Any = None
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
-        """The conversation that the environment makes of the prompt's.
+        """Returns the conversation that the environment makes of the prompt's.
 
         Raises:
             TimeoutError: the environment was not there in time.

@@ -44,7 +44,7 @@ class TextArenaEnvironment(Environment):
         self._shown: dict[int, str] = {}
 
     async def reset(self, prompt: Prompt) -> Sequence[Message]:
-        """The prompt's conversation with the game's rules and board.
+        """Returns the prompt's conversation with the game's rules and board.
 
         Raises:
             RuntimeError: the game ended before the model's first move.

@@ -24,7 +24,7 @@ def required(answer: Any, key: str, method: str) -> Any:
 
 
 def number(value: Any, what: str) -> float:
-    """A number, or the one number in a tensor, array or list.
+    """Returns a number, or the one number in a tensor, array or list.
 
     Raises:
         ValueError: it is none, not a single one, or not finite.
@@ -44,7 +44,7 @@ def number(value: Any, what: str) -> float:
 
 
 def metrics(logs: Any) -> dict[str, float]:
-    """The numbers of `extra_logs`; of several, the first.
+    """Returns the numbers of `extra_logs`; of several, the first.
 
     Raises:
         ValueError: a value is no number.

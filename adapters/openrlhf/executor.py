@@ -70,7 +70,7 @@ class CustomAgentExecutor(AgentExecutor):
         self._extra = {"images": None} if keywords or "images" in parameters else {}
 
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
-        """See `AgentExecutor.run`."""
+        """Implements `AgentExecutor.run`."""
         engine = _EngineFacade(self._engine, self._codec, request.params)
         try:
             with foreign_code(lambda words: ForeignError(f"The agent raised {words}")):
@@ -98,7 +98,7 @@ class CustomAgentExecutor(AgentExecutor):
             return request.failure(FailureKind.ENVIRONMENT, str(error))
 
     async def _judge(self, last: EpisodeSegment, calls: Sequence[Generation], request: EpisodeRequest) -> Reward:
-        """The reward of an episode that ends with `last`."""
+        """Returns the reward of an episode that ends with `last`."""
         begin, end = (last.ranges[0][0], last.ranges[-1]) if last.ranges else (len(last.token_ids), (0, 0))
         question = judge_request(
             self._codec,

@@ -59,7 +59,7 @@ def load_agent_file(path: str) -> AgentFile:
 
 
 def _made(cls: Any, path: str) -> Any:
-    """An instance of the file's `AgentExecutor`, whose signatures are those of today."""
+    """Returns an instance of the file's `AgentExecutor`, whose signatures are those of today."""
     if not inspect.isclass(cls):
         raise ConfigurationError(
             f"{FLAG} {path}: AgentExecutor is a {type(cls).__name__}, as in OpenRLHF 0.8, but it must be a class: "

@@ -55,7 +55,8 @@ def read_segments(answer: Any, *, max_length: int) -> list[EpisodeSegment]:
 
 
 def rewarded(segments: Sequence[EpisodeSegment], reward: Reward) -> list[EpisodeSegment]:
-    """The segments of an episode that brought no reward, with what the run's source says of it, on the last one."""
+    """Returns the segments of an episode that brought no reward, with what the run's source says of it, on the last
+    one."""
     last = segments[-1]
     given = reward.value if reward.score is None else reward.score
     score = given if last.score is None else last.score
@@ -85,7 +86,7 @@ def to_trajectories(
 
 
 def version_of(calls: Sequence[Generation]) -> int:
-    """The policy version that drew the latest token; 0 without any."""
+    """Returns the policy version that drew the latest token; 0 without any."""
     return int(calls[-1].versions[-1]) if calls and calls[-1].versions else 0
 
 
@@ -181,7 +182,7 @@ def _trajectory(
 
 
 def _sampled(pool: list[Generation], tokens: Sequence[int]) -> Generation | None:
-    """The first sample that begins with `tokens`, which is then used up."""
+    """Returns the first sample that begins with `tokens`, which is then used up."""
     for index, call in enumerate(pool):
         if list(call.token_ids[: len(tokens)]) == list(tokens):
             return pool.pop(index)

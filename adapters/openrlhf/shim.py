@@ -38,7 +38,7 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def clone(self) -> "SamplingParams":
-        """An independent copy."""
+        """Returns an independent copy."""
         return copy.deepcopy(self)
 
 
@@ -119,7 +119,7 @@ class AgentExecutorBase(ABC):
         llm_engine: Any,
         images: Any = None,
     ) -> dict[str, Any]:
-        """The episode's tokens, action ranges, log-probs and reward."""
+        """Returns the episode's tokens, action ranges, log-probs and reward."""
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):

@@ -35,7 +35,7 @@ def extract_boxed_answer(text: str) -> str | None:
 
 
 def grade_answer(given_answer: str | None, ground_truth: str | None) -> bool:
-    """Whether two answers are the same text or mathematically equal; None is equal to nothing.
+    """Returns whether two answers are the same text or mathematically equal; None is equal to nothing.
 
     Compared in a sandbox, within 10 seconds.
 
@@ -56,7 +56,7 @@ def grade_answer(given_answer: str | None, ground_truth: str | None) -> bool:
 
 @functools.cache
 def _judges() -> "JudgePool":
-    """The sandboxes that compare, for as long as this process runs: they end with it."""
+    """Returns the sandboxes that compare, for as long as this process runs: they end with it."""
     from rollgrad.adapters.rewards import math_worker
     from rollgrad.adapters.rewards.judge_pool import JudgePool
 
@@ -64,7 +64,7 @@ def _judges() -> "JudgePool":
 
 
 def init_logger(name: str) -> logging.Logger:
-    """The logger `name`, which writes from INFO on to standard error; made once a name."""
+    """Returns the logger `name`, which writes from INFO on to standard error; made once a name."""
     logger = logging.getLogger(name)
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)

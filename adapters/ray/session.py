@@ -16,7 +16,7 @@ STARTS = 3
 
 
 def ray_module() -> Any:
-    """The package.
+    """Returns the package.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -29,7 +29,7 @@ def ray_module() -> Any:
 
 
 def cluster_has_gpus() -> bool:
-    """Whether any machine of the cluster that this process has joined has a GPU."""
+    """Returns whether any machine of the cluster that this process has joined has a GPU."""
     return bool(ray_module().cluster_resources().get("GPU", 0))
 
 

@@ -73,7 +73,7 @@ class RewardParser:
         ]
 
     def _parts(self, rewards: Any, count: int) -> dict[str, list[float]]:
-        """The named rewards, empty if they have no names."""
+        """Returns the named rewards, empty if they have no names."""
         if not isinstance(rewards, Mapping):
             if self._weights is not None:
                 raise RewardError(
@@ -114,5 +114,5 @@ class RewardParser:
 
 
 def replies(count: int) -> str:
-    """A number of replies in words."""
+    """Returns a number of replies in words."""
     return "1 reply" if count == 1 else f"{count} replies"

@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 
 
 def load_reward_function(path: str) -> Callable[..., Any]:
-    """The reward function of a Python file, which may import OpenRLHF's helpers.
+    """Returns the reward function of a Python file, which may import OpenRLHF's helpers.
 
     Args:
         path: the file, or `FILE:NAME`; without a name `reward_func` or `compute_score`.
@@ -91,7 +91,7 @@ class FunctionReward(RewardSource):
 
     @classmethod
     def load(cls, path: str, *, timeout: float, weights: Mapping[str, float] | None = None) -> "FunctionReward":
-        """The function of a file; see `load_reward_function`."""
+        """Returns the function of a file; see `load_reward_function`."""
         func = load_reward_function(path)
         return cls(func, timeout=timeout, name=getattr(func, "__name__", path), weights=weights)
 
@@ -136,13 +136,13 @@ class FunctionReward(RewardSource):
             return [await result if inspect.isawaitable(result) else result for result in results]
 
     def _hint(self, requests: Sequence[RewardRequest]) -> str:
-        """Why a function that was written for messages may fail here."""
+        """Returns why a function that was written for messages may fail here."""
         if self._signature.convention is not Convention.TRL or all(conversational(r.prompt) for r in requests):
             return ""
         return " (completions are texts, as the rows have their prompts as texts; messages follow prompts in messages)"
 
     def _one(self, result: Any) -> Reward:
-        """The reward of one reply, as verl's functions return it."""
+        """Returns the reward of one reply, as verl's functions return it."""
         if not isinstance(result, Mapping):
             return self._parser.parse(self._applicable([result]), 1)[0]
         if "score" not in result:
@@ -175,7 +175,7 @@ class FunctionReward(RewardSource):
         return {**result, "rewards": filled} if isinstance(rewards, Mapping) else result
 
     def _noted(self, rewards: list[Reward], notes: Notes) -> list[Reward]:
-        """The rewards with the numbers that the function logged by TRL's callbacks."""
+        """Returns the rewards with the numbers that the function logged by TRL's callbacks."""
         columns = {
             name: values
             for name, values in notes.columns.items()

@@ -54,7 +54,7 @@ class JudgePrompt:
 
     @classmethod
     def read(cls, path: str) -> "JudgePrompt":
-        """The text of a file.
+        """Returns the text of a file.
 
         Raises:
             ConfigurationError: it cannot be read, or asks about no reply.
@@ -65,7 +65,7 @@ class JudgePrompt:
             raise ConfigurationError(f"--reward.judge_prompt is {path!r}, which cannot be read: {error}.") from error
 
     def filled(self, request: RewardRequest) -> str:
-        """The question about a reply.
+        """Returns the question about a reply.
 
         Raises:
             ConfigurationError: a placeholder is neither known nor a column of the row.
@@ -177,7 +177,8 @@ class LLMJudge(RewardSource):
 
 
 def readable(prompt: Prompt) -> str:
-    """A prompt as a judge reads it: the user's text, or a conversation with a line of its role before each message."""
+    """Returns a prompt as a judge reads it: the user's text, or a conversation with a line of its role before each
+    message."""
     if not prompt.messages:
         return prompt.text
     if len(prompt.messages) == 1:

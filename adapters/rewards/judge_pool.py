@@ -101,7 +101,7 @@ class JudgePool:
         return await asyncio.wrap_future(self.submit(function, *arguments, common=common))
 
     def submit(self, function: Callable[..., float], *arguments: Any, common: tuple[Any, ...] = ()) -> Future[Verdict]:
-        """The verdict to come, for callers without an event loop; raises as `judge` does."""
+        """Returns the verdict to come, for callers without an event loop; raises as `judge` does."""
         name = function.__name__
         job = _Job(name=name, request=pickle.dumps((name, common, arguments)), bounds=self._bounds, verdict=Future())
         self._jobs.put(job)
@@ -265,7 +265,7 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 @functools.cache
 def _walls() -> str:
-    """How this machine shuts judges in.
+    """Returns how this machine shuts judges in.
 
     Raises:
         ConfigurationError: in no way.

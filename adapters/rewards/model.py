@@ -121,7 +121,7 @@ class ModelReward(RewardSource):
                 job.answer.set_result(reward)
 
     def _reward(self, value: float, truncated: bool) -> Reward | RewardError:
-        """The reward of one reply, or why the model's number is none: the others of the batch have theirs."""
+        """Returns the reward of one reply, or why the model's number is none: the others of the batch have theirs."""
         try:
             (reward,) = self._parser.parse({"rewards": value, "extra_logs": {"query_truncated": float(truncated)}}, 1)
             return reward

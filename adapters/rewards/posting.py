@@ -115,8 +115,8 @@ class JudgeServers:
             self._client = None
 
     async def _next_server(self, tried: Sequence[_Server]) -> _Server:
-        """The least busy server whose circuit lets a call through, rather one that is not among `tried`; waits for
-        one."""
+        """Returns the least busy server whose circuit lets a call through, rather one that is not among `tried`; waits
+        for one."""
         while True:
             now = time.monotonic()
             ready = [server for server in self._servers if server.circuit.allows(now)]

@@ -108,7 +108,7 @@ class Signature:
         return Convention.TRL if {"completions", "completion_ids"} & self._names else Convention.OPENRLHF
 
     def calls(self, requests: Sequence[RewardRequest], notes: Notes) -> list[Call]:
-        """The calls that judge the requests: one for all of them, of verl's convention one each.
+        """Returns the calls that judge the requests: one for all of them, of verl's convention one each.
 
         Raises:
             ConfigurationError: a required parameter is neither known nor a column.
@@ -121,7 +121,8 @@ class Signature:
         return [Call(keywords=self._chosen(offered, requests[0].prompt))]
 
     def _is_positional(self, offered: Mapping[str, Any]) -> bool:
-        """Whether the function's names mean nothing, so that it gets queries, prompts and labels in this order."""
+        """Returns whether the function's names mean nothing, so that it gets queries, prompts and labels in this
+        order."""
         if self._nameless or self._all or not self._by_position:
             return self._nameless
         unknown = self._names - offered.keys()
@@ -153,7 +154,7 @@ def _takes_three(parameters: Sequence[inspect.Parameter]) -> bool:
 
 
 def _offered(requests: Sequence[RewardRequest], notes: Notes, convention: Convention) -> dict[str, Any]:
-    """All that a function of this convention may ask for, by name."""
+    """Returns all that a function of this convention may ask for, by name."""
     rows = [request.prompt.metadata for request in requests]
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
@@ -185,7 +186,7 @@ def _asked(prompt: Prompt) -> list[Mapping[str, Any]]:
 
 
 def conversational(prompt: Prompt) -> bool:
-    """Whether the row has its prompt as messages, rather than as a text that was made a message here."""
+    """Returns whether the row has its prompt as messages, rather than as a text that was made a message here."""
     if not prompt.messages:
         return False
     columns = [

@@ -24,7 +24,7 @@ _NUMBER = re.compile(rf"(?:(?<![0-9A-Za-z)])[-+])?\$?(?:{_DIGITS})")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in `text`, or None.
+    """Returns the last number in `text`, or None.
 
     >>> last_number("5 apples cost $1,234.50.")
     Decimal('1234.50')
@@ -36,7 +36,8 @@ def last_number(text: str) -> Decimal | None:
 
 
 def label_problem(kind: Verifier, label: Any, column: str | None = None) -> str | None:
-    """Why the verifier `kind` cannot compare with `label`, which is of `column`, as a sentence; None if it can."""
+    """Returns why the verifier `kind` cannot compare with `label`, which is of `column`, as a sentence; None
+    if it can."""
     if kind is Verifier.FORMAT:
         return None
     if label is None:

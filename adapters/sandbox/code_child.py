@@ -83,7 +83,8 @@ def read_request() -> dict[str, Any]:
 
 
 def guard(child: int, request: dict[str, Any], proc: int) -> int | str | None:
-    """The exit code of `child`; None when stdin ended first, `OUT_OF_MEMORY` when that did (it is killed then)."""
+    """Returns the exit code of `child`; None when stdin ended first, `OUT_OF_MEMORY` when memory did (it is killed
+    then)."""
     exits = os.pidfd_open(child)
     bound = request["memory_mb"] + RESERVE_MB + INIT_MB << 20
     stopped = None
@@ -99,7 +100,7 @@ def guard(child: int, request: dict[str, Any], proc: int) -> int | str | None:
 
 
 def exceeds(bound: int, proc: int) -> bool:
-    """Whether this process' descendants have more than `bound` bytes of memory together.
+    """Returns whether this process' descendants have more than `bound` bytes of memory together.
 
     What processes share is divided among them where that can be read, which takes the kernel longer: only when the
     plain sum is too much.
@@ -109,13 +110,14 @@ def exceeds(bound: int, proc: int) -> bool:
 
 
 def resident(pid: int, proc: int) -> int:
-    """Bytes of memory that a process has, what it shares included; 0 if it is gone."""
+    """Returns the bytes of memory that a process has, what it shares included; 0 if it is gone."""
     fields = read_file(f"{pid}/statm", proc).split()
     return int(fields[1]) * resource.getpagesize() if fields else 0
 
 
 def proportional(pid: int, proc: int) -> int:
-    """Bytes of memory of a process, with its part of what it shares; all of it where a process lets nobody look."""
+    """Returns the bytes of memory of a process, with its part of what it shares; all of it where a process lets nobody
+    look."""
     for line in read_file(f"{pid}/smaps_rollup", proc).splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1]) << 10
@@ -123,7 +125,7 @@ def proportional(pid: int, proc: int) -> int:
 
 
 def descendants(parent: int, proc: int) -> Iterator[int]:
-    """The processes that descend from `parent`, as far as they are still linked."""
+    """Yields the processes that descend from `parent`, as far as they are still linked."""
     try:
         threads = os.open(f"{parent}/task", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
     except OSError:  # it ended meanwhile
@@ -141,7 +143,7 @@ def descendants(parent: int, proc: int) -> Iterator[int]:
 
 
 def read_file(path: str, proc: int) -> bytes:
-    """A file below /proc; nothing where its process is gone, or lets nobody look."""
+    """Returns a file below /proc; nothing where its process is gone, or lets nobody look."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
         try:

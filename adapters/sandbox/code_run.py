@@ -133,7 +133,8 @@ async def run(code: str, *, seconds: float, memory_mb: int, output_chars: int, n
 
 @functools.cache
 def namespaces_problem() -> str | None:
-    """Why this machine does not let this user shut code in with namespaces; None if it does. Tried once, really."""
+    """Returns why this machine does not let this user shut code in with namespaces; None if it does. Tried once,
+    really."""
     if sys.platform != "linux":
         return "this is not Linux"
     request = _request("import hashlib; print(40 + 2)", PROBE_SECONDS, PROBE_MB, namespaces=True)
@@ -161,7 +162,7 @@ def namespaces_problem() -> str | None:
 
 
 def nobody_reads_python() -> bool:
-    """Whether user 65534, which root's runs become, may read this interpreter's standard library."""
+    """Returns whether user 65534, which root's runs become, may read this interpreter's standard library."""
     library = Path(os.__file__).resolve().parent
     return all(folder.stat().st_mode & 0o005 == 0o005 for folder in (library, *library.parents))
 

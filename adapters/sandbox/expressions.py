@@ -40,7 +40,7 @@ def evaluate(source: Any, variables: dict[str, Any] | None = None, names: dict[s
 
 
 def is_mathematics(value: Any) -> bool:
-    """Whether sympy computes with a value."""
+    """Returns whether sympy computes with a value."""
     from sympy import Basic
 
     if isinstance(value, type):

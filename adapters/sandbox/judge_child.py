@@ -165,7 +165,7 @@ class Judging:
         os.set_blocking(asking, False)
 
     def ask(self, question: bytes, seconds: float, connection: int) -> tuple[bytes, bool]:
-        """The answer, and whether the process may judge again. Ends this program with the other side."""
+        """Returns the answer, and whether the process may judge again. Ends this program with the other side."""
         self.left -= 1
         deadline = time.monotonic() + seconds
         question = len(question).to_bytes(8, "little") + question
@@ -196,7 +196,7 @@ class Judging:
         return packed(VALUE, value, ""), not alone and self.left > 0
 
     def quiet(self) -> bool:
-        """Whether it has said nothing since it was asked last."""
+        """Returns whether it has said nothing since it was asked last."""
         return not select.select([self.reading], [], [], 0)[0]
 
     def end(self) -> None:
@@ -229,13 +229,13 @@ def send(connection: int, status: bytes, value: float, text: str) -> None:
 
 
 def packed(status: bytes, value: float, text: str) -> bytes:
-    """An answer."""
+    """Returns an answer."""
     data = text[:TEXT_BYTES].encode(errors="replace")[:TEXT_BYTES]
     return ANSWER.pack(status, value, len(data)) + data
 
 
 def address_space() -> int:
-    """Bytes of address space that this process has by now."""
+    """Returns the bytes of address space that this process has by now."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

@@ -85,7 +85,7 @@ FAMILIES = (1, 2, 10)
 
 
 def known() -> bool:
-    """Whether this machine's system calls are among those that the tables name."""
+    """Returns whether this machine's system calls are among those that the tables name."""
     return os.uname().machine in MACHINES
 
 
@@ -107,7 +107,7 @@ def forbid(*, judged: bool) -> None:
 
 
 def program(*, judged: bool) -> bytes:
-    """The filter as instructions of the kernel's packet filter, 8 bytes each.
+    """Returns the filter as instructions of the kernel's packet filter, 8 bytes each.
 
     Raises:
         OSError: the machine is not known.

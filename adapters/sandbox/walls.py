@@ -101,7 +101,7 @@ def change_root(files: Mapping[str, list[str]], *, writable: bool) -> None:
 
 
 def landlock_version() -> int:
-    """The version of Landlock that this kernel has; 0 if it has none."""
+    """Returns the version of Landlock that this kernel has; 0 if it has none."""
     if not hasattr(libc, "syscall"):
         return 0
     version = libc.syscall(SYS_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), LANDLOCK_CREATE_RULESET_VERSION)
@@ -197,7 +197,7 @@ def fail(name: str) -> None:
 
 
 def fork(body: Callable[[], int]) -> int:
-    """A child that ends with what `body` returns."""
+    """Returns a child that ends with what `body` returns."""
     child = os.fork()
     if child == 0:
         sys.exit(body())

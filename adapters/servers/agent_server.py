@@ -88,7 +88,7 @@ class AgentServer:
         self._answer = answer
 
     def app(self) -> Starlette:
-        """The ASGI app; serve it behind a `Guard`."""
+        """Returns the ASGI app; serve it behind a `Guard`."""
         openai, anthropic = OpenAIWire(), AnthropicWire()
 
         def routes(prefix: str) -> list[Route]:
@@ -103,7 +103,7 @@ class AgentServer:
         return create_app([facts, *routes(""), *routes("/s/{key}")])
 
     def _route(self, path: str, wire: Wire, answer: Callable[[Wire, _Asked, Request], Awaitable[Response]]) -> Route:
-        """A POST route whose refusals are in the wire's shape."""
+        """Returns a POST route whose refusals are in the wire's shape."""
 
         async def endpoint(request: Request) -> Response:
             try:

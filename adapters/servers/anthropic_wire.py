@@ -60,7 +60,7 @@ class AnthropicWire(Wire):
         return call_of(body, conversation, [_tool(tool, index) for index, tool in enumerate(tools)], settings)
 
     def encode(self, call: Call, reply: ChatReply, call_id: str, decode: Decode) -> dict[str, Any]:
-        """A `message`."""
+        """Returns a `message`."""
         message = reply.parsed.message
         blocks: list[dict[str, Any]] = []
         if message.get("reasoning_content"):
@@ -153,7 +153,7 @@ def _usage(reply: ChatReply) -> dict[str, int]:
 
 
 def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:
-    """A message of Anthropic's as ours; tool results become messages. `names` maps ids of uses to tools."""
+    """Returns a message of Anthropic's as ours; tool results become messages. `names` maps ids of uses to tools."""
     where = f"messages[{index}]"
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise bad(f"{where} must be an object whose role is user or assistant.")

@@ -62,17 +62,17 @@ def error_type(error: HTTPException) -> str:
 
 
 def error_body(error: HTTPException) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
+    """Returns an error in OpenAI's shape."""
     return {"error": {"message": error.detail, "type": error_type(error), "code": getattr(error, "code", None)}}
 
 
 def error_response(error: HTTPException) -> JSONResponse:
-    """The answer that carries `error_body`."""
+    """Returns the answer that carries `error_body`."""
     return JSONResponse(error_body(error), error.status_code, headers=error.headers)
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """The request's body: a JSON object.
+    """Returns the request's body: a JSON object.
 
     Raises:
         HttpError: 400, the body is no JSON object, nests deeper than MAX_JSON_DEPTH, or holds a number or text that
@@ -120,7 +120,7 @@ def _too_deep() -> HttpError:
 
 
 def internal_error() -> HttpError:
-    """All that a client learns of a defect."""
+    """Returns all that a client learns of a defect."""
     return HttpError(500, "The server failed to answer; its log says why.", code="internal_error")
 
 
@@ -217,14 +217,14 @@ def given_keys(headers: Headers) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server bound to `host`."""
+    """Returns whether only this machine reaches a server bound to `host`."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def authority(host: str) -> str:
-    """A host as URLs write it."""
+    """Returns a host as URLs write it."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -75,7 +75,7 @@ class OpenAIWire(Wire):
         return call_of(body, conversation, [_tool(tool, index) for index, tool in enumerate(tools)], settings)
 
     def encode(self, call: Call, reply: ChatReply, call_id: str, decode: Decode) -> dict[str, Any]:
-        """A `chat.completion`."""
+        """Returns a `chat.completion`."""
         choice: dict[str, Any] = {
             "index": 0,
             "message": _outgoing(reply.parsed.message),

@@ -98,7 +98,8 @@ class ScoreQueue:
         self._thread.start()
 
     def submit(self, texts: Sequence[str]) -> Job | None:
-        """A job whose `answer` has one score a text, in order; None if the queue is full. Cancelled if it is closed."""
+        """Returns a job whose `answer` has one score a text, in order; None if the queue is full. Cancelled if it is
+        closed."""
         job = Job(texts)
         with self._changed:
             if self._closed:
@@ -172,7 +173,8 @@ class ScoreQueue:
 
 
 def create_reward_app(queue: ScoreQueue, *, model: str) -> Starlette:
-    """The server's app; `model` is the name that /health tells, with the number of texts that wait (`queued`)."""
+    """Returns the server's app; `model` is the name that /health tells, with the number of texts that wait
+    (`queued`)."""
 
     async def get_reward(request: Request) -> Response:
         texts = _texts(await read_json(request), queue.capacity)
@@ -214,7 +216,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def _texts(body: dict[str, Any], limit: int) -> list[str]:
-    """The texts to score.
+    """Returns the texts to score.
 
     Raises:
         HttpError: 400, the request is not what the protocol says, or larger than the queue.

@@ -50,7 +50,7 @@ _log = structlog.get_logger()
 
 
 def create_app(routes: Sequence[BaseRoute]) -> Starlette:
-    """A Starlette app over `routes` whose errors are JSON."""
+    """Returns a Starlette app over `routes` whose errors are JSON."""
 
     def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -75,7 +75,7 @@ def health_route(facts: Callable[[], Mapping[str, Any]]) -> Route:
 
 
 def read_token(token_file: Path | None) -> str | None:
-    """The token of `token_file`, else that of ROLLGRAD_TOKEN, else None. White space around it is left out.
+    """Returns the token of `token_file`, else that of ROLLGRAD_TOKEN, else None. White space around it is left out.
 
     Raises:
         ConfigurationError: the file cannot be read, or the token is empty or not printable ASCII in one word.

@@ -49,15 +49,15 @@ class Wire(Protocol):
         ...
 
     def encode(self, call: Call, reply: ChatReply, call_id: str, decode: Decode) -> dict[str, Any]:
-        """The answer to a call that does not stream."""
+        """Returns the answer to a call that does not stream."""
         ...
 
     def events(self, call: Call, call_id: str) -> "EventStream":
-        """The answer to a call that streams."""
+        """Returns the answer to a call that streams."""
         ...
 
     def error(self, error: HttpError) -> dict[str, Any]:
-        """The body of a refusal."""
+        """Returns the body of a refusal."""
         ...
 
 
@@ -69,7 +69,7 @@ class EventStream(Protocol):
         ...
 
     def piece(self, field: str, text: str) -> Iterator[str]:
-        """A piece of `content` or `reasoning_content`."""
+        """Returns a piece of `content` or `reasoning_content`."""
         ...
 
     def finish(self, reply: ChatReply, decode: Decode) -> Iterator[str]:
@@ -86,7 +86,7 @@ class EventStream(Protocol):
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Any]:
-    """The conversation so far, as the client wrote it.
+    """Returns the conversation so far, as the client wrote it.
 
     Raises:
         HttpError: there is none.
@@ -103,7 +103,7 @@ def call_of(
     tools: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
 ) -> Call:
-    """A body whose parts are read. `settings` are fields of `SamplingParams`; None leaves one as it is.
+    """Returns a body whose parts are read. `settings` are fields of `SamplingParams`; None leaves one as it is.
 
     Raises:
         HttpError: the model's name or `stream` has another type.
@@ -123,7 +123,7 @@ def bad(message: str, code: str = "invalid_value") -> HttpError:
 
 
 def read(body: Mapping[str, Any], name: str, kind: type[Value] | tuple[type, ...], default: Any = None) -> Any:
-    """A field of the body, None and absent alike being `default`.
+    """Returns a field of the body, None and absent alike being `default`.
 
     Raises:
         HttpError: it has another type.
@@ -149,7 +149,7 @@ NAMES = {
 
 
 def number(body: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
-    """A number in a closed range, None if absent."""
+    """Returns a number in a closed range, None if absent."""
     value = read(body, name, (int, float))
     if value is not None and not low <= value <= high:
         raise bad(f"{name} is {json.dumps(value)[:60]}, but it must be from {low:g} to {high:g}.")
@@ -157,13 +157,13 @@ def number(body: Mapping[str, Any], name: str, low: float, high: float) -> float
 
 
 def temperature(body: Mapping[str, Any], high: float) -> float | None:
-    """The field `temperature`, None if absent; one close to 0 is 0, since logits are divided by it."""
+    """Returns the field `temperature`, None if absent; one close to 0 is 0, since logits are divided by it."""
     value = number(body, "temperature", 0, high)
     return 0.0 if value is not None and value < MIN_TEMPERATURE else value
 
 
 def count(body: Mapping[str, Any], name: str, low: int = 1, high: int = MAX_COUNT) -> int | None:
-    """A whole number in a closed range, None if absent."""
+    """Returns a whole number in a closed range, None if absent."""
     value: int | None = read(body, name, int)
     if value is not None and not low <= value <= high:
         raise bad(f"{name} is {json.dumps(value)[:60]}, but it must be from {low} to {high}.")
@@ -182,7 +182,7 @@ def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
 
 
 def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """The text of a message's content: a text, or a list of text parts.
+    """Returns the text of a message's content: a text, or a list of text parts.
 
     Raises:
         HttpError: there is something else in it.
@@ -203,8 +203,8 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
 
 
 def arguments_of(text: Any) -> Mapping[str, Any]:
-    """The arguments of a call that a client sends back: JSON text of an object. What it is not, or what cannot be
-    passed on (nested too deep, half a surrogate pair), is kept as it is."""
+    """Returns the arguments of a call that a client sends back: JSON text of an object. What it is not, or what cannot
+    be passed on (nested too deep, half a surrogate pair), is kept as it is."""
     if isinstance(text, Mapping):
         return text
     try:
@@ -217,7 +217,7 @@ def arguments_of(text: Any) -> Mapping[str, Any]:
 
 
 def tool_of(described: Mapping[str, Any], schema: str) -> Mapping[str, Any]:
-    """A tool in OpenAI's shape, of an object with its name, its description and its parameters' schema."""
+    """Returns a tool in OpenAI's shape, of an object with its name, its description and its parameters' schema."""
     function = {
         "name": described["name"],
         "description": read(described, "description", str, ""),

@@ -9,5 +9,5 @@ class SystemClock(Clock):
     """Time as the operating system keeps it."""
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary origin; never goes back."""
+        """Returns seconds from an arbitrary origin; never goes back."""
         return time.monotonic()

@@ -10,7 +10,7 @@ from rollgrad.domain.errors import ConfigurationError
 
 
 def load_python_file(path: str, *, flag: str) -> ModuleType:
-    """The module made of the file; `flag` is what named it.
+    """Returns the module made of the file; `flag` is what named it.
 
     Raises:
         ConfigurationError: there is no such file, it is not Python, or it cannot be imported.

@@ -56,7 +56,7 @@ class StandInFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's place, None for a module of somebody else.
+        """Returns the module's place, None for a module of somebody else.
 
         Raises:
             ModuleNotFoundError: it belongs to a package that is stood in for, but is not among what there is of it.

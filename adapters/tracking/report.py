@@ -36,7 +36,7 @@ class Panel:
     unless_zero: bool = False
 
     def drawn(self, series: Mapping[str, Series]) -> bool:
-        """Whether there is something to show."""
+        """Returns whether there is something to show."""
         values = [value for key in self.curves for value in series.get(key, {}).values()]
         return any(values) if self.unless_zero else bool(values)
 
@@ -129,7 +129,8 @@ def write_report(
 
 
 def read_metrics(path: Path) -> dict[str, Series]:
-    """Every metric's values by step; values that are null, and lines broken by a crash or a full disk, are left out."""
+    """Returns every metric's values by step; values that are null, and lines broken by a crash or a full disk, are left
+    out."""
     series: dict[str, Series] = {}
     for line in path.read_bytes().split(b"\n"):
         try:
@@ -167,7 +168,7 @@ def _table(before: Mapping[str, float], after: Mapping[str, float]) -> str:
 
 
 def _overview(panels: list[Panel], series: Mapping[str, Series], title: str) -> bytes:
-    """All panels in one PNG on white."""
+    """Returns all panels in one PNG on white."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

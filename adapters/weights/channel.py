@@ -59,8 +59,8 @@ class EngineWeights(WeightChannel):
         self._temperature = temperature
 
     async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
-        """See `WeightChannel.push`. `seconds` are those of the transfer, without the comparison that follows; requests
-        that a pause froze put the comparison off until `resume`.
+        """Implements `WeightChannel.push`. `seconds` are those of the transfer, without the comparison that follows;
+        requests that a pause froze put the comparison off until `resume`.
 
         Raises:
             EngineError: requests are in flight and generation is not paused; vLLM did not take the weights, or computes
@@ -108,7 +108,7 @@ class FleetWeights(WeightChannel):
         fleet.refresh = self.refresh
 
     async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
-        """See `WeightChannel.push`, and `EngineWeights.push` for what is returned. If all engines die in it, it
+        """Implements `WeightChannel.push`, and `EngineWeights.push` for what is returned. If all engines die in it, it
         begins again with their replacements.
 
         Raises:
@@ -205,7 +205,7 @@ class Transfer:
         self.seconds = time.perf_counter() - started
 
     async def probe(self, policy: PolicyModel, temperature: float) -> Probe:
-        """The policy's log-probs of tokens that all engines know."""
+        """Returns the policy's log-probs of tokens that all engines know."""
         tokens = [PROBE_STRIDE * index % self._vocabulary for index in range(1, PROBE_TOKENS + 1)]
         try:
             expected = await asyncio.to_thread(lambda: policy.score(_batch(tokens)).logprobs_N[1:].tolist())
@@ -279,7 +279,7 @@ class Transfer:
         return await self._each_of(doing, lambda index, taker: call(taker))
 
     async def _each_of(self, doing: str, call: Callable[[int, WeightTaker], Awaitable[T]]) -> list[T]:
-        """The same with their indices."""
+        """Returns the same with their indices."""
 
         async def one(index: int, taker: WeightTaker) -> list[T]:
             try:
@@ -307,7 +307,7 @@ def _steps(policy: PolicyModel) -> int:
 
 
 def _batch(tokens: list[int]) -> PackedBatch:
-    """A sequence whose tokens are all scored but the first."""
+    """Returns a sequence whose tokens are all scored but the first."""
     builder = TrajectoryBuilder(tokens[:1], group_id=0, sample_id=0)
     nothing = [0] * (len(tokens) - 1)
     builder.add_action(

@@ -161,7 +161,7 @@ _group = Group()
 
 
 def within(seconds: float, work: Callable[[], T], doing: str) -> T:
-    """The result of `work`, in a thread that is left to itself if it takes longer.
+    """Returns the result of `work`, in a thread that is left to itself if it takes longer.
 
     Raises:
         EngineError: it does, or fails.

@@ -18,7 +18,7 @@ Probe tokens are improbable, so their logits are large and rounded the most."""
 
 
 def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """The number format that rounds more."""
+    """Returns the number format that rounds more."""
     return max(one, other, key=PROBE_TOLERANCE.__getitem__)
 
 

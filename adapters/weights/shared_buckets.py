@@ -71,7 +71,7 @@ class SharedMemory:
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def bucket(self, index: int) -> Tensor:
-        """The bytes of a bucket, uint8."""
+        """Returns the bytes of a bucket, uint8."""
         return self._bytes[index * self.bucket_bytes : (index + 1) * self.bucket_bytes]
 
     def unlink(self) -> None:
@@ -120,11 +120,11 @@ class Assembler:
         self._missing = 0
 
     def whole(self) -> bool:
-        """Whether nothing is left of a tensor that was begun."""
+        """Returns whether nothing is left of a tensor that was begun."""
         return not self._missing
 
     def take(self, bucket: Tensor, pieces: list[Piece]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that these pieces complete.
+        """Yields the tensors that these pieces complete.
 
         Raises:
             ValueError: a piece does not continue the tensor that was begun.

@@ -17,7 +17,7 @@ def shared_memory(policy: PolicyModel, engines: Sequence[Life], version: int) ->
 
 
 def shared_memory_adapter(policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
-    """The same of the adapters alone, to engines that take nothing else (`VLLMEngine`'s `lora`)."""
+    """Returns the same of the adapters alone, to engines that take nothing else (`VLLMEngine`'s `lora`)."""
     return _passage(policy, engines, adapter=True)
 
 

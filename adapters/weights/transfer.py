@@ -80,7 +80,7 @@ class AdaptedPolicy(Protocol):
     """A policy that gives its adapters (LoRA) apart from the weights."""
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """Every matrix of the adapters once, by the name that peft's files have for it; none without adapters."""
+        """Yields every matrix of the adapters once, by its name in peft's files; nothing without adapters."""
         ...
 
 

@@ -108,7 +108,7 @@ OTHER_POLICY_LOSS_NAMES = {"vanilla": "ppo", "clip": "ppo", "geo_mean": "gmpo", 
 
 
 def plain_name(name: str) -> str:
-    """A name in small letters, with underscores for hyphens and spaces.
+    """Returns a name in small letters, with underscores for hyphens and spaces.
 
     >>> plain_name("Clip-Cov")
     'clip_cov'
@@ -117,7 +117,7 @@ def plain_name(name: str) -> str:
 
 
 def canonical_estimator(name: str) -> str:
-    """The catalogue's name of an estimator in any spelling; a name that is not known stays as it is.
+    """Returns the catalogue's name of an estimator in any spelling; a name that is not known stays as it is.
 
     >>> canonical_estimator("GRPO"), canonical_estimator("reinforce++"), canonical_estimator("my_own")
     ('group_norm', 'reinforce', 'my_own')
@@ -126,7 +126,7 @@ def canonical_estimator(name: str) -> str:
 
 
 def canonical_policy_loss(name: str) -> str:
-    """The catalogue's name of a policy loss in any spelling; a name that is not known stays as it is.
+    """Returns the catalogue's name of a policy loss in any spelling; a name that is not known stays as it is.
 
     >>> canonical_policy_loss("vanilla"), canonical_policy_loss("GSPO-token")
     ('ppo', 'gspo_token')
@@ -143,7 +143,7 @@ def _canonical(name: str, known: Container[str], others: Mapping[str, str]) -> s
 
 
 def estimator_traits(name: str) -> EstimatorTraits:
-    """The traits of estimator `name`.
+    """Returns the traits of estimator `name`.
 
     Raises:
         ConfigurationError: there is none of that name; the sentence lists the known ones.
@@ -152,7 +152,7 @@ def estimator_traits(name: str) -> EstimatorTraits:
 
 
 def policy_loss_traits(name: str) -> PolicyLossTraits:
-    """The traits of policy loss `name`.
+    """Returns the traits of policy loss `name`.
 
     Raises:
         ConfigurationError: there is none of that name; the sentence lists the known ones.

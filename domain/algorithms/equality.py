@@ -8,7 +8,7 @@ SAME = 2.0**-21
 
 
 def differ(values: Sequence[float]) -> bool:
-    """Whether some of `values` differ by more than rounding.
+    """Returns whether some of `values` differ by more than rounding.
 
     >>> differ([0.1 + 0.2, 0.3]), differ([0.0, 1e-7]), differ([1e6, 1e6 + 1]), differ([])
     (False, True, True, False)

@@ -23,7 +23,7 @@ class GroupFilter:
     need_spread: bool = False
 
     def rejection(self, scores: Sequence[float], rewards: Sequence[float]) -> str | None:
-        """Why a group is not trained on (`empty`, `too_hard`, `too_easy`, `no_spread`), or None."""
+        """Returns why a group is not trained on (`empty`, `too_hard`, `too_easy`, `no_spread`), or None."""
         if not scores:
             return EMPTY
         if self.score_spread and not differ(scores):

@@ -132,7 +132,7 @@ class RunningMoments:
         return math.sqrt(self.squares / self.count) if self.squares > 0 else 1.0
 
     def update(self, values: Tensor) -> "RunningMoments":
-        """The moments with `values` taken in; without any, these."""
+        """Returns the moments with `values` taken in; without any, these."""
         if len(values) == 0:
             return self
         count, values = len(values), values.double()
@@ -147,7 +147,7 @@ class RunningMoments:
         )
 
     def state_dict(self) -> dict[str, float]:
-        """All of it."""
+        """Returns all of it."""
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     @classmethod

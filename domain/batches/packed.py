@@ -122,7 +122,7 @@ class PackedBatch:
         return self.rollout_logprobs_N if self.old_logprobs_N is None else self.old_logprobs_N
 
     def filled(self, name: str) -> Tensor:
-        """A column that some step on the way fills in.
+        """Returns a column that some step on the way fills in.
 
         Raises:
             ValueError: it has not been.
@@ -136,7 +136,7 @@ class PackedBatch:
         return len(self.lengths_S)
 
     def select(self, indices: Sequence[int] | Tensor) -> "PackedBatch":
-        """The sequences at `indices`, in that order."""
+        """Returns the sequences at `indices`, in that order."""
         index_S = torch.as_tensor(indices, dtype=torch.int64)
         index_N = self.token_index(index_S)
         columns: dict[str, Any] = {"part_names": self.part_names}
@@ -147,7 +147,7 @@ class PackedBatch:
         return PackedBatch(**columns)
 
     def token_index(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Where the tokens of the sequences at `indices` lie, in that order."""
+        """Returns where the tokens of the sequences at `indices` lie, in that order."""
         index_S = torch.as_tensor(indices, dtype=torch.int64)
         lengths_S = self.lengths_S[index_S]
         offsets_S = self.starts_S[index_S] - (lengths_S.cumsum(0) - lengths_S)

@@ -47,7 +47,7 @@ def shards(batch: PackedBatch, parts: int) -> Shards:
 
 
 def weightless(batch: PackedBatch) -> PackedBatch:
-    """The same tokens, none of which counts in any loss."""
+    """Returns the same tokens, none of which counts in any loss."""
     columns = ((name, getattr(batch, name)) for name in _WEIGHTS)
     zeros: dict[str, Any] = {name: torch.zeros_like(column) for name, column in columns if column is not None}
     return evolve(batch, **zeros)

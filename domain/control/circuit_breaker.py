@@ -14,7 +14,7 @@ class Circuit:
     opened_at: float | None = None
 
     def allows(self, now: float) -> bool:
-        """Whether a call may be made."""
+        """Returns whether a call may be made."""
         return self.opened_at is None or now - self.opened_at >= self.cooldown
 
     def started(self, now: float) -> "Circuit":

@@ -93,15 +93,15 @@ class FleetHealth:
         self.states[EngineState.HEALTHY] = self.size
 
     def state(self, engine: int) -> EngineState:
-        """The state of an engine."""
+        """Returns the state of an engine."""
         return self._engine(engine).state
 
     def alive(self, engine: int) -> bool:
-        """Whether an engine can be talked to."""
+        """Returns whether an engine can be talked to."""
         return self.state(engine) in ALIVE
 
     def serves(self, engine: int) -> bool:
-        """Whether an engine may be given requests."""
+        """Returns whether an engine may be given requests."""
         return self.state(engine) is EngineState.HEALTHY
 
     @property
@@ -122,12 +122,12 @@ class FleetHealth:
         return [number for number in range(self.size) if self.restartable(number)]
 
     def restartable(self, engine: int) -> bool:
-        """Whether an engine is dead and may start again."""
+        """Returns whether an engine is dead and may start again."""
         one = self._engine(engine)
         return one.state is EngineState.DEAD and one.restarts < self.bounds.max_restarts
 
     def restarts(self, engine: int) -> int:
-        """How often an engine has been restarted."""
+        """Returns how often an engine has been restarted."""
         return self._engine(engine).restarts
 
     @property
@@ -142,7 +142,7 @@ class FleetHealth:
         )
 
     def summary(self) -> str:
-        """How many engines are in which state."""
+        """Returns how many engines are in which state."""
         return ", ".join(f"{self.states[state]} {state}" for state in EngineState if self.states[state])
 
     def answered(self, engine: int, now: float) -> None:
@@ -153,7 +153,7 @@ class FleetHealth:
             self._move(one, EngineState.HEALTHY)
 
     def silence(self, engine: int, now: float) -> float:
-        """Seconds since an engine answered last."""
+        """Returns seconds since an engine answered last."""
         return now - self._engine(engine).heard
 
     def tick(self, now: float) -> list[int]:
@@ -300,7 +300,7 @@ class Recent:
     _engines: OrderedDict[int, int] = field(factory=OrderedDict, init=False)
 
     def get(self, key: int) -> int | None:
-        """The engine of a key, if it is remembered."""
+        """Returns the engine of a key, if it is remembered."""
         return self._engines.get(key)
 
     def put(self, key: int, engine: int) -> None:

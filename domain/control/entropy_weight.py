@@ -23,7 +23,7 @@ class EntropyController:
         return self.coef if self.target is None or self.low else 0.0
 
     def observe(self, entropy: float) -> "EntropyController":
-        """The controller when the policy's entropy per token (nats) is `entropy`."""
+        """Returns the controller when the policy's entropy per token (nats) is `entropy`."""
         if self.target is None:
             return self
         low = entropy <= self.target
@@ -31,7 +31,7 @@ class EntropyController:
         return evolve(self, low=low, coef=min(max(coef, 0.0), self.maximum))
 
     def state_dict(self) -> dict[str, float]:
-        """The part that changes."""
+        """Returns the part that changes."""
         return {"coef": self.coef, "low": float(self.low)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> "EntropyController":

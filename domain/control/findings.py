@@ -189,7 +189,7 @@ class LearningWatch:
         return watch, tuple(new)
 
     def findings(self) -> tuple[Finding, ...]:
-        """All findings, those that hold still included, by the step in which each began."""
+        """Returns all findings, those that hold still included, by the step in which each began."""
         holding = (streak.finding for streak in self._streaks.values() if streak.finding is not None)
         return tuple(sorted((*self._past, *holding), key=lambda finding: finding.since))
 

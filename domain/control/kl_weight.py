@@ -19,15 +19,15 @@ class KLController:
     horizon: float = 10000.0
 
     def update(self, kl: float, samples: int) -> "KLController":
-        """The controller after `samples` samples with mean `kl` (Ziegler et al. 2019, section 2.2); without a target,
-        or when `kl` is not finite, itself."""
+        """Returns the controller after `samples` samples with mean `kl` (Ziegler et al. 2019, section 2.2); without a
+        target, or when `kl` is not finite, itself."""
         if self.target is None or not math.isfinite(kl):
             return self
         error = min(max(kl / self.target - 1.0, -MAX_ERROR), MAX_ERROR)
         return evolve(self, coef=self.coef * (1.0 + error * min(1.0, samples / self.horizon)))
 
     def state_dict(self) -> dict[str, float]:
-        """The part that changes."""
+        """Returns the part that changes."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> "KLController":

@@ -4,7 +4,7 @@ import math
 
 
 def lr_factor(kind: str, step: int, *, total_steps: int, warmup_ratio: float, min_ratio: float) -> float:
-    """The learning rate at optimizer step `step` (from 0), as a share of the peak.
+    """Returns the learning rate at optimizer step `step` (from 0), as a share of the peak.
 
     Args:
         kind: `constant`, `linear` (to `min_ratio`) or `cosine_with_min_lr` (SGDR's half cosine, to `min_ratio`).

@@ -25,7 +25,7 @@ class LossScale:
     well: int = 0
 
     def followed_by(self, *, overflow: bool) -> "LossScale":
-        """The scale of the next step, if the gradient of this one overflowed, or did not."""
+        """Returns the scale of the next step, if the gradient of this one overflowed, or did not."""
         if overflow:
             return LossScale(factor=max(SMALLEST, self.factor / 2))
         if self.well + 1 == WINDOW:

@@ -76,7 +76,7 @@ class StalenessGate:
     def resumed(
         cls, bound: StalenessBound, *, version: int, trained: int, dropped: Mapping[str, int]
     ) -> "StalenessGate":
-        """The gate of a run that continues, with nothing in flight."""
+        """Returns the gate of a run that continues, with nothing in flight."""
         counts = Counter(dropped)
         return cls(bound, version, trained, counts, submitted=trained + counts.total())
 
@@ -142,8 +142,8 @@ class StalenessGate:
         return sorted(group for group, born in known.items() if self.version - born > self.bound.max_staleness)
 
     def take(self) -> list[int] | None:
-        """The groups of the next update, the oldest that are ready; None while it has to wait for more. They are in
-        training from then on.
+        """Returns the groups of the next update, the oldest that are ready; None while it has to wait for more. They
+        are in training from then on.
 
         Raises:
             ValueError: an update is under way.
@@ -167,7 +167,7 @@ class StalenessGate:
         self.version += 1
 
     def _overtakes(self, chosen: set[int]) -> bool:
-        """Whether some group left behind could then only be trained too late, however the next updates choose.
+        """Returns whether some group left behind could then only be trained too late, however the next updates choose.
 
         Deadlines can be met exactly if for each coming update no more groups are due by then than all updates until
         then can take (earliest deadline first).

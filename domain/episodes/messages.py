@@ -75,7 +75,7 @@ class ToolResult:
 
 
 def assistant_message(content: str, *, reasoning: str = "", tool_calls: Sequence[ToolCall] = ()) -> Message:
-    """A reply as a message; calls that could not be read are left out."""
+    """Returns a reply as a message; calls that could not be read are left out."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -86,12 +86,12 @@ def assistant_message(content: str, *, reasoning: str = "", tool_calls: Sequence
 
 
 def call_entry(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call as messages hold it."""
+    """Returns a call as messages hold it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tool_message(call: ToolCall, content: str) -> Message:
-    """A tool's answer to `call`."""
+    """Returns a tool's answer to `call`."""
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 
 

@@ -40,14 +40,15 @@ class PromptCursor:
     index: int = 0
 
     def order(self, size: int, *, shuffle: bool = True) -> torch.Tensor:
-        """The permutation of `size` prompts in this epoch."""
+        """Returns the permutation of `size` prompts in this epoch."""
         if not shuffle:
             return torch.arange(size)
         generator = torch.Generator().manual_seed(self.seed * EPOCH_SEED_STRIDE + self.epoch)
         return torch.randperm(size, generator=generator)
 
     def take(self, count: int, size: int, *, shuffle: bool = True) -> tuple[list[int], "PromptCursor"]:
-        """The dataset indices of the next `count` prompts, and the cursor after them; wraps into the next epoch.
+        """Returns the dataset indices of the next `count` prompts, and the cursor after them; wraps into the next
+        epoch.
 
         Raises:
             ValueError: `size` is not positive.
@@ -70,5 +71,5 @@ class PromptCursor:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, int]) -> "PromptCursor":
-        """The cursor that `state_dict` described."""
+        """Returns the cursor that `state_dict` described."""
         return cls(int(state["seed"]), int(state["epoch"]), int(state["index"]))

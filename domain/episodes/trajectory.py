@@ -178,7 +178,7 @@ class TrajectoryBuilder:
         multimodal: Mapping[str, Any] | None = None,
         reward_parts: Mapping[str, float] | None = None,
     ) -> Trajectory:
-        """The finished trajectory; `score` defaults to the sum of rewards.
+        """Returns the finished trajectory; `score` defaults to the sum of rewards.
 
         Raises:
             TrajectoryError: no action was sampled, or the score is not finite.

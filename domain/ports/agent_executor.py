@@ -21,11 +21,11 @@ class EpisodeRequest:
     sample_id: int
 
     def failure(self, kind: FailureKind, message: str) -> RolloutFailure:
-        """The failure of this episode."""
+        """Returns the failure of this episode."""
         return RolloutFailure(kind=kind, message=message, group_id=self.group_id, sample_id=self.sample_id)
 
     def unjudged(self, error: RewardError) -> RolloutFailure:
-        """The failure of this episode, which got no reward because of `error`."""
+        """Returns the failure of this episode, which got no reward because of `error`."""
         applies = not isinstance(error, NotApplicableError)
         return self.failure(FailureKind.REWARD if applies else FailureKind.NOT_APPLICABLE, str(error))
 

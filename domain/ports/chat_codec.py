@@ -53,8 +53,8 @@ class ChatCodec(Protocol):
         *,
         reply_token_ids: Sequence[int],
     ) -> tuple[int, ...] | None:
-        """Tokens between a sampled reply and the next one: the end of its turn, as far as `reply_token_ids` lacks it,
-        `new_messages` and the generation prompt.
+        """Returns the tokens between a sampled reply and the next one: the end of its turn, as far as `reply_token_ids`
+        lacks it, `new_messages` and the generation prompt.
 
         Args:
             messages: the conversation up to and with the sampled reply, an assistant message.
@@ -89,9 +89,10 @@ class ChatCodec(Protocol):
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of plain text, with no template and no special tokens added; those written in it are real."""
+        """Returns the token ids of plain text, with no template and no special tokens added; those written in it are
+        real."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Text of token ids, without special tokens unless asked for."""
+        """Returns the text of token ids, without special tokens unless asked for."""
         ...

@@ -8,5 +8,5 @@ class Clock(Protocol):
     """Promises: `monotonic` never goes back."""
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary origin."""
+        """Returns seconds from an arbitrary origin."""
         ...

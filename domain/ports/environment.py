@@ -91,6 +91,6 @@ class Tool(Protocol):
 
 
 def tool_schema(tool: Tool) -> Mapping[str, Any]:
-    """A tool as chat templates and OpenAI clients are told of it."""
+    """Returns a tool as chat templates and OpenAI clients are told of it."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}

@@ -47,7 +47,7 @@ class PolicyModel(Protocol):
     """
 
     def score(self, batch: PackedBatch) -> TokenScores:
-        """Log-probs and entropy of the action tokens, without gradient."""
+        """Returns the log-probs and entropy of the action tokens, without gradient."""
         ...
 
     def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
@@ -58,7 +58,7 @@ class PolicyModel(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter once, by its Hugging Face name, in the compute dtype; tied tensors once."""
+        """Returns every parameter once, by its Hugging Face name, in the compute dtype; tied tensors once."""
         ...
 
     def save(self, path: Path) -> None:
@@ -108,5 +108,5 @@ class ReferenceModel(Protocol):
     """A frozen policy that the trained one is kept near."""
 
     def score(self, batch: PackedBatch) -> TokenScores:
-        """Log-probs and entropy of the action tokens under the frozen weights."""
+        """Returns the log-probs and entropy of the action tokens under the frozen weights."""
         ...

@@ -14,7 +14,7 @@ class PromptSource(Protocol):
     """
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; moves the position."""
+        """Returns the next `count` prompts; moves the position."""
         ...
 
     def __len__(self) -> int:
@@ -22,7 +22,7 @@ class PromptSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, JSON-serialisable."""
+        """Returns the position, JSON-serialisable."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ class Columns:
 def find_columns(
     row: Mapping[str, Any], datasource: str, *, input_key: str | None, label_key: str | None, labels_are_read: bool
 ) -> Columns:
-    """The columns that are named, and else those that a row's columns leave no doubt about.
+    """Returns the columns that are named, and else those that a row's columns leave no doubt about.
 
     Args:
         row: any row of the dataset.
@@ -50,7 +50,7 @@ def find_columns(
 
 
 def has_value(row: Mapping[str, Any], key: str) -> bool:
-    """Whether a row has the column `key`, dotted where it is nested."""
+    """Returns whether a row has the column `key`, dotted where it is nested."""
     try:
         value_at(row, key)
     except KeyError:
@@ -59,7 +59,7 @@ def has_value(row: Mapping[str, Any], key: str) -> bool:
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
-    """The value of the column `key`, dotted where it is nested; a column whose name has the dots comes first.
+    """Returns the value of the column `key`, dotted where it is nested; a column whose name has the dots comes first.
 
     >>> value_at({"reward_model": {"ground_truth": "72"}}, "reward_model.ground_truth")
     '72'

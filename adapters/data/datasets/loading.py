@@ -27,7 +27,7 @@ _PROBABILITY_SLACK = 1e-6
 def load_dataset(
     spec: str, *, split: str, probs: tuple[float, ...] | None, seed: int, max_samples: int | None
 ) -> "datasets.Dataset":
-    """Rows of one or several comma-separated datasets, each row with its `datasource`.
+    """Returns the rows of one or several comma-separated datasets, each row with its `datasource`.
 
     A dataset is a .json, .jsonl, .csv, .parquet or .arrow file, a folder, or a hub name. Folders and hub names may be
     followed by `:configuration`, and hub names by `@data_dir`. verl's column `data_source` is taken for the origin.
@@ -64,7 +64,7 @@ def _check_probs(probs: Sequence[float], names: Sequence[str]) -> None:
 
 
 def _origin(name: str) -> str:
-    """The name of a dataset in metrics: the stem of a file, else its name without data directory."""
+    """Returns the name of a dataset in metrics: the stem of a file, else its name without data directory."""
     path = Path(name)
     if path.suffix in _FILE_FORMATS:
         return path.stem
@@ -75,7 +75,7 @@ def _origin(name: str) -> str:
 
 
 def split_configuration(name: str) -> tuple[str, str | None]:
-    """A dataset's name and its configuration, if it has one.
+    """Returns a dataset's name and its configuration, if it has one.
 
     >>> split_configuration("openai/gsm8k:main")
     ('openai/gsm8k', 'main')
@@ -258,7 +258,7 @@ def _choose_split(loaded: Any, name: str, split: str) -> "datasets.Dataset":
 
 
 def _root(error: BaseException) -> BaseException:
-    """The first cause: readers wrap the line that tells what is wrong."""
+    """Returns the first cause: readers wrap the line that tells what is wrong."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

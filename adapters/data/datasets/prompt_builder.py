@@ -29,7 +29,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def _has_words(content: Any) -> bool:
-    """Whether a message says something: a text that is not blank, or a part of several kinds."""
+    """Returns whether a message says something: a text that is not blank, or a part of several kinds."""
     return bool(content.strip()) if isinstance(content, str) else bool(content)
 
 
@@ -82,7 +82,7 @@ class PromptBuilder:
         self._columns: Columns | None = None
 
     def columns(self, row: Mapping[str, Any], datasource: str) -> Columns:
-        """The columns that are read from all rows, found in the first row that is asked about.
+        """Returns the columns that are read from all rows, found in the first row that is asked about.
 
         Raises:
             DataError: see `find_columns`; or the reward needs labels, and there are none.
@@ -107,7 +107,7 @@ class PromptBuilder:
         return found
 
     def build(self, row: Mapping[str, Any], datasource: str) -> Prompt:
-        """The prompt that `row` describes; `row` itself is kept as its metadata.
+        """Returns the prompt that `row` describes; `row` itself is kept as its metadata.
 
         Raises:
             DataError: a column is missing or of the wrong kind, or the prompt is empty.
@@ -124,7 +124,7 @@ class PromptBuilder:
         )
 
     def draft(self, row: Mapping[str, Any], datasource: str) -> Draft:
-        """The prompt that `row` describes, before it is tokenised.
+        """Returns the prompt that `row` describes, before it is tokenised.
 
         Raises:
             DataError: as `build`.
@@ -141,7 +141,7 @@ class PromptBuilder:
         return Draft(self._plain(value, datasource), label, ())
 
     def lengths(self, drafts: Sequence[Draft]) -> list[int]:
-        """Tokens of each draft, tokenised together."""
+        """Returns the tokens of each draft, tokenised together."""
         if self.data.apply_chat_template:
             return self._codec.lengths([draft.written for draft in drafts if not isinstance(draft.written, str)])
         return self._codec.text_lengths([draft.written for draft in drafts if isinstance(draft.written, str)])

@@ -50,7 +50,7 @@ class DatasetPromptSource(PromptSource):
         self._cursor = PromptCursor(seed)
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; wraps into the next epoch."""
+        """Returns the next `count` prompts; wraps into the next epoch."""
         indices: list[int] = []
         cursor = self._cursor
         while len(indices) < count:
@@ -61,14 +61,14 @@ class DatasetPromptSource(PromptSource):
         return prompts
 
     def prompts(self) -> list[Prompt]:
-        """Every prompt once, in file order; leaves the position alone."""
+        """Returns every prompt once, in file order; leaves the position alone."""
         return [self._prompt(index) for index in range(self._size) if self.survey.keeps(index)]
 
     def __len__(self) -> int:
         return self._kept
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, JSON-serialisable."""
+        """Returns the position, JSON-serialisable."""
         return self._cursor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

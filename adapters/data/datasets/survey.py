@@ -50,7 +50,7 @@ class Survey:
     fingerprint: str
 
     def keeps(self, index: int) -> bool:
-        """Whether row `index` is played."""
+        """Returns whether row `index` is played."""
         return self.lengths[index] <= self.limit
 
     @property
@@ -93,8 +93,8 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
 
 
 def _lasting(value: Any) -> str:
-    """The text of a value that is the same in each process: sets have an order of their own in each, and objects whose
-    text is an address (images of a column that nobody reads) differ."""
+    """Returns the text of a value that is the same in each process: sets have an order of their own in each, and
+    objects whose text is an address (images of a column that nobody reads) differ."""
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{_lasting(key)}:{_lasting(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
@@ -105,7 +105,7 @@ def _lasting(value: Any) -> str:
 
 
 def datasource_of(row: Mapping[str, Any]) -> str:
-    """The name of the dataset that a row comes from."""
+    """Returns the name of the dataset that a row comes from."""
     return str(row.get("datasource", "default"))
 
 

@@ -88,18 +88,18 @@ class ReasoningGymPromptSource(PromptSource):
         """Lengths of all prompts."""
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; wraps into the next epoch."""
+        """Returns the next `count` prompts; wraps into the next epoch."""
         return self._source.take(count)
 
     def prompts(self) -> list[Prompt]:
-        """Every prompt once, in the generator's order; leaves the position alone."""
+        """Returns every prompt once, in the generator's order; leaves the position alone."""
         return self._source.prompts()
 
     def __len__(self) -> int:
         return len(self._source)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, JSON-serialisable."""
+        """Returns the position, JSON-serialisable."""
         return self._source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -16,14 +16,14 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def extract_answer(response: str) -> str:
-    """The text in the last <answer> tags, or else the whole reply; stripped."""
+    """Returns the text in the last <answer> tags, or else the whole reply; stripped."""
     tagged = _ANSWER.findall(response)
     return str(tagged[-1] if tagged else response).strip()
 
 
 @lru_cache(maxsize=32)
 def prepare(task: str, config: str) -> Any:
-    """The task's dataset, which has its scorer; `config` is the repr of its (setting, value) pairs."""
+    """Returns the task's dataset, which has its scorer; `config` is the repr of its (setting, value) pairs."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(task, size=1, seed=0, **dict(ast.literal_eval(config)))
@@ -35,5 +35,5 @@ def warm_up() -> None:
 
 
 def score_answer(task: str, config: str, response: str, entry: dict[str, Any]) -> float:
-    """The task's own score of the answer in `response`, from 0 to 1."""
+    """Returns the task's own score of the answer in `response`, from 0 to 1."""
     return float(prepare(task, config).score_answer(extract_answer(response), entry))

@@ -133,30 +133,30 @@ class DeepSpeedModule(TrainedModule):
         self._average = None if settings.ema_beta is None else MovingAverage(masters, settings.ema_beta)
 
     def __call__(self, *inputs: Any) -> Any:
-        """The module's forward pass."""
+        """Returns the module's forward pass."""
         return self._engine(*inputs)
 
     def agree(self, well: bool) -> bool:
-        """See `TrainedModule.agree`."""
+        """Implements `TrainedModule.agree`."""
         flag = torch.tensor([float(well)], device=self._device)
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
         return bool(flag)
 
     def summed(self, values: Tensor) -> Tensor:
-        """See `TrainedModule.summed`."""
+        """Implements `TrainedModule.summed`."""
         total = values.clone()
         torch.distributed.all_reduce(total)
         return total
 
     def backward(self, loss: Tensor) -> None:
-        """See `TrainedModule.backward`."""
+        """Implements `TrainedModule.backward`."""
         if self._scaling.active:
             # Of what a process computes: DeepSpeed multiplies the loss, and divides what it reduced.
             self._optimizer.override_loss_scale(self._scaling.factor / self._size)
         self._engine.backward(loss * self._size, scale_wrt_gas=False)  # DeepSpeed takes the mean over processes
 
     def step(self) -> dict[str, float]:
-        """See `TrainedModule.step`."""
+        """Implements `TrainedModule.step`."""
         largest = float(torch.stack(list(self._largest.values())).max()) if self._largest else 0.0
         lr = set_rates(self._optimizer, self._settings, self._steps)
         if not self.agree(math.isfinite(largest)):
@@ -173,7 +173,7 @@ class DeepSpeedModule(TrainedModule):
         return {"grad_norm": float(norm), "lr": lr} | self._scaling.applied()
 
     def clear(self) -> None:
-        """See `TrainedModule.clear`."""
+        """Implements `TrainedModule.clear`."""
         self._largest.clear()
         self._engine.zero_grad()
         self._optimizer.zero_grad()
@@ -184,23 +184,23 @@ class DeepSpeedModule(TrainedModule):
                     kept[group] = None
 
     def bytes(self, parameter: nn.Parameter) -> int:
-        """See `TrainedModule.bytes`."""
+        """Implements `TrainedModule.bytes`."""
         return self._sizes[parameter]
 
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """See `TrainedModule.gathered`."""
+        """Implements `TrainedModule.gathered`."""
         zero = _deepspeed().zero.GatheredParameters(list(parameters), enabled=self._stage == PARAMETERS)
         with zero, tensor_parallel.gathered(parameters):
             yield
 
     def averaged(self) -> AbstractContextManager[None]:
-        """See `TrainedModule.averaged`."""
+        """Implements `TrainedModule.averaged`."""
         assert self._average is not None
         return self._average.published(self._publish)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `TrainedModule.state_dict`: the first process has it whole, the others have empty ones."""
+        """Implements `TrainedModule.state_dict`: the first process has it whole, the others have empty ones."""
         state: dict[str, Any] = {"steps": self._steps, "masters": self._whole_masters(), "moments": {}}
         state |= self._scaling.state_dict()
         for name, parameter in self._named:
@@ -216,7 +216,7 @@ class DeepSpeedModule(TrainedModule):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `TrainedModule.load_state_dict`."""
+        """Implements `TrainedModule.load_state_dict`."""
         check_state(state, self._keys, self._settings)
         self._steps = int(state["steps"])
         self._scaling.load_state_dict(state)
@@ -256,7 +256,7 @@ class DeepSpeedModule(TrainedModule):
         self._largest[name] = torch.maximum(size, self._largest[name]) if name in self._largest else size
 
     def _gradient_sizes(self) -> dict[str, float]:
-        """The largest absolute entries of the gradients in any process, of parameters that got one in any."""
+        """Returns the largest absolute entries of the gradients in any process, of parameters that got one in any."""
         nothing = torch.tensor(-1.0, device=self._device)
         sizes = torch.stack([self._largest.get(name, nothing) for name, _ in self._named])
         torch.distributed.all_reduce(sizes, op=torch.distributed.ReduceOp.MAX)
@@ -276,7 +276,7 @@ class DeepSpeedModule(TrainedModule):
         return written
 
     def _masters(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """The float32 tensors that are stepped on in this process, and their parameter groups."""
+        """Yields the float32 tensors that are stepped on in this process, and their parameter groups."""
         groups = self._stepping.param_groups
         if self._stage == PARAMETERS:
             owner = self._optimizer.sub_group_to_group_id
@@ -313,7 +313,7 @@ class DeepSpeedModule(TrainedModule):
         return directions
 
     def _whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
-        """A parameter's float32 weight, or one of its moments."""
+        """Returns a parameter's float32 weight, or one of its moments."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         if self._optimizer is self._stepping:

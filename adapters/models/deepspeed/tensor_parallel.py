@@ -62,7 +62,7 @@ def initialize(module: Any, config: dict[str, Any], *, size: int, optimizer: Any
 
 
 def is_divided(parameter: Tensor) -> bool:
-    """Whether a process has only a share of the parameter."""
+    """Returns whether a process has only a share of the parameter."""
     return hasattr(parameter, "gather_params")
 
 
@@ -76,7 +76,7 @@ def whole(parameter: Any, share: Tensor) -> Tensor:
 
 
 def share(parameter: Any, tensor: Tensor) -> Tensor:
-    """The reverse: this process's share of a whole tensor."""
+    """Returns the reverse: this process's share of a whole tensor."""
     if not is_divided(parameter):
         return tensor
     part = tensor.detach()

@@ -110,18 +110,18 @@ class ShardedPolicy(_Trained, PolicyModel):
         """Optimizer steps begun."""
 
     def score(self, batch: PackedBatch) -> TokenScores:
-        """See `PolicyModel.score`."""
+        """Implements `PolicyModel.score`."""
         return self._parts.score(batch)
 
     def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
-        """See `PolicyModel.update`."""
+        """Implements `PolicyModel.update`."""
         self.steps += 1
         return self._parts.update(micro_batches, objective)
 
     def sent(
         self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,), adapter: bool = False
     ) -> Iterator[list[Any]]:
-        """See `DividedPolicy.sent`."""
+        """Implements `DividedPolicy.sent`."""
         what = "adapter" if adapter else "weights"
         yield from self._group.read(
             f"open_{what}",
@@ -134,11 +134,11 @@ class ShardedPolicy(_Trained, PolicyModel):
         )
 
     def address(self) -> tuple[str, int]:
-        """See `DividedPolicy.address`."""
+        """Implements `DividedPolicy.address`."""
         return self._group.address()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyModel.weights`; copies on the CPU."""
+        """Implements `PolicyModel.weights`; copies on the CPU."""
         memory = SharedMemory()
         try:
             assembler = Assembler(torch.device("cpu"))
@@ -153,11 +153,11 @@ class ShardedValue(_Trained, ValueModel):
     """See `ValueModel`; each process of `group` holds a `TorchValue`, `width` neighbours one part of a batch."""
 
     def values(self, batch: PackedBatch) -> Tensor:
-        """See `ValueModel.values`."""
+        """Implements `ValueModel.values`."""
         return self._parts.values(batch)
 
     def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
-        """See `ValueModel.update`."""
+        """Implements `ValueModel.update`."""
         return self._parts.update(micro_batches, objective)
 
 
@@ -169,7 +169,7 @@ class ShardedReference(ReferenceModel):
         self._parts = _Parts(group, width)
 
     def score(self, batch: PackedBatch) -> TokenScores:
-        """See `ReferenceModel.score`."""
+        """Implements `ReferenceModel.score`."""
         return self._parts.score(batch)
 
 
@@ -191,7 +191,7 @@ class _Parts:
         self._width = width
 
     def score(self, batch: PackedBatch) -> TokenScores:
-        """Log-probs and entropy of the whole batch."""
+        """Returns the log-probs and entropy of the whole batch."""
         divided = self._divided(batch)
         scores = self._each("score", [[part] for part in divided.parts])
         return TokenScores(
@@ -200,7 +200,7 @@ class _Parts:
         )
 
     def values(self, batch: PackedBatch) -> Tensor:
-        """Values of the whole batch."""
+        """Returns the values of the whole batch."""
         divided = self._divided(batch)
         return divided.merged(self._each("values", [[part] for part in divided.parts]))
 

@@ -83,7 +83,7 @@ class RankWorker:
         self._rest()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """A method of the model."""
+        """Returns a method of the model."""
         try:
             return getattr(self._model, method)(*arguments)
         finally:
@@ -245,7 +245,7 @@ class WorkerGroup:
         return self._gather({rank: call(worker) for rank, worker in enumerate(self._workers)}, doing)
 
     def _gather(self, references: Mapping[int, Any], doing: str) -> list[Any]:
-        """The results of `references`, by rank; a process that fails in its part of a reading is heard, too."""
+        """Returns the results of `references`, by rank; a process that fails in its part of a reading is heard, too."""
         ray = ray_module()
         ranks = {reference: rank for rank, reference in [*self._beside.items(), *references.items()]}
         wanted, results = set(references.values()), dict[Any, Any]()
@@ -270,7 +270,7 @@ class WorkerGroup:
         return [results[reference] for reference in references.values()]
 
     def _judged(self, failures: dict[int, Exception], doing: str) -> Exception:
-        """The error that tells most: of a process that died, else what one raised on purpose, else anything."""
+        """Returns the error that tells most: of a process that died, else what one raised on purpose, else anything."""
         if dead := [rank for rank, error in failures.items() if _is_death(error)]:
             if any(_is_lack_of_memory(failures[rank]) for rank in dead):
                 return self._end(f"died ({NO_MEMORY})", dead, doing)
@@ -295,14 +295,14 @@ class WorkerGroup:
 
 
 def _is_death(error: Exception) -> bool:
-    """Whether a process is gone, rather than its call has raised something."""
+    """Returns whether a process is gone, rather than its call has raised something."""
     from ray.exceptions import RayError, RayTaskError
 
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
 
 
 def _is_lack_of_memory(error: Exception) -> bool:
-    """Whether Ray ended a process before its machine's memory was full."""
+    """Returns whether Ray ended a process before its machine's memory was full."""
     from ray.exceptions import OutOfMemoryError
 
     return isinstance(error, OutOfMemoryError)

@@ -44,7 +44,7 @@ def layer_mask(*, local_size: int | None = None, **kwargs: Any) -> LayerMask:
 
 
 def backbone(model: Any) -> Any:
-    """The part of a causal language model that gives the last hidden states; of that part itself, it."""
+    """Returns the part of a causal language model that gives the last hidden states; of that part itself, it."""
     base = model.base_model
     return getattr(model, "model", model) if base is model else base  # Llama 4 names its part wrongly
 
@@ -147,7 +147,7 @@ class ForestAttention:
             )
 
     def _offsets(self) -> list[int]:
-        """Where each bucket's padded rows begin once all buckets are laid end to end."""
+        """Returns where each bucket's padded rows begin once all buckets are laid end to end."""
         offsets, total = [], 0
         for bucket in self._buckets:
             offsets.append(total)

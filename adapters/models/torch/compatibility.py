@@ -166,8 +166,8 @@ def foreign_code() -> Iterator[None]:
 
 
 def logit_form(model: Any) -> LogitForm:
-    """How the logits of a causal language model follow from its head, found by giving known numbers to its head and to
-    what comes behind; no layer computes anything.
+    """Returns how the logits of a causal language model follow from its head, found by giving known numbers to its head
+    and to what comes behind; no layer computes anything.
 
     Raises:
         ConfigurationError: they follow otherwise than by a factor and a cap.

@@ -36,7 +36,8 @@ class ActionRows:
 
 
 def action_hidden(model: Any, batch: PackedBatch, group: SequenceGroup, *, routing: bool = False) -> ActionRows:
-    """The model's last hidden states of `batch`, which every process of `group` has; `routing` needs a group of one."""
+    """Returns the model's last hidden states of `batch`, which every process of `group` has; `routing` needs a group of
+    one."""
     weight = next(model.parameters())
     layout = group.padded(build_layout(batch))
     check_positions(model, int(batch.lengths_S.max()))
@@ -63,7 +64,7 @@ def action_hidden(model: Any, batch: PackedBatch, group: SequenceGroup, *, routi
 
 
 def scatter(values_A: Tensor, batch: PackedBatch) -> Tensor:
-    """Values of the action tokens at their places, 0 elsewhere: float32 on the batch's device."""
+    """Returns the values of the action tokens at their places, 0 elsewhere: float32 on the batch's device."""
     full_N = torch.zeros(batch.token_count, dtype=torch.float32, device=batch.tokens_N.device)
     return full_N.index_put((batch.action_mask_N.nonzero()[:, 0],), values_A.to(full_N.device))
 

@@ -91,7 +91,7 @@ def prefill_layout(prompts: Sequence[tuple[int, ...]]) -> tuple[Layout, list[Nod
 
 
 def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
-    """Tokens that all prompts begin with, leaving each at least one of its own."""
+    """Returns the tokens that all prompts begin with, leaving each at least one of its own."""
     first, last = min(prompts), max(prompts)  # what the extremes share in order, all share
     limit = min(len(prompt) for prompt in prompts) - 1
     for position in range(limit):

@@ -27,7 +27,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def default_device() -> torch.device:
-    """The first CUDA device, else the CPU."""
+    """Returns the first CUDA device, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -41,7 +41,7 @@ def load_causal_lm(
     float32_head: bool = False,
     headless: bool = False,
 ) -> Any:
-    """An `AutoModelForCausalLM` in eval mode with packed attention installed.
+    """Returns an `AutoModelForCausalLM` in eval mode with packed attention installed.
 
     Args:
         name_or_path: hub name or directory.
@@ -171,7 +171,7 @@ def _scalar_head(name_or_path: str) -> dict[str, torch.Tensor]:
 
 
 def load_tokenizer(name_or_path: str, *, flag: str) -> Any:
-    """The model's tokenizer.
+    """Returns the model's tokenizer.
 
     Raises:
         CheckpointError: there is none.
@@ -182,7 +182,7 @@ def load_tokenizer(name_or_path: str, *, flag: str) -> Any:
 
 
 def load_positions(name_or_path: str) -> int | None:
-    """Tokens that a sequence may have (`usable_positions`); None where the model's settings name no number.
+    """Returns the tokens that a sequence may have (`usable_positions`); None where the model's settings name no number.
 
     Raises:
         CheckpointError: there is no such model.
@@ -193,7 +193,7 @@ def load_positions(name_or_path: str) -> int | None:
 
 
 def load_generation_settings(name_or_path: str) -> Any:
-    """The checkpoint's `GenerationConfig`, or what its model's settings say of generation."""
+    """Returns the checkpoint's `GenerationConfig`, or what its model's settings say of generation."""
     from transformers import AutoConfig, GenerationConfig
 
     try:

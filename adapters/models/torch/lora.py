@@ -44,7 +44,8 @@ class NamedWeight:
         return [self.parameter, *(_matrices(self.layer) if self.layer is not None else ())]
 
     def value(self) -> Tensor:
-        """The weight, with its adapter, and dequantised if it is in 4 bits; otherwise the parameter's own memory."""
+        """Returns the weight, with its adapter, and dequantised if it is in 4 bits; otherwise the parameter's own
+        memory."""
         weight = dequantised(self.parameter)
         if self.layer is not None:
             a, b = (matrix.detach().float() for matrix in _matrices(self.layer))
@@ -91,7 +92,7 @@ def add_lora(model: Any, lora: LoraConfig, *, seed: int) -> None:
 
 
 def adapter_numbers(model: Any, lora: LoraConfig) -> int:
-    """How many numbers the adapters of `lora` would have in `model`, which needs no memory for its weights.
+    """Returns how many numbers the adapters of `lora` would have in `model`, which needs no memory for its weights.
 
     Raises:
         ConfigurationError: as `add_lora`.
@@ -101,7 +102,7 @@ def adapter_numbers(model: Any, lora: LoraConfig) -> int:
 
 
 def plain_weights(module: nn.Module) -> list[NamedWeight]:
-    """Every weight of the model without adapters, under its own name."""
+    """Returns every weight of the model without adapters, under its own name."""
     layers = _layers(module)
     adapted = {layer.base_layer.weight: layer for layer in layers}
     added = {matrix for layer in layers for matrix in _matrices(layer)}
@@ -124,7 +125,7 @@ def plain_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_weights(module: nn.Module) -> list[NamedWeight]:
-    """The adapters' own weights, as peft names them in files; none without LoRA."""
+    """Returns the adapters' own weights, as peft names them in files; none without LoRA."""
     added = {matrix for layer in _layers(module) for matrix in _matrices(layer)}
     return [
         NamedWeight(name=SAVED_PREFIX + name.replace(f".{ADAPTER}.", "."), parameter=parameter)

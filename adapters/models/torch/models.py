@@ -69,7 +69,7 @@ def _optimizer_step(
 
 
 def _values(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[tuple[str, Tensor]]:
-    """Every weight once; what is divided over processes is whole until the next is asked for."""
+    """Yields every weight once; what is divided over processes is whole until the next is asked for."""
     run: list[NamedWeight] = []
     filled = 0
     for weight in [*weights, None]:
@@ -143,11 +143,11 @@ class TorchPolicy(PolicyModel):
 
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:
-        """See `PolicyModel.score`."""
+        """Implements `PolicyModel.score`."""
         return self._scores(batch)
 
     def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
-        """See `PolicyModel.update`."""
+        """Implements `PolicyModel.update`."""
         self.steps += 1
         if self._checkpointing:
             self._train_without_dropout()
@@ -168,7 +168,7 @@ class TorchPolicy(PolicyModel):
         return balance_weights(self._trained.summed(tokens_E), self.module.config.num_experts_per_tok)
 
     def _balanced(self, batch: PackedBatch, *, objective: PolicyObjective, weights_E: Tensor) -> LossOutput:
-        """The objective, and the batch's share of the load-balancing loss."""
+        """Returns the objective, and the batch's share of the load-balancing loss."""
         *scored, _, probabilities_E = self._trained(batch, True)
         output = objective(_token_scores(scored, batch), batch)
         share = (weights_E * probabilities_E).sum().to(output.loss.device)
@@ -183,16 +183,16 @@ class TorchPolicy(PolicyModel):
                 module.eval()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyModel.weights`."""
+        """Implements `PolicyModel.weights`."""
         return _values(plain_weights(self.module), self._trained)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapters' own weights, as peft names them in files; nothing without adapters."""
+        """Returns the adapters' own weights, as peft names them in files; nothing without adapters."""
         return _values(adapter_weights(self.module), self._trained)
 
     def save(self, path: Path) -> None:
-        """See `PolicyModel.save`; adapters alone are in `adapter` below, in peft's format, and the model of averaged
-        weights, if they are kept, in `ema`."""
+        """Implements `PolicyModel.save`. Adapters alone are in `adapter` below it, in peft's format; the model of
+        averaged weights, if they are kept, in `ema`."""
         error: OSError | None = None
         try:
             self._save(path)
@@ -217,11 +217,11 @@ class TorchPolicy(PolicyModel):
                 save_adapter(self.module, of_adapters, path / ADAPTER_DIRECTORY)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `PolicyModel.state_dict`."""
+        """Implements `PolicyModel.state_dict`."""
         return self._trained.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `PolicyModel.load_state_dict`.
+        """Implements `PolicyModel.load_state_dict`.
 
         Raises:
             CheckpointError: the state is of other weights; nothing has changed.
@@ -250,7 +250,7 @@ class TorchReference(ReferenceModel):
 
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:
-        """See `ReferenceModel.score`."""
+        """Implements `ReferenceModel.score`."""
         return _token_scores(self._forward(batch), batch)
 
 
@@ -261,7 +261,7 @@ class AdapterlessReference(ReferenceModel):
         self._policy = policy
 
     def score(self, batch: PackedBatch) -> TokenScores:
-        """See `ReferenceModel.score`."""
+        """Implements `ReferenceModel.score`."""
         with without_adapters(self._policy.module):
             return self._policy.score(batch)
 
@@ -291,11 +291,11 @@ class TorchValue(ValueModel):
 
     @torch.no_grad()
     def values(self, batch: PackedBatch) -> Tensor:
-        """See `ValueModel.values`."""
+        """Implements `ValueModel.values`."""
         return self._values(batch)
 
     def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
-        """See `ValueModel.update`."""
+        """Implements `ValueModel.update`."""
         return _optimizer_step(micro_batches, lambda batch: objective(self._values(batch), batch), self._trained)
 
     def save(self, path: Path) -> None:
@@ -311,9 +311,9 @@ class TorchValue(ValueModel):
                 save_file(head, path / "value_head.safetensors")
 
     def state_dict(self) -> dict[str, Any]:
-        """See `ValueModel.state_dict`."""
+        """Implements `ValueModel.state_dict`."""
         return self._trained.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `ValueModel.load_state_dict`."""
+        """Implements `ValueModel.load_state_dict`."""
         self._trained.load_state_dict(state)

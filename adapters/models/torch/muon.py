@@ -27,7 +27,7 @@ class MuonSettings:
 
 
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The trainable matrices of `module` that lie between embeddings and head."""
+    """Returns the trainable matrices of `module` that lie between embeddings and head."""
     outer = {part.weight for part in module.modules() if isinstance(part, nn.Embedding)}
     outer |= {part.head.weight for part in module.modules() if isinstance(part, Scorer)}
     return [p for p in module.parameters() if p.requires_grad and p.ndim == 2 and min(p.shape) > 1 and p not in outer]

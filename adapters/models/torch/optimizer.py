@@ -60,15 +60,15 @@ class TrainedModule(Protocol):
     """Whether this is the process that writes what all of them know."""
 
     def __call__(self, *inputs: Any) -> Any:
-        """The module's forward pass."""
+        """Returns the module's forward pass."""
         ...
 
     def agree(self, well: bool) -> bool:
-        """Whether all processes are well."""
+        """Returns whether all processes are well."""
         ...
 
     def summed(self, values: Tensor) -> Tensor:
-        """The sum of what all processes have."""
+        """Returns the sum of what all processes have."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -234,19 +234,19 @@ class MasterOptimizer:
         self._steps = 0
 
     def __call__(self, *inputs: Any) -> Any:
-        """The module's forward pass."""
+        """Returns the module's forward pass."""
         return self._module(*inputs)
 
     def agree(self, well: bool) -> bool:
-        """See `TrainedModule.agree`."""
+        """Implements `TrainedModule.agree`."""
         return well
 
     def summed(self, values: Tensor) -> Tensor:
-        """See `TrainedModule.summed`."""
+        """Implements `TrainedModule.summed`."""
         return values
 
     def backward(self, loss: Tensor) -> None:
-        """See `TrainedModule.backward`."""
+        """Implements `TrainedModule.backward`."""
         (loss * self._scaling.factor).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> dict[str, float]:
@@ -284,20 +284,20 @@ class MasterOptimizer:
             param.grad = master.grad = None
 
     def bytes(self, parameter: nn.Parameter) -> int:
-        """See `TrainedModule.bytes`."""
+        """Implements `TrainedModule.bytes`."""
         return parameter.nbytes
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """See `TrainedModule.gathered`."""
+        """Implements `TrainedModule.gathered`."""
         return nullcontext()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """See `TrainedModule.averaged`."""
+        """Implements `TrainedModule.averaged`."""
         assert self._average is not None
         return self._average.published(self._publish)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `TrainedModule.state_dict`."""
+        """Implements `TrainedModule.state_dict`."""
         named = list(zip(self._names, self._masters, strict=True))
         state = {
             "steps": self._steps,
@@ -315,7 +315,7 @@ class MasterOptimizer:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `TrainedModule.load_state_dict`; restores the compute weights too."""
+        """Implements `TrainedModule.load_state_dict`; restores the compute weights too."""
         check_state(state, self._keys, self._settings)
         self._steps = int(state["steps"])
         self._scaling.load_state_dict(state)
@@ -356,7 +356,7 @@ class MasterOptimizer:
 
 
 def _move_gradient_to(master: Tensor) -> Any:
-    """A hook that adds a compute-format gradient to the master's float32 one and frees it."""
+    """Returns a hook that adds a compute-format gradient to the master's float32 one and frees it."""
 
     def hook(param: Tensor) -> None:
         if param.grad is not None:

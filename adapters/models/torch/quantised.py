@@ -64,7 +64,7 @@ def finish_loading(model: Any, name_or_path: str, flag: str) -> None:
 
 
 def quantised_numbers(model: Any) -> int:
-    """How many numbers of `model`, which needs no memory for its weights, would be in 4 bits.
+    """Returns how many numbers of `model`, which needs no memory for its weights, would be in 4 bits.
 
     Raises:
         ConfigurationError: it has experts, which would stay as they are.
@@ -90,12 +90,12 @@ def check_experts(model: Any) -> None:
 
 
 def is_quantised(parameter: Tensor) -> bool:
-    """Whether it is in 4 bits."""
+    """Returns whether it is in 4 bits."""
     return getattr(parameter, "quant_state", None) is not None
 
 
 def is_turned(parameter: Any) -> bool:
-    """Whether it is in 4 bits, and the transpose of what its model has (GPT-2)."""
+    """Returns whether it is in 4 bits, and the transpose of what its model has (GPT-2)."""
     if not is_quantised(parameter):
         return False
     from transformers.pytorch_utils import Conv1D

@@ -50,7 +50,7 @@ def _special_tokens(tokenizer: Any) -> tuple[str, ...]:
 
 
 def _shortened(tokens: Sequence[int], bos: int | None, max_length: int) -> EncodedText:
-    """The last `max_length` tokens, but for the beginning-of-sequence token, which stays."""
+    """Returns the last `max_length` tokens, but for the beginning-of-sequence token, which stays."""
     if len(tokens) <= max_length:
         return EncodedText(tuple(tokens), truncated=False)
     start = tokens[:1] if tokens[0] == bos else ()
@@ -58,7 +58,8 @@ def _shortened(tokens: Sequence[int], bos: int | None, max_length: int) -> Encod
 
 
 def same_vocabulary(policy: Any, own: Any) -> bool:
-    """Whether every token id of the tokenizer `policy` stands for the same token in `own`, which may have more."""
+    """Returns whether every token id of the tokenizer `policy` stands for the same token in `own`, which may
+    have more."""
     known = own.get_vocab()
     return all(known.get(token) == index for token, index in policy.get_vocab().items())
 
@@ -127,9 +128,9 @@ class RewardModel:
         normalize: bool = False,
         normalize_flag: str = "--reward.normalize model",
     ) -> "RewardModel":
-        """The model of a hub name or directory, which `flag` names. With `normalize`, which `normalize_flag` turns on,
-        scores are centred and scaled by the `mean` and `std` in its config.json, where OpenRLHF's training of reward
-        models writes them.
+        """Returns the model of a hub name or directory, which `flag` names. With `normalize`, which `normalize_flag`
+        turns on, scores are centred and scaled by the `mean` and `std` in its config.json, where OpenRLHF's training of
+        reward models writes them.
 
         Raises:
             CheckpointError: there is no such model, or it has no scalar head.
@@ -203,7 +204,8 @@ class RewardModel:
         return scores
 
     def _batches(self, texts: Sequence[EncodedText]) -> Iterator[list[int]]:
-        """Indices of texts of like length, longest first, so that what does not fit in memory fails at once."""
+        """Yields the indices of texts of like length, longest first, so that what does not fit in memory fails at
+        once."""
         order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens), reverse=True)
         while order:
             count = max(1, self._batch_tokens // len(texts[order[0]].tokens))

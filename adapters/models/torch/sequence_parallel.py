@@ -103,7 +103,7 @@ def join_sequence_group(size: int, *, timeout: float) -> None:
 
 
 def sequence_group(model: Any) -> SequenceGroup:
-    """The group over which the batches of `model` are divided.
+    """Returns the group over which the batches of `model` are divided.
 
     Raises:
         ConfigurationError: the model has too few key/value heads for it.

@@ -37,11 +37,11 @@ class AgentSession:
         self.environment.reset(initial_observation)
 
     def build_system_prompt(self) -> str:
-        """The opening turn: what the environment tells first, and its tools."""
+        """Returns the opening turn: what the environment tells first, and its tools."""
         return self.template.render_system(self.environment.system_prompt, self.environment.tools_manifest())
 
     def render_observations(self, observations: Sequence[str]) -> str:
-        """The answers to a turn's calls, for the text of one turn."""
+        """Returns the answers to a turn's calls, for the text of one turn."""
         return "\n".join(map(self.template.render_tool_response, observations))
 
     def build_user_turn(self, text: str) -> str:
@@ -105,7 +105,7 @@ class AgentRuntime:
             yield message
 
     def run_final(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """The answer alone, None when the episode ends without one."""
+        """Returns the answer alone, None when the episode ends without one."""
         answer = None
         for message, is_answer in self._steps(messages):
             answer = str(message["content"]) if is_answer else answer
@@ -133,7 +133,7 @@ class AgentRuntime:
                 yield {"role": "assistant", "content": NO_ANSWER}, False
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The messages behind the environment's own system prompt."""
+        """Returns the messages behind the environment's own system prompt."""
         texts, rest = [self.environment.system_prompt], list(messages)
         if rest and rest[0]["role"] == "system":
             texts.append(str(rest.pop(0)["content"]))

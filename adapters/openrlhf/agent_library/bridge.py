@@ -26,7 +26,7 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def iterate(source: AsyncIterator[T]) -> Iterator[T]:
-    """The items of `source`, each asked for when the caller asks for it."""
+    """Yields the items of `source`, each asked for when the caller asks for it."""
     end = object()
 
     async def following() -> Any:

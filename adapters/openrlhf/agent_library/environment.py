@@ -39,7 +39,7 @@ class Environment(ABC):
 
     @abstractmethod
     def tools_manifest(self) -> list[dict[str, Any]]:
-        """The tools in the OpenAI shape."""
+        """Returns the tools in the OpenAI shape."""
 
     @abstractmethod
     def execute_tool(self, name: str, args: dict[str, Any], context: dict[str, Any]) -> ToolResult:
@@ -63,7 +63,7 @@ class Environment(ABC):
     def _internal_obs(
         self, code: str, message: str, *, hint: str | None = None, tool: str | None = None, extras: Any = None
     ) -> str:
-        """An observation that the model sees and no user does."""
+        """Returns an observation that the model sees and no user does."""
         content: dict[str, Any] = {"ok": False, "error": {"code": code, "message": message}}
         content |= {key: value for key, value in (("hint", hint), ("tool", tool)) if value is not None}
         content["allowed_tools"] = [one["function"]["name"] for one in self.tools_manifest()]
@@ -93,7 +93,7 @@ class ReActEnvironment(Environment):
         return SYSTEM_PROMPT
 
     def tools_manifest(self) -> list[dict[str, Any]]:
-        """The tools in the OpenAI shape."""
+        """Returns the tools in the OpenAI shape."""
         return self.registry.list_openai_tools()
 
     def reset(self, observation: str | None = None) -> None:
@@ -101,7 +101,7 @@ class ReActEnvironment(Environment):
         self._step = 0
 
     def reward_hook(self, tool_name: str, tool_args: dict[str, Any], label: Any) -> float:
-        """The answer's worth; override it for another."""
+        """Returns the answer's worth; override it for another."""
         if tool_name != FINAL or label is None:
             return 0.0
         return compute_reward(str(tool_args.get("answer", "")), str(label))
@@ -120,7 +120,7 @@ class ReActEnvironment(Environment):
     def step(
         self, actions: Sequence[ToolCall | None] | None, label: Any = None, runtime: bool = False
     ) -> tuple[list[str], float, bool]:
-        """See `Environment.step`: calls are carried out in order, none after `final`."""
+        """Implements `Environment.step`: calls are carried out in order, none after `final`."""
         self._step += 1
         over = self._step >= self.max_steps
         if actions is None:
@@ -178,7 +178,7 @@ def compute_reward(response: str, target: str) -> float:
 
 
 def make_environment(name: str | None = None, **kwargs: Any) -> Environment:
-    """The environment called `name`: `default`, whose arguments are those of `ReActEnvironment`.
+    """Returns the environment called `name`: `default`, whose arguments are those of `ReActEnvironment`.
 
     Raises:
         ConfigurationError: there is none of that name.

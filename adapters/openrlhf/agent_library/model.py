@@ -29,7 +29,7 @@ class LLMEngine(ABC):
 
     @abstractmethod
     def tokenize(self, prompt: str) -> list[int]:
-        """Token ids of a text, with nothing added."""
+        """Returns the token ids of a text, with nothing added."""
 
 
 class OpenAIEngine(LLMEngine):
@@ -91,7 +91,7 @@ class OpenAIEngine(LLMEngine):
         return [int(token) for token in token_ids], str(choice.get("text") or "")
 
     def tokenize(self, prompt: str) -> list[int]:
-        """Token ids of a text, with nothing added.
+        """Returns the token ids of a text, with nothing added.
 
         Raises:
             EngineError: the server failed.

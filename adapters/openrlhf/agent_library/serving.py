@@ -28,11 +28,11 @@ class EngineCodec(ChatCodec):
         self.texts: dict[tuple[int, ...], str] = {}
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text; none are asked for of an empty one."""
+        """Returns the token ids of a text; none are asked for of an empty one."""
         return tuple(self._engine.tokenize(text)) if text else ()
 
     def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """The text that the engine gave with these tokens."""
+        """Returns the text that the engine gave with these tokens."""
         return self.texts[tuple(token_ids)]
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
@@ -56,7 +56,7 @@ class EngineCodec(ChatCodec):
         return ""
 
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
-        """The text as it is: the session reads the calls."""
+        """Returns the text as it is: the session reads the calls."""
         return ParsedReply(message=assistant_message(text))
 
     def stream(self, prompt: str, tools: Sequence[ToolSchema] = ()) -> ReplyStream:

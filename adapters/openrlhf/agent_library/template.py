@@ -28,7 +28,7 @@ class Template(ABC):
 
     @abstractmethod
     def render_system(self, text: str, tools_manifest: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The opening turn, with the tools."""
+        """Returns the opening turn, with the tools."""
 
     @abstractmethod
     def render_turn(self, role: str, text: str, *, add_generation_prompt: bool = False) -> str:
@@ -40,7 +40,7 @@ class Template(ABC):
 
     @abstractmethod
     def render_tool_response(self, text: str) -> str:
-        """A tool's answer, for the text of a turn."""
+        """Returns a tool's answer, for the text of a turn."""
 
     @abstractmethod
     def render_messages(
@@ -50,7 +50,7 @@ class Template(ABC):
         tools_manifest: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """A whole conversation in the OpenAI shape."""
+        """Returns a whole conversation in the OpenAI shape."""
 
     @abstractmethod
     def extract_tool_calls_from_text(self, text: str) -> tuple[bool, list[ToolCall | None] | None]:
@@ -67,7 +67,7 @@ class Qwen3Template(Template):
         self._parser = ReplyParser(None, None, SPECIAL_TOKENS)
 
     def render_system(self, text: str, tools_manifest: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The system turn."""
+        """Returns the system turn."""
         (message,) = as_text([{"role": "system", "content": text}], list(tools_manifest or ()))
         return self.render_turn("system", message["content"])
 
@@ -78,11 +78,11 @@ class Qwen3Template(Template):
         return f"<|im_start|>{role}\n{harmless}<|im_end|>\n{following}"
 
     def render_generation_prompt(self, role: str = "assistant") -> str:
-        """The reply's opening."""
+        """Returns the reply's opening."""
         return f"<|im_start|>{role}\n"
 
     def render_tool_response(self, text: str) -> str:
-        """A tool's answer, which stands in a user turn."""
+        """Returns a tool's answer, which stands in a user turn."""
         return f"<tool_response>\n{text}\n</tool_response>"
 
     def render_messages(
@@ -92,7 +92,7 @@ class Qwen3Template(Template):
         tools_manifest: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """A whole conversation; calls of earlier turns and their answers stay in it."""
+        """Returns a whole conversation; calls of earlier turns and their answers stay in it."""
         tools = list(tools_manifest or ())
         core = [_with_mappings(message) for message in messages]
         if self._codec is not None and add_generation_prompt:
@@ -101,7 +101,7 @@ class Qwen3Template(Template):
         return "".join(turns) + (self.render_generation_prompt() if add_generation_prompt else "")
 
     def extract_tool_calls_from_text(self, text: str) -> tuple[bool, list[ToolCall | None] | None]:
-        """The calls, numbered `call_0` and on."""
+        """Returns the calls, numbered `call_0` and on."""
         reply = self._parser.parse(text, "", ()) if self._codec is None else self._codec.parse(text, "")
         calls = [
             None if call.arguments is None else ToolCall(f"call_{index}", call.name, dict(call.arguments))
@@ -113,7 +113,7 @@ class Qwen3Template(Template):
 
 
 def make_template(name: str | None = None, tokenizer: Any = None) -> Template:
-    """The template called `name`: `qwen3`, also without a name.
+    """Returns the template called `name`: `qwen3`, also without a name.
 
     Args:
         name: see above.
@@ -130,7 +130,7 @@ def make_template(name: str | None = None, tokenizer: Any = None) -> Template:
 
 
 def _with_mappings(message: Mapping[str, Any]) -> Message:
-    """The message with the arguments of its calls as a mapping; OpenAI clients write them as JSON text."""
+    """Returns the message with the arguments of its calls as a mapping; OpenAI clients write them as JSON text."""
     if not message.get("tool_calls"):
         return message
 

@@ -26,7 +26,7 @@ class ToolBase(ABC):
         also be written `call(self, *, context, arguments)` or `async call(self, arguments)`."""
 
     def openai_tool(self) -> dict[str, Any]:
-        """The tool as chat templates and OpenAI clients are told of it."""
+        """Returns the tool as chat templates and OpenAI clients are told of it."""
         return openai_tool(self)
 
 
@@ -38,7 +38,7 @@ class ThinkTool(ToolBase):
     parameters = ({"name": "notes", "type": "string", "description": "The thoughts.", "required": True},)
 
     def call(self, context: dict[str, Any], **kwargs: Any) -> str:
-        """The notes."""
+        """Returns the notes."""
         return str(kwargs["notes"])
 
 
@@ -50,7 +50,7 @@ class FinalTool(ToolBase):
     parameters = ({"name": "answer", "type": "string", "description": "The complete answer.", "required": True},)
 
     def call(self, context: dict[str, Any], **kwargs: Any) -> str:
-        """The answer."""
+        """Returns the answer."""
         return str(kwargs["answer"])
 
 
@@ -73,11 +73,11 @@ class ToolRegistry:
         self._tools[tool.name] = tool
 
     def names(self) -> list[str]:
-        """The names."""
+        """Returns the names."""
         return list(self._tools)
 
     def get(self, name: str) -> Any:
-        """The tool.
+        """Returns the tool.
 
         Raises:
             KeyError: there is none of that name.
@@ -85,12 +85,12 @@ class ToolRegistry:
         return self._tools[name]
 
     def list_openai_tools(self) -> list[dict[str, Any]]:
-        """All tools as chat templates are told of them."""
+        """Returns all tools as chat templates are told of them."""
         return [openai_tool(tool) for tool in self._tools.values()]
 
 
 def openai_tool(tool: Any) -> dict[str, Any]:
-    """A tool in the OpenAI shape."""
+    """Returns a tool in the OpenAI shape."""
     function = {"name": tool.name, "description": tool.description, "parameters": schema(tool)}
     return {"type": "function", "function": function}
 

@@ -30,7 +30,7 @@ class Actions:
 
     @classmethod
     def of(cls, inputs: EstimatorInput) -> "Actions":
-        """The action tokens of a batch."""
+        """Returns the action tokens of a batch."""
         tokens = len(inputs.action_mask_N)
         index_A, lengths_S = None, inputs.lengths_S
         if not bool(inputs.action_mask_N.all()):
@@ -64,11 +64,11 @@ class Actions:
         return self.rollout_S[self.sequence_A]
 
     def take(self, values_N: Tensor) -> Tensor:
-        """The values of the action tokens alone."""
+        """Returns the values of the action tokens alone."""
         return values_N if self.index_A is None else values_N.index_select(0, self.index_A)
 
     def put(self, values_A: Tensor) -> Tensor:
-        """Values of the action tokens back at their places, 0 elsewhere."""
+        """Returns the values of the action tokens back at their places, 0 elsewhere."""
         if self.index_A is None:
             return values_A
         return values_A.new_zeros(self.tokens).scatter_(0, self.index_A, values_A)
@@ -113,7 +113,7 @@ class Turns:
 
     @classmethod
     def of(cls, inputs: EstimatorInput, actions: Actions) -> "Turns":
-        """The turns of a batch."""
+        """Returns the turns of a batch."""
         sequence_A = actions.sequence_A
         if inputs.turn_ids_N is None:
             position_A = actions.take(torch.arange(actions.tokens, device=sequence_A.device))

@@ -135,30 +135,32 @@ class Rollouts:
         self.count_R = self.group_sum(torch.ones_like(self.outcome_R))
 
     def sum_of(self, values_N: Tensor) -> Tensor:
-        """Each rollout's total over its action tokens."""
+        """Returns each rollout's total over its action tokens."""
         values_A = self.actions.take(values_N).double()
         return values_A.new_zeros(len(self.group_R)).index_add_(0, self._rollout_A, values_A)
 
     def group_sum(self, values_R: Tensor) -> Tensor:
-        """Each rollout's group total."""
+        """Returns each rollout's group total."""
         return values_R.new_zeros(len(values_R)).index_add_(0, self.group_R, values_R)[self.group_R]
 
     def centred(self, values_R: Tensor) -> Tensor:
-        """Values minus their group's mean."""
+        """Returns the values minus their group's mean."""
         return values_R - self.group_sum(values_R) / self.count_R
 
     def leave_one_out(self, values_R: Tensor) -> Tensor:
-        """Values minus the mean of the group's others."""
+        """Returns the values minus the mean of the group's others."""
         return self.centred(values_R) * self.count_R / (self.count_R - 1).clamp(min=1)
 
     def normalised(self, values_R: Tensor, size_R: Tensor) -> Tensor:
-        """Values minus their group's mean, over its unbiased standard deviation; 0 for a group without spread."""
+        """Returns the values minus their group's mean, over its unbiased standard deviation; 0 for a group without
+        spread."""
         centred_R = self.centred(values_R)
         std_R = (self.group_sum(centred_R.square()) / (self.count_R - 1).clamp(min=1)).sqrt()
         return torch.where(self.has_spread(values_R, size_R), centred_R / (std_R + STD_FLOOR), 0.0)
 
     def has_spread(self, values_R: Tensor, size_R: Tensor) -> Tensor:
-        """Whether the values of a rollout's group differ by more than the rounding of numbers of its largest size."""
+        """Returns whether the values of a rollout's group differ by more than the rounding of numbers of its largest
+        size."""
         low, high, size = (
             torch.zeros_like(values_R).scatter_reduce(0, self.group_R, column_R, reduce, include_self=False)
             for column_R, reduce in ((values_R, "amin"), (values_R, "amax"), (size_R, "amax"))
@@ -166,7 +168,7 @@ class Rollouts:
         return ~(high - low <= SAME * size)[self.group_R]  # true for NaN
 
     def to_actions(self, values_R: Tensor) -> Tensor:
-        """The rollout's value at each of its action tokens, in the rewards' dtype."""
+        """Returns the rollout's value at each of its action tokens, in the rewards' dtype."""
         return values_R.to(self._dtype)[self._rollout_A]
 
 

@@ -74,8 +74,8 @@ def process_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advan
 
 
 def _normalised(values_U: Tensor, size_U: Tensor, cell_U: Tensor) -> Tensor:
-    """Values minus the mean and over the unbiased standard deviation of their cell (numbered from 0); 0 where the
-    cell's values differ by no more than the rounding of numbers of its largest size. NaN stays NaN."""
+    """Returns the values minus the mean and over the unbiased standard deviation of their cell (numbered from 0); 0
+    where the cell's values differ by no more than the rounding of numbers of its largest size. NaN stays NaN."""
 
     def total(column_U: Tensor) -> Tensor:
         return column_U.new_zeros(len(column_U)).index_add_(0, cell_U, column_U)[cell_U]

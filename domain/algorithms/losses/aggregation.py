@@ -57,5 +57,5 @@ def loss_weights(
 
 
 def weighted_sum(token_loss_N: Tensor, weights_N: Tensor, action_mask_N: Tensor) -> Tensor:
-    """Sum of weight x token loss over action tokens; what is masked has no effect, not even NaN."""
+    """Returns the sum of weight x token loss over action tokens; what is masked has no effect, not even NaN."""
     return (torch.where(action_mask_N, token_loss_N, 0.0) * weights_N).sum()

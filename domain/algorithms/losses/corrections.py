@@ -49,7 +49,7 @@ def correction_weights(
     sequence_N: Tensor,
     sequences: int,
 ) -> Tensor:
-    """The factor of each token's loss, at least 0; 0 where left out or not an action.
+    """Returns the factor of each token's loss, at least 0; 0 where left out or not an action.
 
     Args:
         correction: the triple.
@@ -100,7 +100,7 @@ def _passes(
     sequence_N: Tensor,
     sequences: int,
 ) -> Tensor:
-    """Where the gate leaves a token in."""
+    """Returns where the gate leaves a token in."""
     match correction.gate:
         case "ratio":
             return torch.ones_like(action_mask_N)
@@ -121,9 +121,9 @@ def _passes(
 def interpolated_proximal(
     logprobs_N: Tensor, rollout_logprobs_N: Tensor, versions_N: Tensor, current_version: int
 ) -> Tensor:
-    """Log-probs of the proximal policy without a forward pass: between the sampler (version v) and the current policy
-    (version c), linear in log-prob, at the version before the current one: mu + (pi - mu) (c - 1 - v) / (c - v), and
-    mu where v >= c - 1 (AReaL's log-linear approximation of decoupled PPO's proximal policy, Fu et al. 2025, section 5;
-    Hilton et al. 2022)."""
+    """Returns the log-probs of the proximal policy without a forward pass: between the sampler (version v) and the
+    current policy (version c), linear in log-prob, at the version before the current one: mu + (pi - mu) (c - 1 - v) /
+    (c - v), and mu where v >= c - 1 (AReaL's log-linear approximation of decoupled PPO's proximal policy, Fu et al.
+    2025, section 5; Hilton et al. 2022)."""
     age_N = (current_version - versions_N).clamp(min=1).to(logprobs_N.dtype)
     return rollout_logprobs_N + (logprobs_N.detach() - rollout_logprobs_N) * ((age_N - 1) / age_N)

@@ -30,7 +30,8 @@ def clip_cov_tokens(
     limits: tuple[float, float],
     keys_N: Tensor,
 ) -> Tensor:
-    """A pseudo-random `share` of the action tokens (at least one) among those whose covariance is within `limits`.
+    """Returns a pseudo-random `share` of the action tokens (at least one) among those whose covariance is within
+    `limits`.
 
     `keys_N` int64 names each token, e.g. by `token_keys`; which of the eligible are taken depends on the keys alone.
     """
@@ -43,7 +44,7 @@ def clip_cov_tokens(
 
 
 def kl_cov_tokens(logprobs_N: Tensor, advantages_N: Tensor, action_mask_N: Tensor, *, share: float) -> Tensor:
-    """The `share` of the action tokens (at least one, if there is any) with the largest covariance."""
+    """Returns the `share` of the action tokens (at least one, if there is any) with the largest covariance."""
     covariance_N = covariances(logprobs_N, advantages_N, action_mask_N).masked_fill(~action_mask_N, float("-inf"))
     actions = int(action_mask_N.sum())
     chosen = covariance_N.topk(min(actions, max(1, int(share * actions)))).indices
@@ -51,5 +52,5 @@ def kl_cov_tokens(logprobs_N: Tensor, advantages_N: Tensor, action_mask_N: Tenso
 
 
 def token_keys(sample_ids_S: Tensor, positions_N: Tensor, lengths_S: Tensor) -> Tensor:
-    """A number for each token that does not depend on where its sequence lies in the batch."""
+    """Returns a number for each token that does not depend on where its sequence lies in the batch."""
     return torch.repeat_interleave(sample_ids_S, lengths_S) * 1_000_003 + positions_N

@@ -35,7 +35,7 @@ class PolicyLossObjective:
     version: int | None = None
 
     def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
-        """The micro-batch's share; a missing `old_logprobs_N` means a ratio of exactly 1.
+        """Returns the micro-batch's share; a missing `old_logprobs_N` means a ratio of exactly 1.
 
         Raises:
             ValueError: the batch lacks weights, advantages, or (for a KL term) reference log-probs.
@@ -106,7 +106,7 @@ class PolicyLossObjective:
         return LossOutput(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
 
     def _proximal(self, current_N: Tensor, rollout_N: Tensor, batch: PackedBatch) -> Tensor:
-        """Log-probs that the loss's ratio starts from."""
+        """Returns the log-probs that the loss's ratio starts from."""
         if self.version is not None:
             return interpolated_proximal(current_N, rollout_N, batch.versions_N, self.version)
         return current_N if batch.old_logprobs_N is None else _column(batch, "old_logprobs_N")
@@ -119,7 +119,7 @@ class ClippedValueObjective:
     clip: float | None
 
     def __call__(self, values_N: Tensor, batch: PackedBatch) -> LossOutput:
-        """The micro-batch's share.
+        """Returns the micro-batch's share.
 
         Raises:
             ValueError: the batch lacks weights, old values or returns.
@@ -136,7 +136,7 @@ class ClippedValueObjective:
 
 
 def _column(batch: PackedBatch, name: str) -> Tensor:
-    """The named column, 0 where not an action."""
+    """Returns the named column, 0 where not an action."""
     return _masked(batch.filled(name), batch.action_mask_N)
 
 
