@@ -4,8 +4,9 @@
 value of the wrong type, is one sentence that names the key. Importable without torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin
@@ -23,10 +24,16 @@ from rollgrad.entrypoints.names.suggestions import unknown_key
 from rollgrad.entrypoints.redaction import hide, secrets_of_settings
 
 Config = TypeVar("Config", bound=attrs.AttrsInstance)
+Run = TypeVar("Run", bound=attrs.AttrsInstance)
+"""A composition of sections, such as `RLConfig`."""
+
+PRESET = "algo.preset"
+"""Names recipes in the runs that have this setting, until they are expanded where a file or flags are read."""
 
 
 def load_config(path: Path | str | None = None, *, preset: str | None = None) -> RLConfig:
-    """Reads a YAML file over the settings of a preset; what both leave out keeps its default.
+    """Reads the YAML file of a reinforcement-learning run over the settings of a preset; what both leave out keeps its
+    default.
 
     Args:
         path: the file; None reads none.
@@ -36,21 +43,22 @@ def load_config(path: Path | str | None = None, *, preset: str | None = None) ->
         ConfigurationError: the file cannot be read, is not YAML, holds an unknown key or a value of a wrong type, or
             there is no such preset.
     """
-    config, problems = read_config(path, preset=preset)
+    config, problems = read_config(path, preset=preset, run=RLConfig)
     raise_together(problems)
     return config
 
 
 def read_config(
-    path: Path | str | None = None, *, preset: str | None = None
-) -> tuple[RLConfig, list[ConfigurationError]]:
-    """`load_config` as far as the file can be read: what it says wrongly keeps its default, and why is listed.
+    path: Path | str | None, *, preset: str | None = None, run: type[Run]
+) -> tuple[Run, list[ConfigurationError]]:
+    """`load_config` for any run, as far as the file can be read: what it says wrongly keeps its default, and why is
+    listed.
 
     Raises:
         ConfigurationError: the file cannot be read, is not YAML, or there is no such preset.
     """
     if path is None:
-        return _structured(None, preset)
+        return _structured(run, None, preset)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -64,7 +72,7 @@ def read_config(
             line = f" at line {where.line + 1}" if where else ""
             raise ConfigurationError(f"The configuration file {path} is not YAML{line}: correct it.") from error
         hide(secrets_of_settings(data))
-        return _structured(data, preset)
+        return _structured(run, data, preset)
 
 
 class _OnceLoader(yaml.SafeLoader):
@@ -95,24 +103,32 @@ def structure_config(data: Mapping[str, Any] | None, *, preset: str | None = Non
     Raises:
         ConfigurationError: an unknown key, preset, or a value of a wrong type.
     """
-    config, problems = _structured(data, preset)
+    config, problems = _structured(RLConfig, data, preset)
     raise_together(problems)
     return config
 
 
-def _structured(data: Mapping[str, Any] | None, preset: str | None) -> tuple[RLConfig, list[ConfigurationError]]:
+def forget_preset(config: attrs.AttrsInstance) -> None:
+    """Unsets the preset of a run, where it has one."""
+    if PRESET in setting_names(type(config)):
+        attrgetter("algo")(config).preset = None
+
+
+def _structured(
+    run: type[Run], data: Mapping[str, Any] | None, preset: str | None
+) -> tuple[Run, list[ConfigurationError]]:
     """The configuration as far as it can be read, and what cannot be."""
     problems: list[ConfigurationError] = []
-    config = _section(RLConfig, data, "", problems)
-    names = preset or config.algo.preset
+    config = _section(run, data, "", problems)
+    names = preset or (attrgetter(PRESET)(config) if PRESET in setting_names(run) else None)
     if names is not None:
         try:
             settings = _nested(preset_settings(names))
         except ConfigurationError as error:
             problems.append(error)
         else:
-            config = _section(RLConfig, _merged(settings, data if isinstance(data, Mapping) else {}), "", [])
-        config.algo.preset = None
+            config = _section(run, _merged(settings, data if isinstance(data, Mapping) else {}), "", [])
+        forget_preset(config)
     return config, problems
 
 
@@ -139,8 +155,8 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return result
 
 
-def dump_config(config: RLConfig) -> str:
-    """Every setting as YAML."""
+def dump_config(config: attrs.AttrsInstance) -> str:
+    """Returns every setting of a run as YAML."""
     # Escaped beyond ASCII: unescaped, U+0085 would read back as a space.
     text: str = yaml.safe_dump(_converter.unstructure(config), sort_keys=False)
     return text
@@ -155,7 +171,15 @@ def setting_names(cls: type[attrs.AttrsInstance] = RLConfig, prefix: str = "") -
             yield f"{prefix}{field.name}"
 
 
-def _section(cls: type[Config], data: Any, prefix: str, problems: list[ConfigurationError]) -> Config:
+def _section(
+    cls: type[Config],
+    data: Any,
+    prefix: str,
+    problems: list[ConfigurationError],
+    known: Sequence[str] | None = None,
+) -> Config:
+    """A section as far as it can be read. `known`: names of all settings of the run; None where `cls` is the run."""
+    known = list(setting_names(cls)) if known is None else known
     if data is None:  # a section whose lines are all comments
         return cls()
     if not isinstance(data, Mapping):
@@ -167,10 +191,10 @@ def _section(cls: type[Config], data: Any, prefix: str, problems: list[Configura
     for key, value in data.items():
         name = f"{prefix}{key}"
         if key not in fields:
-            problems.append(ConfigurationError(unknown_key(name, value, list(setting_names()))))
+            problems.append(ConfigurationError(unknown_key(name, value, known)))
             continue
         if attrs.has(fields[key]):
-            values[key] = _section(fields[key], value, f"{name}.", problems)
+            values[key] = _section(fields[key], value, f"{name}.", problems, known)
             continue
         try:
             values[key] = _converter.structure(value, fields[key])

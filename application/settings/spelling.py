@@ -65,7 +65,7 @@ def canonical_names(config: RLConfig) -> None:
     Raises:
         ConfigurationError: a value is no member of its setting's enum, or the name of a preset.
     """
-    _canonical_choices(config, "")
+    canonical_choices(config)
     config.algo.advantage.estimator = canonical_estimator(config.algo.advantage.estimator)
     config.actor.policy_loss_type = canonical_policy_loss(config.actor.policy_loss_type)
     for name, value, known in (
@@ -79,12 +79,17 @@ def canonical_names(config: RLConfig) -> None:
             )
 
 
-def _canonical_choices(section: Any, prefix: str) -> None:
+def canonical_choices(section: Any, prefix: str = "") -> None:
+    """Replaces other spellings of the values of enums by the canonical ones, in any run, in place.
+
+    Raises:
+        ConfigurationError: a value is no member of its setting's enum.
+    """
     for field in attrs.fields(type(section)):
         value, name = getattr(section, field.name), f"{prefix}{field.name}"
         kind = choice_kind(field.type)
         if attrs.has(type(value)):
-            _canonical_choices(value, f"{name}.")
+            canonical_choices(value, f"{name}.")
         elif kind is not None and value is not None and not isinstance(value, kind):
             try:
                 setattr(section, field.name, choice(kind, value))

@@ -17,7 +17,6 @@ from typing import Any, get_args, get_origin
 import attrs
 from attrs import frozen
 
-from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.names.suggestions import unknown_flag
 
@@ -60,7 +59,7 @@ EVAL_ESSENTIALS: Mapping[str, Sequence[str]] = {
 }
 
 ESSENTIALS = {"train rl": (RUN_EXAMPLE, RUN_ESSENTIALS), "eval": (EVAL_EXAMPLE, EVAL_ESSENTIALS)}
-"""The example and the essential settings of each command."""
+"""The example and the essential settings of each command that reads the settings of a run."""
 
 
 @frozen
@@ -87,7 +86,7 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
     return any(word.partition("=")[0] in HELP_FLAGS for word in arguments)
 
 
-def show_help(command: str, kind: type[RLConfig], arguments: Sequence[str]) -> int:
+def show_help(command: str, kind: type[attrs.AttrsInstance], arguments: Sequence[str]) -> int:
     """Prints what follows --help: a section, a setting, all; the essential settings where nothing does.
 
     Raises:
@@ -112,7 +111,7 @@ def _topic(arguments: Sequence[str]) -> str | None:
     return following.lstrip("-").replace("-", "_") or None
 
 
-def _essentials(command: str, kind: type[RLConfig], sections: Sequence[Section]) -> list[str]:
+def _essentials(command: str, kind: type[attrs.AttrsInstance], sections: Sequence[Section]) -> list[str]:
     settings = {setting.name: setting for section in sections for setting in section.settings}
     example, groups = ESSENTIALS[command]
     own = [setting for setting in settings.values() if "." not in setting.name]
@@ -187,7 +186,7 @@ def _docs(kind: type[Any]) -> Mapping[str, str]:
 
 @cache
 def _classes(module: str) -> Mapping[str, Sequence[Mapping[str, str]]]:
-    if not module.startswith("rollgrad."):
+    if module == "builtins":
         return {}
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: [_field_docs(node)] for node in tree.body if isinstance(node, ast.ClassDef)}

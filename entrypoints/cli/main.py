@@ -103,7 +103,7 @@ def train_rl(arguments: Sequence[str]) -> int:
     """`rollgrad train rl`."""
     if asks_for_help(arguments):
         return show_help("train rl", TrainArguments, arguments)
-    parsed, config, unread = parse_run(TrainArguments, "train rl", arguments)
+    parsed, config, unread = parse_run(TrainArguments, RLConfig, "train rl", arguments)
     if parsed.print_config:
         return _print_config(config, [*unread, *extension_errors(config), *setting_errors(config)])
     return _train(config, unread, dry_run=parsed.dry_run)
@@ -146,7 +146,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     """`rollgrad eval`."""
     if asks_for_help(arguments):
         return show_help("eval", EvalArguments, arguments)
-    parsed, config, unread = parse_run(EvalArguments, "eval", arguments)
+    parsed, config, unread = parse_run(EvalArguments, RLConfig, "eval", arguments)
     errors = [*unread, *extension_errors(config), *evaluation_errors(config)]
     if parsed.print_config:
         return _print_config(config, errors)

@@ -17,36 +17,49 @@ from rollgrad.application.settings.choices import Resume
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.spelling import choice, choice_kind
 from rollgrad.domain.errors import ConfigurationError, raise_together
-from rollgrad.entrypoints.config_io import read_config, setting_names
+from rollgrad.entrypoints.config_io import PRESET, Run, forget_preset, read_config, setting_names
 from rollgrad.entrypoints.names.suggestions import unknown_flag
 
 Arguments = TypeVar("Arguments", bound=attrs.AttrsInstance)
-RunArguments = TypeVar("RunArguments", "TrainArguments", "EvalArguments")
+RunArguments = TypeVar("RunArguments", bound="RunFlags")
 
 
-@define(kw_only=True)
-class TrainArguments(RLConfig):
-    """Trains a model by reinforcement learning. Every setting below is also a key of the YAML file."""
+@define(kw_only=True, slots=False)
+class RunFlags:
+    """Flags of every command that reads the settings of a run. The class of a command's arguments derives from such
+    flags and from the run: `class TrainArguments(TrainFlags, RLConfig)`."""
 
     config: Path | None = None
     """YAML file with settings; flags override it."""
     print_config: bool = False
     """Print all settings as YAML that --config reads, and leave."""
+
+
+@define(kw_only=True, slots=False)
+class TrainFlags(RunFlags):
+    """Flags of commands that train."""
+
     dry_run: bool = False
     """Check all that the run would refuse: settings, files, prompts, reward and memory; show the memory plan, the
     counts and a prompt, and leave."""
 
 
-@define(kw_only=True)
-class EvalArguments(RLConfig):
-    """Evaluates actor.model_name_or_path on eval.dataset. It reads the settings of a training run."""
+@define(kw_only=True, slots=False)
+class EvalFlags(RunFlags):
+    """Flags of commands that evaluate."""
 
-    config: Path | None = None
-    """YAML file with settings; flags override it."""
-    print_config: bool = False
-    """Print all settings as YAML that --config reads, and leave."""
     json: bool = False
     """Print JSON instead of a table."""
+
+
+@define(kw_only=True)
+class TrainArguments(TrainFlags, RLConfig):
+    """Trains a model by reinforcement learning. Every setting below is also a key of the YAML file."""
+
+
+@define(kw_only=True)
+class EvalArguments(EvalFlags, RLConfig):
+    """Evaluates actor.model_name_or_path on eval.dataset. It reads the settings of a training run."""
 
 
 @define(kw_only=True)
@@ -136,25 +149,32 @@ def spell_out(
 
 
 def parse_run(
-    kind: type[RunArguments], command: str, arguments: Sequence[str]
-) -> tuple[RunArguments, RLConfig, list[ConfigurationError]]:
-    """The arguments of a command that reads a run's settings, these settings, and what of the file cannot be read.
+    kind: type[RunArguments], run: type[Run], command: str, arguments: Sequence[str]
+) -> tuple[RunArguments, Run, list[ConfigurationError]]:
+    """Returns the arguments of a command that reads a run's settings, these settings, and what of the file cannot be
+    read.
+
+    Args:
+        kind: class of the arguments, which derives from `run`.
+        run: class of the run, a composition of sections.
+        command: name of the command, for messages.
+        arguments: words of the command line.
 
     Raises:
         ConfigurationError: a flag or its value is wrong, or the file is none.
     """
     words = spell_out(arguments, flag_kinds(kind))
     path = _flag_value("--config", words)
-    unread: list[ConfigurationError]
-    config, unread = read_config(path, preset=_flag_value("--algo.preset", words))
+    config, unread = read_config(path, preset=_flag_value(f"--{PRESET}", words), run=run)
+    sections = {name: getattr(config, name) for name in attrs.fields_dict(run)}
     try:
-        parsed = _parse(kind(config=None if path is None else Path(path), **_sections(config)), command, words)
+        parsed = _parse(kind(config=None if path is None else Path(path), **sections), command, words)
     except ConfigurationError as error:
         raise_together([*unread, error])
         raise AssertionError from error
-    run = RLConfig(**_sections(parsed))
-    run.algo.preset = None  # expanded above
-    return parsed, run, unread
+    settings = run(**{name: getattr(parsed, name) for name in attrs.fields_dict(run)})
+    forget_preset(settings)  # expanded above
+    return parsed, settings, unread
 
 
 def parse(default: Arguments, command: str, arguments: Sequence[str]) -> Arguments:
@@ -164,10 +184,6 @@ def parse(default: Arguments, command: str, arguments: Sequence[str]) -> Argumen
         ConfigurationError: a flag or a value is wrong.
     """
     return _parse(default, command, spell_out(arguments, flag_kinds(type(default))))
-
-
-def _sections(config: RLConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in attrs.fields(RLConfig)}
 
 
 def _parse(default: Arguments, command: str, words: Sequence[str]) -> Arguments:

@@ -4,7 +4,7 @@ Importable without torch, so that a bad command line is answered at once. Each b
 set, which rule it breaks, and the flag that fixes it. What only files or models can tell is not checked here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from rollgrad.application.settings.rules.agent import agent_problems
 from rollgrad.application.settings.rules.algorithm import (
@@ -16,6 +16,7 @@ from rollgrad.application.settings.rules.algorithm import (
 from rollgrad.application.settings.rules.asynchrony import async_problems
 from rollgrad.application.settings.rules.cluster import cluster_problems, engine_length_problems, server_problems
 from rollgrad.application.settings.rules.inputs import (
+    Run,
     data_problems,
     eval_problems,
     model_problems,
@@ -78,7 +79,7 @@ def setting_errors(
         yield turn_problems(config, has_environment=plays)
         yield eval_problems(config)
 
-    return _broken(config, rules)
+    return broken_rules(config, rules)
 
 
 def validate_evaluation(config: RLConfig, *, has_reward: bool = False, has_environment: bool = False) -> None:
@@ -107,14 +108,18 @@ def evaluation_errors(
         yield turn_problems(config, has_environment=plays)
         yield eval_problems(config)
 
-    return _broken(config, rules)
+    return broken_rules(config, rules)
 
 
-def _broken(config: RLConfig, rules: Callable[[RLConfig], Iterator[Iterator[str]]]) -> list[ConfigurationError]:
-    """What is wrong with single settings, and then, as if those had their defaults, with combinations of them."""
-    singles = range_problems(config)
+def broken_rules(run: Run, rules: Callable[[Run], Iterable[Iterator[str]]]) -> list[ConfigurationError]:
+    """Returns what is wrong with single settings of any run, and then, as if those had their defaults, with
+    combinations of them.
+
+    `rules`: gives the problems that each rule finds in a run, a sentence each.
+    """
+    singles = range_problems(run)
     problems = list(singles.values())
-    for rule in rules(with_defaults(config, singles)):
+    for rule in rules(with_defaults(run, singles)):
         try:
             for problem in rule:
                 problems.append(problem)

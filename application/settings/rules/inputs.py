@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -22,6 +22,8 @@ from rollgrad.application.settings.run import EvalConfig, RewardConfig, RLConfig
 from rollgrad.application.settings.training import TrainConfig
 from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.algorithms.catalogue import estimator_traits
+
+Run = TypeVar("Run", bound=attrs.AttrsInstance)
 
 REASONING_GYM = "reasoning_gym:"
 """Prefix of a dataset that is generated, and judged by its own scorer."""
@@ -70,23 +72,24 @@ def required_eval_problems(config: RLConfig) -> Iterator[str]:
         yield "No held-out prompts are set: name a dataset with --eval.dataset."
 
 
-def range_problems(config: RLConfig) -> dict[str, str]:
-    """Which single settings are out of range: their names, and why."""
+def range_problems(config: attrs.AttrsInstance) -> dict[str, str]:
+    """Which single settings of a run are out of range: their names, and why."""
     problems: dict[str, str] = {}
-    for key, value in _leaves(config):
+    values = dict(_leaves(config))
+    for key, value in values.items():
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             problems[key] = f"{key} is {value}, but it must be finite: change --{key}."
     for key, (holds, rule) in RANGES.items():
-        value = attrgetter(key)(config)
+        value = values.get(key)
         if key not in problems and value is not None and not holds(value):
             problems[key] = f"{key} is {value!r}, but it must be {rule}: change --{key}."
     return problems
 
 
-def with_defaults(config: RLConfig, keys: Iterable[str]) -> RLConfig:
-    """A copy of `config` in which the settings `keys` have their defaults."""
-    result, default = copy.deepcopy(config), RLConfig()
+def with_defaults(config: Run, keys: Iterable[str]) -> Run:
+    """Returns a copy of a run in which the settings `keys` have their defaults."""
+    result, default = copy.deepcopy(config), type(config)()
     for key in keys:
         section, _, name = key.rpartition(".")
         setattr(attrgetter(section)(result), name, attrgetter(key)(default))

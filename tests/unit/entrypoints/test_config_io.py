@@ -107,7 +107,7 @@ def test_all_that_cannot_be_read_is_told_at_once(tmp_path: Path) -> None:
     names = ["dapoo", "algo.kl.init_cof", "train.max_steps", "train.seed", "rollout is 3", "zzz", "actor.adam.lr"]
     assert all(sum(name in line for line in lines) == 1 for name in names)
     assert len(lines) == len(names)
-    config, problems = read_config(path)
+    config, problems = read_config(path, run=RLConfig)
     assert [str(problem) for problem in problems] == lines
     assert config.actor.eps_clip == 0.1
     assert config.actor.adam.lr == RLConfig().actor.adam.lr

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.entrypoints.cli.parsing import TrainArguments, flag_kinds, parse_run
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
 from tests.flags import EVERY, example, negative
@@ -108,4 +109,4 @@ def test_the_parser_takes_every_flag_that_is_named() -> None:
         for word in (f"--{name}", *example(kinds[name]))
     ]
     assert len(words) > 200
-    parse_run(TrainArguments, "train rl", words)
+    parse_run(TrainArguments, RLConfig, "train rl", words)

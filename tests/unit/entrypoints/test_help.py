@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from rollgrad.application.settings.rules import validate, validate_evaluation
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.entrypoints.cli.help import ESSENTIALS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.parsing import EvalArguments, TrainArguments, flag_kinds, parse_run
@@ -52,7 +53,7 @@ def test_defaults_are_those_of_the_settings(capsys: pytest.CaptureFixture[str]) 
 def test_the_example_is_one_that_runs(command: str) -> None:
     words = shlex.split(ESSENTIALS[command][0].replace("\\\n", " "))
     assert words[: 1 + len(command.split())] == ["rollgrad", *command.split()]
-    config = parse_run(KINDS[command], command, words[1 + len(command.split()) :])[1]
+    config = parse_run(KINDS[command], RLConfig, command, words[1 + len(command.split()) :])[1]
     validate(config) if command == "train rl" else validate_evaluation(config)
 
 

@@ -62,7 +62,7 @@ def test_every_command_takes_every_form(kind: type[Any], value: bool) -> None:
         written = forms(name, value=value)
         words += written[index % len(written)]
     if kind in (TrainArguments, EvalArguments):
-        parsed = parse_run(kind, "train rl", words)[0]
+        parsed = parse_run(kind, RLConfig, "train rl", words)[0]
     else:
         parsed = parse(kind(), "command", words)
     for name in names:
@@ -139,7 +139,7 @@ def test_the_table_of_flags_is_the_parsers_own_in_training() -> None:
     skipped = ("config", "algo.preset")
     flags = {name: its for name, its in flag_kinds(TrainArguments).items() if name not in skipped}
     words = [word for name, its in flags.items() for word in (f"--{name}", *example(its))]
-    parse_run(TrainArguments, "train rl", words)
+    parse_run(TrainArguments, RLConfig, "train rl", words)
 
 
 # Values in the spellings of others.
