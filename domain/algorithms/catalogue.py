@@ -47,6 +47,16 @@ class PolicyLossTraits:
     proportional: bool = False
 
 
+@frozen(kw_only=True)
+class PairLossTraits:
+    """`reference`: compares with a reference. `beta`: its own, where none is set. `uses`: the other settings that
+    change it."""
+
+    reference: bool = True
+    beta: float = 0.1
+    uses: tuple[str, ...] = ()
+
+
 ESTIMATORS: dict[str, EstimatorTraits] = {
     "gae": EstimatorTraits(
         needs=("critic",), uses=("gamma", "lambd", "critic_lambd", "length_adaptive_alpha"), whiten="batch"
@@ -85,6 +95,25 @@ POLICY_LOSSES: dict[str, PolicyLossTraits] = {
     "policy_gradient": PolicyLossTraits(proportional=True, clip=None),
 }
 """The names that `--actor.policy_loss_type` takes."""
+
+PAIR_LOSSES: dict[str, PairLossTraits] = {
+    "sigmoid": PairLossTraits(uses=("label_smoothing",)),
+    "robust": PairLossTraits(uses=("label_smoothing",)),
+    "ipo": PairLossTraits(),
+    "ipo_sum": PairLossTraits(),
+    "hinge": PairLossTraits(),
+    "sigmoid_norm": PairLossTraits(beta=5.0, uses=("label_smoothing",)),
+    "simpo": PairLossTraits(reference=False, beta=2.0, uses=("simpo_gamma", "label_smoothing")),
+    "orpo": PairLossTraits(reference=False),
+    "apo_zero": PairLossTraits(),
+    "apo_down": PairLossTraits(),
+    "nca_pair": PairLossTraits(),
+    "bco_pair": PairLossTraits(),
+    "exo_pair": PairLossTraits(uses=("label_smoothing",)),
+    "sppo_hard": PairLossTraits(),
+    "discopop": PairLossTraits(uses=("discopop_tau",)),
+}
+"""The losses of preference pairs."""
 
 
 OTHER_ESTIMATOR_NAMES = {

@@ -20,7 +20,7 @@ def supervised_loss(name: str, logprobs_N: Tensor) -> Tensor:
     """Loss of each token from its log-prob.
 
     nll: -log p, the cross-entropy. dft: -sg(p) log p, which takes the weight 1/p out of the gradient seen as a policy
-    gradient (Wu et al. 2025, "On the Generalization of SFT", arXiv:2508.05629, eq. 9; sg stops the gradient).
+    gradient (Wu et al. 2025, "On the Generalization of SFT", arXiv:2508.05629; sg stops the gradient).
 
     Raises:
         ValueError: unknown `name`.

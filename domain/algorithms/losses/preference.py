@@ -1,0 +1,316 @@
+"""Losses of preference pairs, and the objective that sums them.
+
+With s the log-prob of a reply and s_ref its log-prob under the reference, r = s - s_ref, and h = r_chosen - r_rejected;
+a bar (s_bar, r_bar, h_bar) is the mean over the reply's trained tokens. Each docstring gives the loss of one pair. A
+function is registered under its name, which `domain.algorithms.catalogue.PAIR_LOSSES` describes.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rollgrad.domain.algorithms.catalogue import PAIR_LOSSES, PairLossTraits
+from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.ports.models import LossOutput, TokenScores
+
+IMITATION = "sft"
+"""Name in a mixture of losses that stands for the negative log-likelihood of the chosen replies, which is no loss of
+pairs: it is a mean over the tokens of all chosen replies of the optimizer step."""
+
+CERTAIN = -1e-6
+"""Mean log-probs are held below this where log(1 - p) is needed: nearer to 0 its gradient is not finite in float32."""
+
+
+@frozen(kw_only=True, eq=False)
+class Pairs:
+    """P pairs of replies; the last axis is (chosen, rejected): `logprobs_P2` sums of the trained tokens' log-probs,
+    `ref_logprobs_P2` those under the reference (None without one), `lengths_P2` numbers of trained tokens."""
+
+    logprobs_P2: Tensor
+    ref_logprobs_P2: Tensor | None
+    lengths_P2: Tensor
+
+    @property
+    def log_ratios_P2(self) -> Tensor:
+        """r, the log-prob against the reference.
+
+        Raises:
+            ValueError: there is no reference.
+        """
+        if self.ref_logprobs_P2 is None:
+            raise ValueError("This loss compares with a reference, but the batch has no ref_logprobs_N.")
+        return self.logprobs_P2 - self.ref_logprobs_P2
+
+    @property
+    def log_ratio_gap_P(self) -> Tensor:
+        """h."""
+        return _gap(self.log_ratios_P2)
+
+    @property
+    def mean_log_ratio_gap_P(self) -> Tensor:
+        """h_bar."""
+        return _gap(self.log_ratios_P2 / self.lengths_P2)
+
+    @property
+    def mean_logprobs_P2(self) -> Tensor:
+        """s_bar."""
+        return self.logprobs_P2 / self.lengths_P2
+
+
+@frozen(kw_only=True)
+class PairLossParams:
+    """`beta`: scale of the log-ratios, in `orpo` the weight of the odds ratio. `label_smoothing`: share of pairs that
+    are taken for mislabelled. `simpo_gamma`: margin that `simpo` asks for. `discopop_tau`: temperature in `discopop`.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 1.0
+    discopop_tau: float = 0.05
+
+
+PairLossFunction = Callable[[Pairs, PairLossParams], Tensor]
+"""(pairs, parameters) -> loss_P."""
+
+FUNCTIONS: dict[str, PairLossFunction] = {}
+"""Name to function."""
+
+
+def pair_loss(name: str, traits: PairLossTraits | None = None) -> Callable[[PairLossFunction], PairLossFunction]:
+    """Registers a function as the pair loss `name`; `traits`: what it asks for, if the catalogue does not know it."""
+
+    def register(function: PairLossFunction) -> PairLossFunction:
+        FUNCTIONS[name] = function
+        if traits is not None or name not in PAIR_LOSSES:
+            PAIR_LOSSES[name] = traits or PairLossTraits()
+        return function
+
+    return register
+
+
+@pair_loss("sigmoid")
+def sigmoid(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """-log sigmoid(beta h) (Rafailov et al. 2023, "DPO", eq. 7). With `label_smoothing` e:
+    -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h) (Mitchell 2023, "A note on DPO with noisy preferences", cDPO).
+    """
+    return _smoothed(params.beta * pairs.log_ratio_gap_P, params.label_smoothing)
+
+
+@pair_loss("robust")
+def robust(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """(-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2e) with e = `label_smoothing` below 1/2, unbiased
+    if a share e of the labels is flipped (Ray Chowdhury et al. 2024, "Provably Robust DPO", arXiv:2403.00409)."""
+    x_P, e = params.beta * pairs.log_ratio_gap_P, params.label_smoothing
+    return (-(1 - e) * logsigmoid(x_P) + e * logsigmoid(-x_P)) / (1 - 2 * e)
+
+
+@pair_loss("ipo")
+def ipo(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """(h_bar - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17, with log-probs averaged over tokens, as TRL has it from the
+    authors)."""
+    return (pairs.mean_log_ratio_gap_P - 1 / (2 * params.beta)).square()
+
+
+@pair_loss("ipo_sum")
+def ipo_sum(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """(h - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17, with log-probs summed, as in OpenRLHF)."""
+    return (pairs.log_ratio_gap_P - 1 / (2 * params.beta)).square()
+
+
+@pair_loss("hinge")
+def hinge(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """max(0, 1 - beta h) (Zhao et al. 2023, "SLiC-HF", arXiv:2305.10425, on log-ratios)."""
+    return (1 - params.beta * pairs.log_ratio_gap_P).relu()
+
+
+@pair_loss("sigmoid_norm")
+def sigmoid_norm(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """-log sigmoid(beta h_bar), DPO normalised by length (Lambert et al. 2024, "Tulu 3", arXiv:2411.15124; there beta
+    is 5); `label_smoothing` as in `sigmoid`."""
+    return _smoothed(params.beta * pairs.mean_log_ratio_gap_P, params.label_smoothing)
+
+
+@pair_loss("simpo")
+def simpo(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """-log sigmoid(beta (s_bar_chosen - s_bar_rejected) - gamma), without a reference (Meng et al. 2024, "SimPO",
+    arXiv:2405.14734; there beta is 2 to 2.5); `label_smoothing` as in `sigmoid`."""
+    return _smoothed(params.beta * _gap(pairs.mean_logprobs_P2) - params.simpo_gamma, params.label_smoothing)
+
+
+@pair_loss("orpo")
+def orpo(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """-s_bar_chosen - beta log sigmoid(log odds_chosen - log odds_rejected), with log odds = s_bar - log(1 - e^s_bar),
+    without a reference (Hong et al. 2024, "ORPO", arXiv:2403.07691)."""
+    mean_P2 = pairs.mean_logprobs_P2
+    held_P2 = mean_P2.clamp(max=CERTAIN)
+    odds_P2 = held_P2 - (-torch.expm1(held_P2)).log()
+    return -mean_P2[:, 0] - params.beta * logsigmoid(_gap(odds_P2))
+
+
+@pair_loss("apo_zero")
+def apo_zero(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """1 - sigmoid(beta r_chosen) + sigmoid(beta r_rejected): raises the chosen and lowers the rejected, for chosen
+    replies better than the model's (D'Oosterlinck et al. 2024, "APO", eq. 7)."""
+    chosen_P, rejected_P = (params.beta * pairs.log_ratios_P2).unbind(1)
+    return (-chosen_P).sigmoid() + rejected_P.sigmoid()
+
+
+@pair_loss("apo_down")
+def apo_down(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """sigmoid(beta r_chosen) + 1 - sigmoid(beta h): lowers both, the rejected more, for chosen replies worse than the
+    model's (D'Oosterlinck et al. 2024, "APO", eq. 8)."""
+    return (params.beta * pairs.log_ratios_P2[:, 0]).sigmoid() + (-params.beta * pairs.log_ratio_gap_P).sigmoid()
+
+
+@pair_loss("nca_pair")
+def nca_pair(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """-log sigmoid(x_c) - (log sigmoid(-x_c) + log sigmoid(-x_r)) / 2, x = beta r (Chen et al. 2024, "Noise Contrastive
+    Alignment", arXiv:2402.05369, for two replies with hard labels)."""
+    chosen_P, rejected_P = (params.beta * pairs.log_ratios_P2).unbind(1)
+    return -logsigmoid(chosen_P) - (logsigmoid(-chosen_P) + logsigmoid(-rejected_P)) / 2
+
+
+@pair_loss("bco_pair")
+def bco_pair(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """-log sigmoid(x_c) - log sigmoid(-x_r), x = beta r (Jung et al. 2024, "Binary Classifier Optimization",
+    arXiv:2404.04656, with a reward shift of 0)."""
+    chosen_P, rejected_P = (params.beta * pairs.log_ratios_P2).unbind(1)
+    return -logsigmoid(chosen_P) - logsigmoid(-rejected_P)
+
+
+@pair_loss("exo_pair")
+def exo_pair(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """KL(q || p) of q = sigmoid(beta h) and p = 1 - e, e = `label_smoothing` above 0, as distributions over the two
+    replies (Ji et al. 2024, "Efficient Exact Optimization", eq. 16)."""
+    x_P, e = params.beta * pairs.log_ratio_gap_P, torch.tensor(params.label_smoothing, dtype=torch.float64)
+    chosen_P = x_P.sigmoid() * (logsigmoid(x_P) - float(torch.log1p(-e)))
+    return chosen_P + (-x_P).sigmoid() * (logsigmoid(-x_P) - float(e.log()))
+
+
+@pair_loss("sppo_hard")
+def sppo_hard(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """(r_chosen - 1 / (2 beta))^2 + (r_rejected + 1 / (2 beta))^2 (Wu et al. 2024, "SPPO", eq. 4.7 with win
+    probabilities of 1 and 0)."""
+    chosen_P, rejected_P = pairs.log_ratios_P2.unbind(1)
+    return (chosen_P - 0.5 / params.beta).square() + (rejected_P + 0.5 / params.beta).square()
+
+
+@pair_loss("discopop")
+def discopop(pairs: Pairs, params: PairLossParams) -> Tensor:
+    """-(1 - m) log sigmoid(x) + m e^-x with x = beta h and m = sigmoid(x / tau) (Lu et al. 2024, "DiscoPOP", eq. 5)."""
+    x_P = params.beta * pairs.log_ratio_gap_P
+    mixing_P = (x_P / params.discopop_tau).sigmoid()
+    return -(1 - mixing_P) * logsigmoid(x_P) + mixing_P * (-x_P).exp()
+
+
+@frozen(kw_only=True)
+class PreferenceObjective:
+    """Weighted sum of the pairs' losses; a `PolicyObjective` over micro-batches that hold whole pairs.
+
+    A pair is the sequences of one `group_ids_S`: `sample_ids_S` is 0 in the chosen reply's, 1 in the rejected one's.
+    `loss_weights_N` stands at each trained token and is the weight of its pair in the step, `positive_weights_N` that
+    of each chosen token in the mean over the step's chosen tokens.
+
+    Attributes:
+        losses: weight of each loss of the mixture, by name (MPO, Wang et al. 2024, arXiv:2411.10442).
+        beta: of all of them; None leaves each its own (`catalogue.PAIR_LOSSES`).
+        label_smoothing, simpo_gamma, discopop_tau: see `PairLossParams`.
+        ld_alpha: weight in the sums of log-probs of the tokens beyond the length of the shorter reply of a pair (Liu et
+            al. 2024, "LD-DPO", arXiv:2409.06411); 1 changes nothing.
+    """
+
+    losses: Mapping[str, float] = field(factory=lambda: {"sigmoid": 1.0})
+    beta: float | None = None
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 1.0
+    discopop_tau: float = 0.05
+    ld_alpha: float = 1.0
+
+    def params(self, name: str) -> PairLossParams:
+        """Returns what the loss `name` is computed with."""
+        return PairLossParams(
+            beta=PAIR_LOSSES[name].beta if self.beta is None else self.beta,
+            label_smoothing=self.label_smoothing,
+            simpo_gamma=self.simpo_gamma,
+            discopop_tau=self.discopop_tau,
+        )
+
+    def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
+        """Returns the micro-batch's share; metrics are means over pairs: `chosen_reward` and `rejected_reward` (beta r,
+        without a reference beta s_bar), their `reward_margin`, `accuracy` (the share of margins above 0),
+        `chosen_logprob`, `rejected_logprob`, and `chosen_fell_share` (chosen replies less likely than under the
+        reference).
+
+        Raises:
+            ValueError: the batch lacks weights, or a loss needs reference log-probs that it lacks.
+        """
+        mask_N = batch.action_mask_N
+        logprobs_N = torch.where(mask_N, scores.logprobs_N, 0.0)
+        pairs, weights_P = self._pairs(logprobs_N, batch)
+        loss = logprobs_N.new_zeros(())
+        metrics: dict[str, Tensor] = {}
+        for name, weight in self.losses.items():
+            if name == IMITATION:
+                metrics["chosen_nll"] = -weighted_sum(logprobs_N, batch.filled("positive_weights_N"), mask_N)
+                loss = loss + weight * metrics["chosen_nll"]
+            else:
+                metrics[f"{name}_loss"] = (weights_P * FUNCTIONS[name](pairs, self.params(name))).sum()
+                loss = loss + weight * metrics[f"{name}_loss"]
+        metrics |= {name: (weights_P * column_P).sum() for name, column_P in self._columns(pairs).items()}
+        return LossOutput(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
+
+    def _columns(self, pairs: Pairs) -> dict[str, Tensor]:
+        """What is reported of each pair."""
+        first = next((name for name in self.losses if name != IMITATION), "sigmoid")
+        scale = self.params(first).beta
+        with_reference = pairs.ref_logprobs_P2 is not None
+        chosen_P, rejected_P = (pairs.log_ratios_P2 if with_reference else pairs.mean_logprobs_P2).detach().unbind(1)
+        chosen_logprob_P, rejected_logprob_P = pairs.logprobs_P2.detach().unbind(1)
+        columns = {
+            "chosen_reward": scale * chosen_P,
+            "rejected_reward": scale * rejected_P,
+            "reward_margin": scale * (chosen_P - rejected_P),
+            "accuracy": (chosen_P > rejected_P).to(chosen_P.dtype),
+            "chosen_logprob": chosen_logprob_P,
+            "rejected_logprob": rejected_logprob_P,
+        }
+        return columns | ({"chosen_fell_share": (chosen_P < 0).to(chosen_P.dtype)} if with_reference else {})
+
+    def _pairs(self, logprobs_N: Tensor, batch: PackedBatch) -> tuple[Pairs, Tensor]:
+        """The pairs of the micro-batch, and their weights_P."""
+        mask_N, ref_N = batch.action_mask_N, batch.ref_logprobs_N
+        _, pair_S = torch.unique(batch.group_ids_S, return_inverse=True)
+        count = int(pair_S.max()) + 1
+        cell_N = (2 * pair_S + batch.sample_ids_S)[batch.sequence_ids_N]
+
+        def sums(values_N: Tensor) -> Tensor:
+            return values_N.new_zeros(2 * count).index_add(0, cell_N, values_N).view(count, 2)
+
+        trained_N = torch.where(mask_N, 1.0, 0.0).to(logprobs_N.dtype)
+        lengths_P2 = sums(trained_N)
+        shares_N = trained_N
+        if self.ld_alpha != 1.0:
+            before_N = trained_N.cumsum(0) - trained_N
+            place_N = before_N - before_N[batch.starts_S][batch.sequence_ids_N]
+            shorter_N = lengths_P2.amin(1)[pair_S][batch.sequence_ids_N]
+            shares_N = torch.where(place_N < shorter_N, trained_N, self.ld_alpha * trained_N)
+        pairs = Pairs(
+            logprobs_P2=sums(logprobs_N * shares_N),
+            ref_logprobs_P2=None if ref_N is None else sums(torch.where(mask_N, ref_N, 0.0).to(logprobs_N) * shares_N),
+            lengths_P2=lengths_P2.clamp(min=1),
+        )
+        weights_N = torch.where(mask_N, batch.filled("loss_weights_N"), 0.0)
+        weights_P2 = weights_N.new_zeros(2 * count).scatter_reduce(0, cell_N, weights_N, "amax").view(count, 2)
+        return pairs, weights_P2.amax(1)
+
+
+def _gap(values_P2: Tensor) -> Tensor:
+    return values_P2[:, 0] - values_P2[:, 1]
+
+
+def _smoothed(x_P: Tensor, label_smoothing: float) -> Tensor:
+    return -(1 - label_smoothing) * logsigmoid(x_P) - label_smoothing * logsigmoid(-x_P)
