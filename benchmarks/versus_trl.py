@@ -164,9 +164,9 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
         container.sink.override(providers.Object(Sink()))
         params = SamplingParams(max_new_tokens=work.new_tokens, min_new_tokens=work.new_tokens)
         container.sampling.override(providers.Object(params))
-        pipeline = container.pipeline()
+        run = container.run()
         turns.wait(None)
-        asyncio.run(pipeline.run())
+        asyncio.run(run.run())
 
 
 def trl_contender(work: Work, pipe: Connection) -> None:

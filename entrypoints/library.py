@@ -15,8 +15,9 @@ from dependency_injector import providers
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.tracking.report import write_report
-from rollgrad.application.pipelines.base import Pipeline
+from rollgrad.application.pipelines.run import Run
 from rollgrad.application.rollouts.evaluation import EvaluationService
+from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.settings.correction import log_correction
 from rollgrad.application.settings.models import LoraConfig
 from rollgrad.application.settings.rules import validate, validate_evaluation
@@ -132,9 +133,9 @@ def _train(config: RLConfig, container: Container) -> TrainResult:
     if saved is not None:
         check_continues(saved.description, container.description())
     with _cluster(container, config):
-        pipeline: Pipeline = container.pipeline()
+        run: Run[RolloutGroup] = container.run()
         if saved is not None:
-            pipeline.resume(saved.state)
+            run.resume(saved.state)
         elif config.ckpt.overwrite:  # not before: what cannot even begin replaces nothing
             remove_run(config.ckpt)
         for name in LOGS:
@@ -142,7 +143,7 @@ def _train(config: RLConfig, container: Container) -> TrainResult:
         write_config(output_dir, settings_file(config))
         log_correction(config)
         try:
-            outcome, stopped_by = _run(_heeding_signals(_closing(pipeline.run(), container)))
+            outcome, stopped_by = _run(_heeding_signals(_closing(run.run(), container)))
         except (Exception, SystemExit):  # whatever ended it, its curves are there to look at
             _report(config, {}, {})
             raise
@@ -156,7 +157,7 @@ def _train(config: RLConfig, container: Container) -> TrainResult:
         report=_report(config, outcome.before, outcome.after),
         interrupted=outcome.interrupted,
         stopped_by=stopped_by if outcome.interrupted else None,
-        findings=pipeline.findings,
+        findings=run.findings,
     )
 
 

@@ -13,6 +13,7 @@ from rollgrad.application.settings.choices import Aggregation
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.batches.partition import minibatches
+from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
 
 NOT_MEANS = frozenset(
@@ -123,6 +124,10 @@ class UpdateService:
             steps += 1
         self.under_way = False
         return _over_steps(totals, steps)
+
+    def save(self, checkpoints: CheckpointStore, name: str) -> None:
+        """Writes the models under `name`."""
+        checkpoints.save_model(self._policy, name, self._critic)
 
     def state_dict(self) -> dict[str, Any]:
         """The models under training and the order of their samples."""

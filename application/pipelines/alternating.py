@@ -1,57 +1,86 @@
-"""The synchronous pipeline: roll out, learn, hand over the weights, repeat.
+"""Synchronous steps of reinforcement learning: roll out, learn, hand over the weights, repeat.
 
-Invariant: every rollout is sampled from the weights of the update before it.
+Invariants: every rollout is sampled from the weights of the update before it; prompts submitted = trained + dropped by
+reason.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollgrad.application.pipelines.base import Pipeline
+from rollgrad.application.pipelines.learner import RLLearner
+from rollgrad.application.pipelines.run import StepReport, StepSource
+from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.sampler import GroupSampler
+from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 
-class SyncPipeline(Pipeline):
-    """See `Pipeline`.
+class Alternating(StepSource[RolloutGroup]):
+    """A `StepSource` whose rollouts and updates take turns.
 
     Args:
+        learner: learns from groups.
         sampler: plays the groups of each step.
         sleeper: the engine, if it is to sleep while models train (hybrid engine), or None.
-        services: as for `Pipeline`.
+        steps: of the whole run, beyond which no prompts are played.
+        clock: measures.
     """
 
-    def __init__(self, *, sampler: GroupSampler, sleeper: RolloutEngine | None = None, **services: Any) -> None:
-        super().__init__(source=sampler, **services)
+    def __init__(
+        self, *, learner: RLLearner, sampler: GroupSampler, sleeper: RolloutEngine | None, steps: int, clock: Clock
+    ) -> None:
+        self._learner = learner
         self._sampler = sampler
         self._sleeper = sleeper
+        self._total = steps
+        self._clock = clock
 
-    async def _step(self) -> None:
-        """One rollout and the update it feeds."""
+    async def start(self, done: int) -> None:
+        """Gives the engine the weights, whatever it began with."""
+        await self._learner.push(done)
+
+    async def step(self, done: int) -> StepReport[RolloutGroup]:
+        """Takes one rollout and the update that it feeds."""
         clock = self._clock
         started = clock.monotonic()
         position, kept = self._sampler.state_dict(), self._sampler.kept_groups()
-        groups, sampling_metrics = await self._sampler.take(self._schedule.steps - self._done)
+        groups, sampling_metrics = await self._sampler.take(self._total - done)
         generated = clock.monotonic()
         if self._sleeper is not None:
             await self._sleeper.sleep()
         try:
-            metrics = self._learn(groups) | sampling_metrics
+            metrics = self._learner.learn(groups, done) | sampling_metrics
         except BaseException:  # nobody has learned from these groups: who resumes plays them again, but for those kept
             self._sampler.load_state_dict(position, kept)
             raise
-        self._done += 1
         updated = clock.monotonic()
+        ended_by = None
         try:
             if self._sleeper is not None:
                 await self._sleeper.wake()
-            metrics |= await self._push()
-        finally:  # the step is done, also if the run is interrupted here
-            ended = clock.monotonic()
-            metrics |= {
-                "time/generate_s": generated - started,
-                "time/sync_s": ended - updated,
-                "time/step_s": ended - started,
-            }
-            self._report(groups, metrics)
+            metrics |= await self._learner.push(done + 1)
+        except BaseException as error:  # the step is done, also if the run is interrupted here
+            ended_by = error
+        ended = clock.monotonic()
+        metrics |= {
+            "time/generate_s": generated - started,
+            "time/sync_s": ended - updated,
+            "time/step_s": ended - started,
+        }
+        return StepReport(metrics=metrics, samples=groups, ended_by=ended_by)
 
-    async def _stop(self) -> None:
-        """Between two steps nothing is in flight."""
+    async def stop(self) -> None:
+        """Does nothing: between two steps nothing is in flight."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the prompts and what the learner steers."""
+        return {**self._sampler.state_dict(), **self._learner.state_dict()}
+
+    def kept_samples(self) -> list[dict[str, Any]]:
+        """Returns the groups that were played and are not trained on yet."""
+        return self._sampler.kept_groups()
+
+    def load_state_dict(self, state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Continues from `state` and the `kept_samples` of the same moment."""
+        self._learner.load_state_dict(state)
+        self._sampler.load_state_dict(state, kept)

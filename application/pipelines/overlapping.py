@@ -1,74 +1,100 @@
-"""The asynchronous pipeline: groups are played without end while a worker thread learns from those that are ready.
+"""Asynchronous steps of reinforcement learning: groups are played without end while a worker thread learns from those
+that are ready.
 
 Invariants: at most `max_staleness` updates lie between the weights that a group began under and those that train on it
-(`domain.staleness`); weights change only while the engine is paused; an update that has begun is finished and counted,
-also when the run is interrupted.
+(`domain.control.staleness`); weights change only while the engine is paused; an update that has begun is finished and
+counted, also when the run is interrupted; prompts submitted = trained + dropped by reason + in flight.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rollgrad.application.pipelines.base import Pipeline
+from rollgrad.application.pipelines.learner import RLLearner
+from rollgrad.application.pipelines.run import StepReport, StepSource
+from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.stream import GroupStream
+from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
 Result = TypeVar("Result")
 
 
-class AsyncPipeline(Pipeline):
-    """See `Pipeline`.
+class Overlapping(StepSource[RolloutGroup]):
+    """A `StepSource` whose rollouts go on while it learns.
 
     Args:
+        learner: learns from groups.
         stream: plays the groups.
         engine: what samples them; its weights must not be the trainer's own tensors.
         pause: what becomes of requests in flight while the weights change.
-        services: as for `Pipeline`.
+        clock: measures.
     """
 
-    def __init__(self, *, stream: GroupStream, engine: RolloutEngine, pause: PauseMode, **services: Any) -> None:
-        super().__init__(source=stream, **services)
+    def __init__(
+        self, *, learner: RLLearner, stream: GroupStream, engine: RolloutEngine, pause: PauseMode, clock: Clock
+    ) -> None:
+        self._learner = learner
         self._stream = stream
         self._engine = engine
         self._pause = pause
+        self._clock = clock
 
-    async def _step(self) -> None:
-        """One update from the groups that are ready, and the weights to the engine."""
+    async def start(self, done: int) -> None:
+        """Gives the engine the weights, whatever it began with."""
+        await self._learner.push(done)
+
+    async def step(self, done: int) -> StepReport[RolloutGroup]:
+        """Takes one update from the groups that are ready, and hands the weights to the engine."""
         clock = self._clock
         started, idle = clock.monotonic(), self._stream.idle_s
         groups, sampling_metrics = await self._stream.take()
         generated = clock.monotonic()
-        metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learn, groups))
+        metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learner.learn, groups, done))
         metrics |= sampling_metrics
-        self._done += 1
         updated = clock.monotonic()
-        try:
-            if cancelled:
-                raise asyncio.CancelledError
-            metrics |= await self._hand_over()
-        finally:
-            idle = self._stream.idle_s - idle
-            self._stream.updated()
-            ended = clock.monotonic()
-            metrics |= {
-                "time/generate_s": generated - started,
-                "time/sync_s": ended - updated,
-                "time/step_s": ended - started,
-            }
-            if ended > started:
-                metrics["time/trainer_idle_share"] = 1 - (updated - generated) / (ended - started)
-                metrics["time/generation_idle_share"] = min(1.0, idle / (ended - started))
-            self._report(groups, metrics)
+        ended_by: BaseException | None = asyncio.CancelledError() if cancelled else None
+        if ended_by is None:
+            try:
+                metrics |= await self._hand_over(done + 1)
+            except BaseException as error:  # the step is done, also if the run is interrupted here
+                ended_by = error
+        idle = self._stream.idle_s - idle
+        self._stream.updated()
+        ended = clock.monotonic()
+        metrics |= {
+            "time/generate_s": generated - started,
+            "time/sync_s": ended - updated,
+            "time/step_s": ended - started,
+        }
+        if ended > started:
+            metrics["time/trainer_idle_share"] = 1 - (updated - generated) / (ended - started)
+            metrics["time/generation_idle_share"] = min(1.0, idle / (ended - started))
+        return StepReport(metrics=metrics, samples=groups, ended_by=ended_by)
 
-    async def _hand_over(self) -> dict[str, float]:
+    async def _hand_over(self, version: int) -> dict[str, float]:
         try:
             await self._engine.pause(self._pause)
-            return await self._push()
+            return await self._learner.push(version)
         finally:
             await self._engine.resume()
 
-    async def _stop(self) -> None:
+    async def stop(self) -> None:
+        """Ends all episodes."""
         await self._stream.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the prompts, the groups in flight, and what the learner steers."""
+        return {**self._stream.state_dict(), **self._learner.state_dict()}
+
+    def kept_samples(self) -> list[dict[str, Any]]:
+        """Returns the groups that were played and are not trained on yet."""
+        return self._stream.kept_groups()
+
+    def load_state_dict(self, state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Continues from `state` and the `kept_samples` of the same moment."""
+        self._learner.load_state_dict(state)
+        self._stream.load_state_dict(state, kept)
 
 
 async def uninterrupted(work: Coroutine[Any, Any, Result]) -> tuple[Result, bool]:

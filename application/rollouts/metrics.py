@@ -4,13 +4,19 @@ import statistics
 from collections.abc import Sequence
 
 from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.domain.episodes.trajectory import Trajectory
+
+
+def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
+    """Returns the mean of -log-prob over all sampled tokens, in nats: an unbiased estimate of the entropy."""
+    return -sum(float(t.logprobs_T.sum()) for t in trajectories) / sum(t.action_length for t in trajectories)
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> dict[str, float]:
     """What a rollout looked like: rewards (of each branch), lengths (of all branches; also by outcome), group spread,
     groups all of whose samples passed or failed, and the reward's own metrics.
 
-    `rollout/entropy` is the mean of -log-prob over all sampled tokens, in nats.
+    `rollout/entropy` is `sampled_entropy`.
     """
     samples = [sample for group in groups for sample in group.samples]
     trajectories = [trajectory for sample in samples for trajectory in sample]
@@ -23,7 +29,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
         "reward/mean": sum(t.reward for t in trajectories) / count,
         "reward/score_mean": sum(sample[0].score for sample in samples) / count,
         "rollout/samples": float(count),
-        "rollout/entropy": -sum(float(t.logprobs_T.sum()) for t in trajectories) / sum(lengths),
+        "rollout/entropy": sampled_entropy(trajectories),
         "rollout/response_length_mean": sum(lengths) / count,
         "rollout/response_length_max": float(max(lengths)),
         "rollout/truncated_share": sum(sample[0].stop_reason.truncated for sample in samples) / count,

@@ -4,7 +4,7 @@ A flag's value is the key of its branch. Every provider can be overridden, by na
 its port: that is how the library face and the tests swap a piece.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 from dependency_injector import containers, providers
 
@@ -24,9 +24,10 @@ from rollgrad.application.engines.resuming import ContinuingEngine
 from rollgrad.application.episodes.single_turn import SingleTurnExecutor
 from rollgrad.application.learning.experience import ExperienceService
 from rollgrad.application.learning.update import UpdateService
-from rollgrad.application.pipelines.alternating import SyncPipeline
-from rollgrad.application.pipelines.base import Schedule
-from rollgrad.application.pipelines.overlapping import AsyncPipeline
+from rollgrad.application.pipelines.alternating import Alternating
+from rollgrad.application.pipelines.learner import RLLearner
+from rollgrad.application.pipelines.overlapping import Overlapping
+from rollgrad.application.pipelines.run import Run, Schedule
 from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.rollouts.groups import RolloutService
 from rollgrad.application.rollouts.sampler import GroupSampler
@@ -101,6 +102,12 @@ from rollgrad.entrypoints.composition.rewards import make_judge, make_model_rewa
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 from rollgrad.entrypoints.composition.training_server import TrainingServer
 from rollgrad.entrypoints.description import describe
+
+LESS_MEMORY = (
+    "lower --train.max_tokens_per_micro_batch or --rollout.max_batch_size, turn on --actor.gradient_checkpointing, or "
+    "see --dry_run for what takes how much."
+)
+"""What a run says that ran out of memory."""
 
 
 class Container(containers.DeclarativeContainer):
@@ -339,56 +346,65 @@ class Container(containers.DeclarativeContainer):
     )
     sink = providers.Singleton(make_sinks, config, rollouts)
     sample_log = providers.Singleton(make_sample_log, config, codec)
-    services: ClassVar[dict[str, providers.Provider[Any]]] = {
-        "schedule": providers.Callable(
-            Schedule,
+    schedule = providers.Callable(
+        Schedule,
+        steps=rollouts,
+        eval_steps=config.provided.eval.steps,
+        save_steps=config.provided.ckpt.save_steps,
+        state_steps=config.provided.ckpt.state_steps,
+        state_minutes=config.provided.ckpt.state_minutes,
+    )
+    learner = providers.Singleton(
+        RLLearner,
+        experience=experience,
+        update=update,
+        policy=policy,
+        channel=channel,
+        objective=providers.Callable(make_objective, config).provider,
+        value_objective=providers.Callable(ClippedValueObjective, clip=config.provided.critic.value_clip),
+        kl=providers.Callable(make_kl_controller, config),
+        entropy=providers.Callable(make_entropy_controller, config),
+        clock=clock,
+        freezing_steps=config.provided.critic.freezing_steps,
+        pass_threshold=config.provided.reward.pass_threshold,
+    )
+    steps = providers.Selector(
+        providers.Callable(pipeline_kind, config),
+        alternating=providers.Singleton(
+            Alternating,
+            learner=learner,
+            sampler=sampler,
+            sleeper=providers.Selector(
+                providers.Callable(sleeper_kind, config), engine=engine, none=providers.Object(None)
+            ),
             steps=rollouts,
-            eval_steps=config.provided.eval.steps,
-            save_steps=config.provided.ckpt.save_steps,
-            state_steps=config.provided.ckpt.state_steps,
-            state_minutes=config.provided.ckpt.state_minutes,
-            freezing_steps=config.provided.critic.freezing_steps,
-            pass_threshold=config.provided.reward.pass_threshold,
+            clock=clock,
         ),
-        "experience": experience,
-        "update": update,
-        "policy": policy,
-        "critic": critic,
-        "channel": channel,
-        "objective": providers.Callable(make_objective, config).provider,
-        "value_objective": providers.Callable(ClippedValueObjective, clip=config.provided.critic.value_clip),
-        "kl": providers.Callable(make_kl_controller, config),
-        "entropy": providers.Callable(make_entropy_controller, config),
-        "evaluation": providers.Selector(
+        overlapping=providers.Singleton(
+            Overlapping,
+            learner=learner,
+            stream=stream,
+            engine=engine,
+            pause=providers.Callable(PAUSES.__getitem__, config.provided.train.partial_rollout),
+            clock=clock,
+        ),
+    )
+    run = providers.Singleton(  # the schedule first: it counts the prompts, before models are loaded
+        Run,
+        schedule=schedule,
+        steps=steps,
+        models=update,
+        evaluation=providers.Selector(
             providers.Callable(dataset_kind, config.provided.eval.dataset),
             dataset=evaluation,
             reasoning_gym=evaluation,
             none=providers.Object(None),
         ),
-        "sink": sink,
-        "checkpoints": checkpoints,
-        "clock": clock,
-        "sample_log": sample_log,
-        "watch": providers.Callable(make_learning_watch, config, rollouts),
-        "description": description,
-    }
-    """What both pipelines are built from, in this order: the schedule first, for it counts the prompts, and data that
-    cannot be used is refused before models are loaded."""
-    pipeline = providers.Selector(
-        providers.Callable(pipeline_kind, config),
-        alternating=providers.Singleton(
-            SyncPipeline,
-            **services,
-            sampler=sampler,
-            sleeper=providers.Selector(
-                providers.Callable(sleeper_kind, config), engine=engine, none=providers.Object(None)
-            ),
-        ),
-        overlapping=providers.Singleton(
-            AsyncPipeline,
-            **services,
-            stream=stream,
-            engine=engine,
-            pause=providers.Callable(PAUSES.__getitem__, config.provided.train.partial_rollout),
-        ),
+        sink=sink,
+        sample_log=sample_log,
+        checkpoints=checkpoints,
+        clock=clock,
+        watch=providers.Callable(make_learning_watch, config, rollouts),
+        description=description,
+        less_memory=LESS_MEMORY,
     )

@@ -1,9 +1,8 @@
-"""A pipeline over fakes, synchronous or asynchronous, and everything that it was built from."""
+"""A run over fakes, synchronous or asynchronous, and everything that it was built from."""
 
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from attrs import define, evolve, field
@@ -12,9 +11,11 @@ from rollgrad.application.engines.resuming import ContinuingEngine
 from rollgrad.application.episodes.single_turn import SingleTurnExecutor
 from rollgrad.application.learning.experience import ExperienceService
 from rollgrad.application.learning.update import UpdateService
-from rollgrad.application.pipelines.alternating import SyncPipeline
-from rollgrad.application.pipelines.base import Pipeline, RunOutcome, Schedule
-from rollgrad.application.pipelines.overlapping import AsyncPipeline
+from rollgrad.application.pipelines.alternating import Alternating
+from rollgrad.application.pipelines.learner import RLLearner
+from rollgrad.application.pipelines.overlapping import Overlapping
+from rollgrad.application.pipelines.run import Run as WholeRun
+from rollgrad.application.pipelines.run import RunOutcome, Schedule, StepSource
 from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
 from rollgrad.application.rollouts.sampler import GroupSampler, SamplingPlan
@@ -54,9 +55,10 @@ def bytes_above_half(request: RewardRequest) -> float:
 
 @define
 class Run:
-    """A pipeline and everything it was built from."""
+    """A run and everything it was built from."""
 
-    pipeline: Pipeline
+    pipeline: WholeRun[RolloutGroup]
+    update: UpdateService
     engine: FakeRolloutEngine
     policy: FakePolicy
     channel: FakeWeightChannel
@@ -111,34 +113,7 @@ def make_run(
     rollout = RolloutService(executor, max_concurrent=4, max_failures=max_failures, seed=1)
     run = Run(
         pipeline=None,  # type: ignore[arg-type]
-        engine=engine,
-        policy=policy,
-        channel=FakeWeightChannel(engine),
-        sink=FakeMetricSink(),
-        checkpoints=FakeCheckpointStore(root),
-        prompts=prompts,
-        rewards=rewards,
-        clock=clock,
-    )
-    services: dict[str, Any] = {
-        "schedule": Schedule(
-            steps=steps,
-            eval_steps=eval_steps,
-            save_steps=save_steps,
-            state_steps=state_steps,
-            state_minutes=state_minutes,
-        ),
-        "experience": ExperienceService(
-            policy,
-            reference=FakeReference() if controller.coef else None,
-            critic=None,
-            algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo"), kl=KLConfig(init_coef=controller.coef)),
-            reward=RewardConfig(),
-            max_length=3,
-            max_tokens=8,
-            steps_per_rollout=1,
-        ),
-        "update": UpdateService(
+        update=UpdateService(
             policy,
             None,
             aggregation=Aggregation.TOKEN_MEAN,
@@ -148,27 +123,62 @@ def make_run(
             max_tokens=8,
             seed=0,
         ),
-        "policy": policy,
-        "critic": None,
-        "channel": run.channel,
-        "objective": lambda **weights: PolicyLossObjective(),
-        "value_objective": None,
-        "kl": controller,
-        "entropy": EntropyController(coef=0.0),
-        "evaluation": EvaluationService(rollout, PROMPTS[:2], PARAMS, samples=1, threshold=0.5) if evaluation else None,
-        "sink": run.sink,
-        "checkpoints": run.checkpoints,
-        "clock": clock,
-        "description": {},
-        "watch": LearningWatch(LearningSettings(steps=steps)),
-        "sample_log": lambda step, groups: run.sampled.append((step, list(groups))),
-    }
+        engine=engine,
+        policy=policy,
+        channel=FakeWeightChannel(engine),
+        sink=FakeMetricSink(),
+        checkpoints=FakeCheckpointStore(root),
+        prompts=prompts,
+        rewards=rewards,
+        clock=clock,
+    )
+    learner = RLLearner(
+        experience=ExperienceService(
+            policy,
+            reference=FakeReference() if controller.coef else None,
+            critic=None,
+            algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo"), kl=KLConfig(init_coef=controller.coef)),
+            reward=RewardConfig(),
+            max_length=3,
+            max_tokens=8,
+            steps_per_rollout=1,
+        ),
+        update=run.update,
+        policy=policy,
+        channel=run.channel,
+        objective=lambda **weights: PolicyLossObjective(),
+        value_objective=None,
+        kl=controller,
+        entropy=EntropyController(coef=0.0),
+        clock=clock,
+    )
     plan = SamplingPlan(groups=GROUPS, samples=SAMPLES, in_flight=in_flight, group_filter=group_filter or GroupFilter())
     if bound is None:
         sampler = GroupSampler(rollout, prompts, params, plan, curriculum)
-        run.pipeline = SyncPipeline(sampler=sampler, **services)
+        made: StepSource[RolloutGroup] = Alternating(
+            learner=learner, sampler=sampler, sleeper=None, steps=steps, clock=clock
+        )
     else:
         plan = evolve(plan, in_flight=GROUPS * (bound.max_staleness + 1))
         stream = GroupStream(rollout, prompts, params, plan, bound, clock, curriculum)
-        run.pipeline = AsyncPipeline(stream=stream, engine=engine, pause=pause, **services)
+        made = Overlapping(learner=learner, stream=stream, engine=engine, pause=pause, clock=clock)
+    run.pipeline = WholeRun(
+        schedule=Schedule(
+            steps=steps,
+            eval_steps=eval_steps,
+            save_steps=save_steps,
+            state_steps=state_steps,
+            state_minutes=state_minutes,
+        ),
+        steps=made,
+        models=run.update,
+        evaluation=EvaluationService(rollout, PROMPTS[:2], PARAMS, samples=1, threshold=0.5) if evaluation else None,
+        sink=run.sink,
+        sample_log=lambda step, groups: run.sampled.append((step, list(groups))),
+        checkpoints=run.checkpoints,
+        clock=clock,
+        watch=LearningWatch(LearningSettings(steps=steps)),
+        description={},
+        less_memory="lower --train.max_tokens_per_micro_batch.",
+    )
     return run

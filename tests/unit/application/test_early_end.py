@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.application.learning.update import UpdateService
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.control.staleness import StalenessBound
 from rollgrad.domain.episodes.rewards import RewardRequest
@@ -148,8 +147,7 @@ def test_optimizer_steps_of_an_unfinished_update_are_saved_in_the_model_alone(tm
     """A training state in the middle of an update is of no use: the one before stays."""
     policy = BreakingPolicy(after=3)  # the second of two steps of the second update
     run = make_run(tmp_path, steps=STEPS, state_steps=1, policy=policy)
-    update: UpdateService = run.pipeline._update
-    update._batch_size = EPISODES // 2
+    run.update._batch_size = EPISODES // 2
     with pytest.raises(NonFiniteUpdateError):
         run.train()
     assert run.checkpoints.models == ["model"]

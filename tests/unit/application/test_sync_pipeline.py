@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollgrad.application.pipelines.base import RunOutcome
+from rollgrad.application.pipelines.run import RunOutcome
 from rollgrad.domain.control.kl_weight import KLController
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import NonFiniteUpdateError, RewardError

@@ -1,0 +1,134 @@
+"""What alternating and overlapping steps of reinforcement learning share: an update from groups of rollouts, and the
+way of the weights to the engines.
+
+Does not own: where groups come from, and when engines take new weights (the step sources).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rollgrad.application.learning.experience import ExperienceService
+from rollgrad.application.learning.update import UpdateService
+from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.application.rollouts.metrics import rollout_metrics, sampled_entropy
+from rollgrad.domain.control.entropy_weight import EntropyController
+from rollgrad.domain.control.kl_weight import KLController
+from rollgrad.domain.errors import RewardError
+from rollgrad.domain.ports.clock import Clock
+from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueObjective
+from rollgrad.domain.ports.weight_channel import WeightChannel
+
+
+class ObjectiveFactory(Protocol):
+    """Makes the policy's loss for the current weights of its terms and the version under training."""
+
+    def __call__(self, *, kl_coef: float, entropy_coef: float, version: int) -> PolicyObjective:
+        """The objective of one update."""
+        ...
+
+
+class RLLearner:
+    """Learns from groups of rollouts, and steers the weights of KL and entropy.
+
+    Args:
+        experience: makes batches with advantages from trajectories.
+        update: takes the optimizer steps.
+        policy: whose weights engines get.
+        channel: brings them there.
+        objective: the policy's loss.
+        value_objective: the critic's loss, None without one.
+        kl: steers the weight of the KL term.
+        entropy: steers the weight of the entropy term.
+        clock: measures.
+        freezing_steps: updates at the beginning that train the critic alone.
+        pass_threshold: score from which a sample passes.
+    """
+
+    def __init__(
+        self,
+        *,
+        experience: ExperienceService,
+        update: UpdateService,
+        policy: PolicyModel,
+        channel: WeightChannel,
+        objective: ObjectiveFactory,
+        value_objective: ValueObjective | None,
+        kl: KLController,
+        entropy: EntropyController,
+        clock: Clock,
+        freezing_steps: int = 0,
+        pass_threshold: float = 1.0,
+    ) -> None:
+        self._experience = experience
+        self._update = update
+        self._policy = policy
+        self._channel = channel
+        self._objective = objective
+        self._value_objective = value_objective
+        self._kl = kl
+        self._entropy = entropy
+        self._clock = clock
+        self._freezing_steps = freezing_steps
+        self._pass_threshold = pass_threshold
+
+    def learn(self, groups: Sequence[RolloutGroup], done: int) -> dict[str, float]:
+        """Takes the update after `done` ones, which `groups` feed; returns what is to report about it and them. One
+        that fails before its first optimizer step leaves everything as it was.
+
+        Raises:
+            RewardError: every episode of the groups failed.
+        """
+        entropy, experience = self._entropy, self._experience.state_dict()
+        try:
+            return self._learn(groups, done)
+        except BaseException:
+            self._entropy = entropy
+            self._experience.load_state_dict(experience)
+            raise
+
+    def _learn(self, groups: Sequence[RolloutGroup], done: int) -> dict[str, float]:
+        clock = self._clock
+        started = clock.monotonic()
+        trajectories = [t for group in groups for t in group.trajectories]
+        if not trajectories:
+            raise RewardError(f"All {len(groups)} groups of step {done} failed: there is nothing to train on.")
+        baselines = {g.group_id: g.baseline for g in groups if g.baseline is not None}
+        experience = self._experience.make(trajectories, self._kl.coef, baselines)
+        prepared = clock.monotonic()
+        metrics = rollout_metrics(groups, self._pass_threshold) | experience.metrics
+        self._entropy = self._entropy.observe(sampled_entropy(trajectories))
+        objective = self._objective(kl_coef=self._kl.coef, entropy_coef=self._entropy.weight, version=done + 1)
+        metrics |= self._update.run(
+            experience.batch,
+            objective,
+            self._value_objective,
+            train_policy=done >= self._freezing_steps,
+        )
+        if self._entropy.target is not None:
+            metrics["policy/entropy_coef"] = self._entropy.weight
+        if "policy/ref_kl" in metrics:
+            metrics["policy/kl_coef"] = self._kl.coef
+            self._kl = self._kl.update(metrics["policy/ref_kl"], experience.batch.rollouts)
+        ended = clock.monotonic()
+        return metrics | {"time/experience_s": prepared - started, "time/update_s": ended - prepared}
+
+    async def push(self, version: int) -> dict[str, float]:
+        """Hands the weights of `version` to the engines; returns what it took, to be reported."""
+        moved = await self._channel.push(self._policy, version)
+        if not moved["bytes"]:
+            return {}
+        return {"sync/bytes": moved["bytes"], "sync/gb_per_s": moved["bytes"] / 1e9 / max(moved["seconds"], 1e-9)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the weights of the terms and the running moments of rewards, JSON-serialisable."""
+        return {
+            "kl": self._kl.state_dict(),
+            "entropy": self._entropy.state_dict(),
+            "experience": self._experience.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state`."""
+        self._kl = self._kl.load_state_dict(state["kl"])
+        self._entropy = self._entropy.load_state_dict(state["entropy"])
+        self._experience.load_state_dict(state["experience"])

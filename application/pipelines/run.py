@@ -1,0 +1,359 @@
+"""A run: a schedule of steps, evaluations and checkpoints, early ends and resuming, whatever a step is.
+
+Invariants: an interruption ends the run between two steps, with the model and the training state of the last finished
+one. So does an error, but for one in the middle of an update of several optimizer steps: the model then has those that
+were taken, and the training state is the one saved before.
+Does not own: what a step does (its `StepSource`), nor how models learn (`TrainedModels`).
+"""
+
+import asyncio
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import structlog
+import torch
+from attrs import field, frozen
+
+from rollgrad.domain.control.findings import LearningWatch
+from rollgrad.domain.errors import CheckpointError, OutOfMemory, WorkerError
+from rollgrad.domain.ports.checkpoint_store import CheckpointStore, TrainingState
+from rollgrad.domain.ports.clock import Clock
+from rollgrad.domain.ports.metric_sink import MetricSink
+
+log = structlog.get_logger(__name__)
+
+SECONDS_PER_MINUTE = 60.0
+
+FINAL_MODEL = "model"
+"""Name of the model written at the end of a run."""
+
+Sample = TypeVar("Sample")
+SampleCo = TypeVar("SampleCo", covariant=True)
+
+
+@frozen(kw_only=True)
+class Schedule:
+    """`steps` in all; evaluation and model checkpoints every so many of them (-1: only at the ends). The state from
+    which training continues is saved every `state_steps` steps (-1: not by steps), when the one before is
+    `state_minutes` old (None: not by time), and at the end; never if neither is set."""
+
+    steps: int
+    eval_steps: int = -1
+    save_steps: int = -1
+    state_steps: int = -1
+    state_minutes: float | None = None
+
+    @property
+    def saves_state(self) -> bool:
+        """Whether the run leaves a training state."""
+        return self.state_steps > 0 or self.state_minutes is not None
+
+
+@frozen(kw_only=True)
+class RunOutcome:
+    """`steps` finished; held-out metrics `before` and `after`; whether someone interrupted the run."""
+
+    steps: int
+    before: Mapping[str, float] = field(factory=dict)
+    after: Mapping[str, float] = field(factory=dict)
+    interrupted: bool = False
+
+
+@frozen(kw_only=True, eq=False)
+class StepReport(Generic[SampleCo]):
+    """A finished step: its `metrics` (`group/name`) and the `samples` it learned from, for people to read.
+
+    `ended_by`: what went wrong after the update was complete (the weights did not reach an engine), or the interruption
+    that had to wait for the update. The step counts and is reported; then the run raises it.
+    """
+
+    metrics: Mapping[str, float]
+    samples: Sequence[SampleCo] = ()
+    ended_by: BaseException | None = None
+
+
+class StepSource(Protocol[SampleCo]):
+    """Makes the steps of a run: plays or reads what is learned from, and learns from it.
+
+    A new source (a trainer) has to keep these promises:
+
+    * **State.** `state_dict` is the place in the data and all that steers later steps, JSON-serialisable, without the
+      models: the run saves those by `TrainedModels`. What no place in the data gives back (samples of older weights) is
+      in `kept_samples`, nested mappings and lists of numbers, texts and tensors. After `load_state_dict` the next step
+      is the one that the uninterrupted run would have taken. The keys `step`, `update`, `before`, `groups` and
+      `evaluated` are the run's own.
+    * **Interruption.** The run's task is cancelled at any await of `step`. Before the update that means: give back what
+      was taken, so that `state_dict` is that of the last finished step, and let the `CancelledError` through. An update
+      that has begun is finished (`uninterrupted` waits for one in a thread), and `ended_by` has the `CancelledError`.
+    * **Failure.** A `step` that raises has changed nothing, except where it took some of an update's optimizer steps:
+      `TrainedModels.under_way` is then true, and the training state saved before stays the newest.
+    """
+
+    async def start(self, done: int) -> None:
+        """Prepares for the first evaluation and step of this process, after `done` steps: engines get the weights."""
+        ...
+
+    async def step(self, done: int) -> StepReport[SampleCo]:
+        """Takes the step after `done` finished ones."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends what is in flight when the steps are over, however they ended."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the source stands, JSON-serialisable."""
+        ...
+
+    def kept_samples(self) -> list[dict[str, Any]]:
+        """Returns samples that were drawn and are not learned from yet, if later steps begin with them."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Continues from a `state_dict`, in which the run's own keys may be, too, and the `kept_samples` of then."""
+        ...
+
+
+class TrainedModels(Protocol):
+    """The models under training with their optimizers; `UpdateService` is one."""
+
+    under_way: bool
+    """Whether an update has taken some of its optimizer steps, and not all: after an error, that it ended there."""
+
+    def save(self, checkpoints: CheckpointStore, name: str) -> None:
+        """Writes the models under `name`."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns weights, optimizer states and the order of samples."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state`."""
+        ...
+
+
+class Evaluation(Protocol):
+    """Measures the current models on held-out data."""
+
+    async def run(self) -> Mapping[str, float]:
+        """Returns metrics, by `eval/name`."""
+        ...
+
+
+class Run(Generic[Sample]):
+    """Takes the steps of a schedule.
+
+    Args:
+        schedule: how many, and what happens every so many.
+        steps: makes them.
+        models: what is trained, saved and restored.
+        evaluation: None without held-out data.
+        sink: where metrics go.
+        sample_log: receives the number of each step and its samples; None keeps none.
+        checkpoints: where models and training states go.
+        clock: tells the age of the last training state.
+        watch: looks for reasons why the run cannot learn.
+        description: says in a training state which run it is of.
+        less_memory: what a user may do if memory runs out, as the end of a sentence.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        steps: StepSource[Sample],
+        models: TrainedModels,
+        evaluation: Evaluation | None,
+        sink: MetricSink,
+        sample_log: Callable[[int, Sequence[Sample]], None] | None,
+        checkpoints: CheckpointStore,
+        clock: Clock,
+        watch: LearningWatch,
+        description: Mapping[str, Any],
+        less_memory: str,
+    ) -> None:
+        self._schedule = schedule
+        self._steps = steps
+        self._models = models
+        self._evaluation = evaluation
+        self._sink = sink
+        self._sample_log = sample_log
+        self._checkpoints = checkpoints
+        self._clock = clock
+        self._watch = watch
+        self._description = description
+        self._less_memory = less_memory
+        self._done = 0
+        self._began = 0
+        self._state_saved_at = 0.0
+        self._before: Mapping[str, float] = {}
+        self._evaluated: tuple[int, Mapping[str, float]] | None = None  # the last one's step and metrics
+
+    async def run(self) -> RunOutcome:
+        """Trains to the end of the schedule, or until the task is cancelled (Ctrl-C), and saves the model.
+
+        Raises:
+            RollgradError, or whatever ended the run: what was trained until then is saved before.
+        """
+        self._state_saved_at = self._clock.monotonic()
+        after: Mapping[str, float] = {}
+        interrupted = False
+        try:
+            try:
+                after = await self._train()
+            except asyncio.CancelledError:
+                interrupted = True
+                log.info("interrupted: saving the model", step=self._done)
+            finally:
+                await self._steps.stop()
+        except (Exception, SystemExit) as error:  # whatever it is, what was trained is not lost with it
+            traceback.clear_frames(error.__traceback__)  # what they hold may be the memory that saving needs
+            self._rescue(error)
+            if _lacks_memory(error):
+                reason = (str(error) or repr(error)).splitlines()[0]
+                raise OutOfMemory(f"Step {self._done + 1} ran out of memory ({reason}): {self._less_memory}") from error
+            raise
+        self._save(FINAL_MODEL)
+        if self._schedule.saves_state:
+            self._save_training()
+        return RunOutcome(steps=self._done, before=self._before, after=after, interrupted=interrupted)
+
+    async def _train(self) -> Mapping[str, float]:
+        """Takes the steps that are left; returns the last evaluation."""
+        schedule = self._schedule
+        await self._steps.start(self._done)
+        if not self._done:
+            self._before = await self._evaluate()
+        elif self._due(schedule.eval_steps):
+            await self._evaluate()  # a run that was interrupted after this step may not have
+        while self._done < schedule.steps:
+            self._count(await self._steps.step(self._done))
+            if self._due(schedule.eval_steps):
+                await self._evaluate()
+            if self._due(schedule.save_steps):
+                self._save(f"step_{self._done}")
+            if self._due(schedule.state_steps) or self._state_is_old():
+                self._save_training()
+        return await self._evaluate()
+
+    def _count(self, report: StepReport[Sample]) -> None:
+        """Counts and reports a finished step.
+
+        Raises:
+            BaseException: what the report says ended the run.
+        """
+        self._done += 1
+        self._sink.log(self._done, report.metrics)
+        if self._sample_log is not None:
+            self._sample_log(self._done, report.samples)
+        self._watch, found = self._watch.observe(self._done, report.metrics)
+        for finding in found:
+            log.warning(str(finding), finding=finding.name, since_step=finding.since, step=self._done)
+        if report.ended_by is not None:
+            raise report.ended_by
+
+    def _state_is_old(self) -> bool:
+        minutes = self._schedule.state_minutes
+        if minutes is None or self._done >= self._schedule.steps:
+            return False
+        return self._clock.monotonic() - self._state_saved_at >= SECONDS_PER_MINUTE * minutes
+
+    def _rescue(self, error: BaseException) -> None:
+        """Saves what was trained before `error`, as far as it can be; never raises, for `error` is what is raised."""
+        if self._done == self._began and not self._models.under_way:
+            return  # nothing was trained
+        log.warning("the run ends early: saving the model", step=self._done, error=type(error).__name__)
+        try:
+            self._save(FINAL_MODEL)
+            if self._models.under_way:
+                log.warning("the model has optimizer steps of an update that was not finished", after_step=self._done)
+            elif self._schedule.saves_state:
+                self._save_training()
+                log.warning("saved; --ckpt.resume continues the run", step=self._done)
+        except Exception as second:  # a full disk, a lost process: what it is only decides what is there afterwards
+            log.error("saving failed: what was saved before is still there", reason=str(second))
+
+    def _save_training(self) -> None:
+        """Saves the training state. Where nobody asked for it by steps, one that cannot be saved ends no run.
+
+        Raises:
+            CheckpointError: it was asked for, and cannot be saved.
+        """
+        state = self.training_state()
+        try:
+            self._checkpoints.save_training(TrainingState(step=self._done, state=state, description=self._description))
+        except CheckpointError as error:
+            if self._schedule.state_steps > 0:
+                raise
+            log.warning("no training state was saved", step=self._done, reason=str(error))
+        self._state_saved_at = self._clock.monotonic()
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Sentences for the end of the run; see `LearningWatch.summary`."""
+        return self._watch.summary()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self._done % every == 0 and self._done < self._schedule.steps
+
+    async def _evaluate(self) -> Mapping[str, float]:
+        """Returns held-out metrics after the last finished step, of which there is one row in the logs."""
+        if self._evaluation is None:
+            return {}
+        if self._evaluated is None or self._evaluated[0] != self._done:
+            metrics = await self._evaluation.run()
+            self._sink.log(self._done, metrics)
+            self._evaluated = self._done, metrics
+        return self._evaluated[1]
+
+    def _save(self, name: str) -> None:
+        self._models.save(self._checkpoints, name)
+        self._checkpoints.save_state(self.state_dict(), name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the run stands, JSON-serialisable."""
+        return {"step": self._done, **self._steps.state_dict()}
+
+    def training_state(self) -> dict[str, Any]:
+        """Returns all that a run needs to continue as if it had never been interrupted."""
+        state = {
+            "run": self.state_dict(),
+            "groups": self._steps.kept_samples(),
+            "update": self._models.state_dict(),
+            "before": dict(self._before),
+        }
+        if self._evaluated is not None:
+            step, metrics = self._evaluated
+            state["evaluated"] = {"step": step, "metrics": dict(metrics)}
+        return state
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continues from `training_state` when `run` is called.
+
+        Raises:
+            CheckpointError: it is of a run with other settings.
+        """
+        try:
+            run = state["run"]
+            self._done, self._before = int(run["step"]), dict(state["before"])
+            self._steps.load_state_dict(run, state.get("groups", ()))  # earlier states have none
+            self._models.load_state_dict(state["update"])
+            if "evaluated" in state:
+                self._evaluated = int(state["evaluated"]["step"]), dict(state["evaluated"]["metrics"])
+        except (CheckpointError, WorkerError):
+            raise
+        except Exception as error:  # a state of other settings or hands fails wherever it differs
+            if _lacks_memory(error):
+                raise
+            raise CheckpointError(
+                f"The training state is of a run with another model, optimizer or data ({type(error).__name__}: "
+                f"{str(error)[:200]}): continue with the settings that the run started with."
+            ) from error
+        self._began = self._done
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Whether a device or the machine had no memory left: torch raises a plain RuntimeError for that on a CPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
