@@ -1,8 +1,8 @@
-"""Which algorithms exist and what each asks of a run: importable without torch, so that a bad command is answered at
-once.
+"""Catalogue of the algorithms and of what each needs from a run. It imports no torch, so that a bad command is
+refused at once.
 
-The functions themselves stand in `domain.estimators` and `domain.losses.policy`; a user's own file adds to both with
-`@estimator` and `@policy_loss`.
+The functions are in `domain.algorithms.estimators` and `domain.algorithms.losses.policy`; a user's own file adds to
+both with `@estimator` and `@policy_loss`.
 """
 
 import difflib
@@ -16,17 +16,17 @@ from rollgrad.domain.errors import ConfigurationError
 Traits = TypeVar("Traits")
 
 NEEDS = ("group", "critic", "greedy_baseline", "teacher", "reward_parts", "rewards_from_0")
-"""What an estimator may need: several samples of a prompt, values, a greedy rollout of each prompt, a teacher's
+"""Needs that an estimator may have: several samples of a prompt, values, a greedy rollout of each prompt, a teacher's
 log-probs, rewards that come in named parts, and rewards of at least 0."""
 
 WHITENINGS = ("none", "batch", "group")
-"""Over what advantages are centred and scaled after the estimator: nothing, all action tokens, or those of a group."""
+"""Tokens over which advantages are centred and scaled after the estimator: none, all action tokens, or a group's."""
 
 
 @frozen(kw_only=True)
 class EstimatorTraits:
-    """`needs`: from `NEEDS`. `uses`: the settings of `algo.advantage` that change its result. `whiten`: its own
-    whitening, from `WHITENINGS`."""
+    """Traits of an estimator: its `needs`, from `NEEDS`; the settings of `algo.advantage` that it `uses`; and the
+    whitening that it takes by default, from `WHITENINGS`."""
 
     needs: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
@@ -35,10 +35,14 @@ class EstimatorTraits:
 
 @frozen(kw_only=True)
 class PolicyLossTraits:
-    """`clip`: its own (lower, upper) clip range, None when it clips nothing. `aggregation`: its own way from tokens to
-    one number. `uses`: the settings of `actor` that it reads besides the clip range. `selects`: tokens are chosen from
-    the whole optimizer step before it is split (see `domain.losses.selection`). `proportional`: a token without an
-    advantage has no gradient, so samples without any may be left out."""
+    """Traits of a policy loss.
+
+    `clip`: default (lower, upper) clip range, None if it clips nothing. `aggregation`: default way from token losses to
+    one number. `uses`: settings of `actor` that it reads besides the clip range. `selects`: whether it needs tokens
+    chosen from the whole optimizer step before the step is split (`domain.algorithms.losses.covariance`).
+    `proportional`: whether a token with advantage 0 has no gradient, so that samples without advantages may be left
+    out.
+    """
 
     clip: tuple[float, float] | None = (0.2, 0.2)
     aggregation: str = "token_mean"
@@ -130,10 +134,10 @@ OTHER_ESTIMATOR_NAMES = {
     "reinforce_pp_baseline": "reinforce_baseline",
     "reinforce_plus_plus_baseline": "reinforce_baseline",
 }
-"""Estimators by the names of the papers and of verl."""
+"""Names of estimators in papers and in verl, and their names here."""
 
 OTHER_POLICY_LOSS_NAMES = {"vanilla": "ppo", "clip": "ppo", "geo_mean": "gmpo", "reinforce": "policy_gradient"}
-"""Policy losses by the names of verl and of the papers."""
+"""Names of policy losses in papers and in verl, and their names here."""
 
 
 def plain_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""When rewards count as equal: up to the rounding of the numbers that they are made of."""
+"""Equality of rewards, up to the rounding of the numbers that they are made of."""
 
 from collections.abc import Sequence
 

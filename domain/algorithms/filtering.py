@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups are worth training on, and how far to look for more."""
+"""Dynamic sampling: the rule that chooses the groups that are trained on."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,16 @@ from attrs import frozen
 from rollgrad.domain.algorithms.equality import differ
 
 EMPTY = "empty"
-"""Why a group without any sample is rejected."""
+"""Reason for the rejection of a group without any sample."""
 
 
 @frozen(kw_only=True)
 class GroupFilter:
-    """`score_spread`: keep a group only if its scores differ: one that is neither all right nor all wrong, however that
-    is coded (DAPO, Yu et al. 2025, eq. 11); all right is a score of at least `pass_threshold`. `score_range`: keep a
-    group only if its mean score lies strictly between the two, None for any. `need_spread`: only if its rewards differ.
+    """Conditions that a group must meet to be trained on.
+
+    `score_spread`: its scores differ, so that it is neither all right nor all wrong, whatever numbers say so (DAPO, Yu
+    et al. 2025, eq. 11); a reply is right from a score of `pass_threshold` on, which only names the rejection.
+    `score_range`: its mean score lies strictly between the two; None for any. `need_spread`: its rewards differ.
     """
 
     score_spread: bool = False
@@ -23,7 +25,7 @@ class GroupFilter:
     need_spread: bool = False
 
     def rejection(self, scores: Sequence[float], rewards: Sequence[float]) -> str | None:
-        """Returns why a group is not trained on (`empty`, `too_hard`, `too_easy`, `no_spread`), or None."""
+        """Returns the reason why a group is not trained on (`empty`, `too_hard`, `too_easy`, `no_spread`), or None."""
         if not scores:
             return EMPTY
         if self.score_spread and not differ(scores):

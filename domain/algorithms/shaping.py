@@ -1,7 +1,7 @@
-"""Reward shaping: what happens to rewards before any baseline sees them.
+"""Reward shaping: changes of rewards before the estimator sees them.
 
-All functions take and return `rewards_N` of a packed batch (each turn's reward on its last token). What depends on a
-whole rollout (its length, whether it was cut off) is added to, or multiplied into, its outcome: the change goes to the
+All functions take a packed batch and return its `rewards_N` (each turn's reward, at its last token). A change that
+depends on the whole rollout (its length, whether it was truncated) changes its outcome: the difference goes to the
 rollout's last action token, and the rewards of earlier turns stay as they are.
 """
 
@@ -20,8 +20,8 @@ STD_FLOOR = 1e-8
 
 @frozen(kw_only=True)
 class CosineLength:
-    """Rewards at length 0 and at the limit, for replies that passed and that did not, and for those cut off (Yeo et al.
-    2025, "Demystifying Long Chain-of-Thought", table 1)."""
+    """Rewards at length 0 and at the limit, of replies that `passed` and that `failed`, and of truncated ones
+    (`exceeded`; Yeo et al. 2025, "Demystifying Long Chain-of-Thought", table 1)."""
 
     passed: tuple[float, float] = (2.0, 1.0)
     failed: tuple[float, float] = (-10.0, 0.0)
@@ -30,7 +30,8 @@ class CosineLength:
 
 @frozen(kw_only=True, eq=False)
 class _Outcomes:
-    """Per rollout (R): its reward, action tokens, whether any of it was cut off, score, and last action token."""
+    """Outcome of each rollout (R): reward, number of action tokens, whether any branch was truncated, highest score,
+    and index of the last action token."""
 
     reward_R: Tensor
     length_R: Tensor
@@ -58,7 +59,8 @@ class _Outcomes:
         )
 
     def replace(self, batch: PackedBatch, reward_R: Tensor) -> Tensor:
-        """`rewards_N` whose sums over rollouts are `reward_R`; those of rollouts whose sum stays are not touched."""
+        """Returns `rewards_N` whose sum over each rollout is `reward_R`. Rollouts whose sum stays are left to the
+        bit."""
         changed_R = (reward_R != self.reward_R) & (self.length_R > 0)
         last_R = self.last_R[changed_R]
         earlier_R = self.reward_R[changed_R] - batch.rewards_N[last_R]  # exactly 0 for a single turn
@@ -66,14 +68,14 @@ class _Outcomes:
 
 
 def clip_outcomes(batch: PackedBatch, limits: tuple[float, float]) -> Tensor:
-    """Outcomes clamped to `limits`; what lies beyond is taken from, or added to, a rollout's last action token."""
+    """Clamps outcomes to `limits`; the difference goes to the rollout's last action token."""
     outcomes = _Outcomes.of(batch)
     return outcomes.replace(batch, outcomes.reward_R.clamp(*limits))
 
 
 def overlong_penalty(batch: PackedBatch, *, limit: int, buffer: int, factor: float) -> Tensor:
-    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13): from `limit - buffer` sampled tokens on, up to `factor`
-    is taken away in proportion, all of it at `limit`. Environment tokens do not count.
+    """Applies DAPO's soft overlong punishment (Yu et al. 2025, eq. 13): from `limit - buffer` sampled tokens on a
+    penalty grows in proportion, up to `factor` at `limit`. Environment tokens do not count.
 
     Raises:
         ValueError: `buffer` is not at least 1.
@@ -86,9 +88,9 @@ def overlong_penalty(batch: PackedBatch, *, limit: int, buffer: int, factor: flo
 
 
 def stop_properly(batch: PackedBatch, coef: float) -> Tensor:
-    """What was cut off is worth at most `coef` x its reward (0 <= coef <= 1), or at most `coef` itself if negative
-    (ProRL, Liu et al. 2025, section 3). Never more than it would have been: multiplying a negative reward by a share
-    would reward truncation."""
+    """Lowers the outcome of a truncated rollout to `coef` x its reward (0 <= coef <= 1), or to `coef` itself if that is
+    negative (ProRL, Liu et al. 2025, section 3). It never raises an outcome: half of a negative reward is more than the
+    reward, and would be a bonus for truncation."""
     outcomes = _Outcomes.of(batch)
     target_R = outcomes.reward_R * coef if coef >= 0 else torch.full_like(outcomes.reward_R, coef)
     lowered_R = torch.minimum(outcomes.reward_R, target_R)
@@ -96,8 +98,8 @@ def stop_properly(batch: PackedBatch, coef: float) -> Tensor:
 
 
 def cosine_length(batch: PackedBatch, settings: CosineLength, *, limit: int, threshold: float) -> Tensor:
-    """Replaces outcomes: along half a cosine from the reward of a short reply to that of one at `limit` tokens, apart
-    for those whose score reaches `threshold` and those whose does not (Yeo et al. 2025, eq. 1)."""
+    """Replaces outcomes by a reward that follows half a cosine, from that of an empty reply to that of one of `limit`
+    tokens; replies whose score reaches `threshold` have other ends than the rest (Yeo et al. 2025, eq. 1)."""
     outcomes = _Outcomes.of(batch)
     share_R = (outcomes.length_R / limit).clamp(max=1.0)
     bend_R = 0.5 * (1 + torch.cos(math.pi * share_R))
@@ -107,14 +109,14 @@ def cosine_length(batch: PackedBatch, settings: CosineLength, *, limit: int, thr
 
 
 def normalise(batch: PackedBatch, *, mean: float, std: float) -> Tensor:
-    """Outcomes minus `mean`, over `std`; the rewards of single turns are divided alike."""
+    """Subtracts `mean` from outcomes and divides them by `std`; rewards of single turns are divided, too."""
     outcomes = _Outcomes.of(batch)
     scaled_N = batch.rewards_N / max(std, STD_FLOOR)
     return scaled_N.index_add(0, outcomes.last_R, torch.full_like(outcomes.reward_R, -mean / max(std, STD_FLOOR)))
 
 
 def outcomes(batch: PackedBatch) -> Tensor:
-    """Summed reward of each rollout, [R]."""
+    """Returns the summed reward of each rollout, [R]."""
     return _Outcomes.of(batch).reward_R
 
 
@@ -128,11 +130,11 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Population standard deviation; 1 before there is any."""
+        """Population standard deviation; 1 while there is no spread."""
         return math.sqrt(self.squares / self.count) if self.squares > 0 else 1.0
 
     def update(self, values: Tensor) -> "RunningMoments":
-        """Returns the moments with `values` taken in; without any, these."""
+        """Returns the moments with `values` included; unchanged if there are none."""
         if len(values) == 0:
             return self
         count, values = len(values), values.double()
@@ -147,10 +149,10 @@ class RunningMoments:
         )
 
     def state_dict(self) -> dict[str, float]:
-        """Returns all of it."""
+        """Returns the three numbers."""
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, float]) -> "RunningMoments":
-        """What `state_dict` described."""
+        """Returns the moments that `state_dict` described."""
         return cls(count=state["count"], mean=state["mean"], squares=state["squares"])

@@ -1,5 +1,5 @@
-"""Rewards to advantages: one table from name to function, and `estimate`, which whitens what a function returns. The
-contract is in `types`."""
+"""Estimators turn rewards into advantages. `ESTIMATORS` maps names to functions, whose contract is in `types`;
+`estimate` calls one and whitens its result."""
 
 from attrs import evolve
 
@@ -13,7 +13,7 @@ from rollgrad.domain.algorithms.estimators.types import Advantages, Estimator, E
 def estimate(
     name: str, inputs: EstimatorInput, params: EstimatorParams, *, whiten: str | None = None, std_norm: bool = True
 ) -> Advantages:
-    """Advantages of estimator `name`, whitened over action tokens; the critic's targets never are.
+    """Returns the advantages of estimator `name`, whitened over action tokens; the critic's targets are never whitened.
 
     Args:
         name: key of `ESTIMATORS`.

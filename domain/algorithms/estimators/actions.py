@@ -1,4 +1,4 @@
-"""What the estimators share: action tokens alone, their turns, and whitening."""
+"""Building blocks of the estimators: the action tokens of a batch, their turns, and whitening."""
 
 import torch
 from attrs import frozen
@@ -16,9 +16,9 @@ VARIANCE_FLOOR = 1e-8
 class Actions:
     """Action tokens (A) of a batch, rollout (R) after rollout, the branches of each chained in the order of its turns.
 
-    `index_A`: places of the tokens in the batch of `tokens`, None where that is every place in order. `lengths_R`: how
-    many each rollout has. `rollout_S`: rollout of each sequence, in order of first appearance. `group_R`: group of each
-    rollout, from 0. `sequence_A`: sequence of each token.
+    `tokens`: tokens of the batch (N). `index_A`: index of each action token in the batch, None if all N tokens are
+    actions in this order. `lengths_R`: action tokens of each rollout. `rollout_S`: rollout of each sequence, in order
+    of first appearance. `group_R`: group of each rollout, from 0. `sequence_A`: sequence of each action token.
     """
 
     tokens: int
@@ -46,6 +46,8 @@ class Actions:
             by_turn_A = torch.arange(len(index_A), device=lengths_S.device)
             if inputs.turn_ids_N is not None:
                 by_turn_A = inputs.turn_ids_N[index_A].argsort(stable=True)
+            # Two stable sorts: by turn, then by rollout, so that each rollout's tokens stay in the order of their
+            # turns.
             order_A = by_turn_A[rollout_S[sequence_A][by_turn_A].argsort(stable=True)]
             index_A, sequence_A = index_A[order_A], sequence_A[order_A]
         _, group_S = torch.unique(inputs.group_ids_S, return_inverse=True)
@@ -68,15 +70,15 @@ class Actions:
         return values_N if self.index_A is None else values_N.index_select(0, self.index_A)
 
     def put(self, values_A: Tensor) -> Tensor:
-        """Returns the values of the action tokens back at their places, 0 elsewhere."""
+        """Returns an array [N] with the values at the action tokens, and 0 elsewhere."""
         if self.index_A is None:
             return values_A
         return values_A.new_zeros(self.tokens).scatter_(0, self.index_A, values_A)
 
 
 def whiten_over(values_A: Tensor, groups_A: Tensor | None, *, std_norm: bool) -> Tensor:
-    """Minus the mean, and divided by the (population) standard deviation if `std_norm`; over all values, or apart for
-    each of `groups_A`."""
+    """Returns the values minus their mean, divided by their (population) standard deviation if `std_norm`. Both are
+    taken over all values, or within each group of `groups_A`."""
     if groups_A is None:
         return _whitened(values_A, std_norm=std_norm)
     _, counts_G = torch.unique(groups_A, return_counts=True)
@@ -87,13 +89,13 @@ def whiten_over(values_A: Tensor, groups_A: Tensor | None, *, std_norm: bool) ->
 
 
 def _whitened(values_A: Tensor, *, std_norm: bool) -> Tensor:
-    """In float64 until after the subtraction: a mean that is rounded to float32 would move every value by as much."""
+    # In float64 until the mean is subtracted: rounding the mean to float32 would shift every value by that error.
     if len(values_A) == 0:
         return values_A
     exact_A = values_A.double()
     centred_A = exact_A - exact_A.mean()
     if bool(centred_A.abs().max() <= SAME * exact_A.abs().max()):
-        return torch.zeros_like(values_A)  # equal but for rounding, which the division would blow up
+        return torch.zeros_like(values_A)  # they differ by rounding alone, which the division would blow up to 1
     if std_norm:
         centred_A *= centred_A.square().mean().clamp(min=VARIANCE_FLOOR).rsqrt()
     return centred_A.to(values_A.dtype)
@@ -101,9 +103,10 @@ def _whitened(values_A: Tensor, *, std_norm: bool) -> Tensor:
 
 @frozen(kw_only=True, eq=False)
 class Turns:
-    """Action tokens (A) gathered into turns (U), in the order of `Actions`: `turn_A` is the turn of each action token,
-    `first_U` the index in A of a turn's first token, `rollout_U` its rollout, `rewards_U` its reward; `lengths_R` are
-    the turns of each rollout."""
+    """Turns (U) of the action tokens (A), in the order of `Actions`.
+
+    `turn_A`: turn of each action token. `first_U`: index in A of a turn's first token. `rollout_U`, `rewards_U`:
+    rollout and reward of each turn. `lengths_R`: number of turns of each rollout."""
 
     turn_A: Tensor
     first_U: Tensor

@@ -1,4 +1,4 @@
-"""Learning from a teacher's log-probs alone."""
+"""Estimator that learns from a teacher's log-probs alone."""
 
 from rollgrad.domain.algorithms.estimators.actions import Actions
 from rollgrad.domain.algorithms.estimators.registry import estimator

@@ -37,7 +37,7 @@ def gae(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
 
 
 def temporal_differences(rewards_A: Tensor, values_A: Tensor, lengths_R: Tensor, gamma: float) -> Tensor:
-    """r_t + gamma V_{t+1} - V_t within each rollout of `lengths_R` steps; V is 0 after its end."""
+    """Returns r_t + gamma V_{t+1} - V_t within each rollout of `lengths_R` steps; V is 0 after its end."""
     next_A = torch.empty_like(values_A)
     next_A[:-1] = values_A[1:]
     next_A[last_tokens(lengths_R)] = 0.0

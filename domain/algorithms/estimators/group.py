@@ -69,8 +69,8 @@ def opo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
 
 @estimator("gpg")
 def gpg(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
-    """alpha (r_i - mean), alpha = rollouts / rollouts of groups whose rewards differ: the groups that teach nothing do
-    not dilute the gradient (Chu et al. 2025, "GPG", eq. 9 to 11 with F_norm = 1)."""
+    """alpha (r_i - mean), alpha = rollouts / rollouts of groups whose rewards differ, so that groups that teach nothing
+    do not dilute the gradient (Chu et al. 2025, "GPG", eq. 9 to 11 with F_norm = 1)."""
     rollouts = Rollouts(inputs)
     useful = rollouts.has_spread(rollouts.outcome_R, rollouts.size_R).sum()
     alpha = len(rollouts.outcome_R) / useful.clamp(min=1).double()
@@ -86,7 +86,7 @@ def maxrl(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
         RewardError: an outcome is below 0.
     """
     rollouts = Rollouts(inputs)
-    # What is left of rewards that cancel is rounding: neither a reward nor below 0.
+    # Rewards of turns that cancel leave a rounding error, which is neither a reward nor an outcome below 0.
     rewards_R = torch.where(rollouts.outcome_R.abs() <= SAME * rollouts.size_R, 0.0, rollouts.outcome_R)
     if bool((rewards_R < 0).any()):
         raise RewardError(
@@ -121,9 +121,11 @@ def gdpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
 
 
 class Rollouts:
-    """Outcomes of rollouts (R) and what compares them within their groups, each [R], in float64: in float32 the mean of
-    equal rewards can miss them by a rounding error, which a standard deviation of the same size would blow up to 1.
-    `size_R` sums the absolute values of what `outcome_R` sums: rounding is relative to it. NaN stays NaN."""
+    """Outcomes of rollouts (R), and their comparison within groups; each [R], in float64.
+
+    In float32 the mean of equal rewards can miss them by a rounding error, which division by a standard deviation of
+    the same size would blow up to 1. `size_R` sums the absolute values of the rewards that `outcome_R` sums: rounding
+    errors are relative to it. NaN stays NaN."""
 
     def __init__(self, inputs: EstimatorInput) -> None:
         self.actions = Actions.of(inputs)
@@ -152,15 +154,15 @@ class Rollouts:
         return self.centred(values_R) * self.count_R / (self.count_R - 1).clamp(min=1)
 
     def normalised(self, values_R: Tensor, size_R: Tensor) -> Tensor:
-        """Returns the values minus their group's mean, over its unbiased standard deviation; 0 for a group without
+        """Returns values minus their group's mean, divided by its unbiased standard deviation; 0 in a group without
         spread."""
         centred_R = self.centred(values_R)
         std_R = (self.group_sum(centred_R.square()) / (self.count_R - 1).clamp(min=1)).sqrt()
         return torch.where(self.has_spread(values_R, size_R), centred_R / (std_R + STD_FLOOR), 0.0)
 
     def has_spread(self, values_R: Tensor, size_R: Tensor) -> Tensor:
-        """Returns whether the values of a rollout's group differ by more than the rounding of numbers of its largest
-        size."""
+        """Returns, for each rollout, whether its group's values differ by more than the rounding error of its
+        largest."""
         low, high, size = (
             torch.zeros_like(values_R).scatter_reduce(0, self.group_R, column_R, reduce, include_self=False)
             for column_R, reduce in ((values_R, "amin"), (values_R, "amax"), (size_R, "amax"))
@@ -173,7 +175,7 @@ class Rollouts:
 
 
 def broadcast(inputs: EstimatorInput, outcome_R: Tensor, rollouts: Rollouts) -> Advantages:
-    """Outcome advantages on every action token, plus the token rewards still to come."""
+    """Returns each rollout's advantage at all its action tokens, plus the sum of the token rewards from there on."""
     actions = rollouts.actions
     togo_A = reverse_discounted_sum(actions.take(inputs.token_rewards_N), actions.lengths_R, 1.0)
     advantages_N = actions.put(rollouts.to_actions(outcome_R) + togo_A)

@@ -7,13 +7,13 @@ from rollgrad.domain.algorithms.catalogue import EstimatorTraits
 from rollgrad.domain.algorithms.estimators.types import Estimator
 
 ESTIMATORS: dict[str, Estimator] = {}
-"""Name to function; `domain.catalogue.ESTIMATORS` holds what each asks for."""
+"""Functions by name; `catalogue.ESTIMATORS` has their traits."""
 
 
 def estimator(name: str, traits: EstimatorTraits | None = None) -> Callable[[Estimator], Estimator]:
     """Registers a function as the estimator `name`, replacing one of that name.
 
-    `traits`: what it needs of a run; None keeps those the catalogue has for the name, or none at all.
+    `traits`: its needs and settings; None keeps those that the catalogue has for the name, if any.
 
     >>> from rollgrad.domain.algorithms.estimators import ESTIMATORS, Advantages
     >>> @estimator("reward_to_all", EstimatorTraits(whiten="batch"))

@@ -1,4 +1,4 @@
-"""Returns of single rollouts: REINFORCE++, its batch-mean relative, and ReMax."""
+"""Estimators from the return of a single rollout: REINFORCE++, FlashREINFORCE (minus the batch's mean) and ReMax."""
 
 from rollgrad.domain.algorithms.estimators.actions import Actions
 from rollgrad.domain.algorithms.estimators.discounting import reverse_discounted_sum
@@ -20,7 +20,7 @@ def reinforce(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
 @estimator("flash_reinforce")
 def flash_reinforce(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """r_i minus the mean over all rollouts of the batch, for one sample a prompt (FlashREINFORCE, the Molt project
-    2026): the batch stands in for the group, so a batch of one rollout teaches nothing."""
+    2026): the batch takes the place of the group, so a batch of one rollout teaches nothing."""
     rollouts = Rollouts(inputs)
     return broadcast(inputs, rollouts.outcome_R - rollouts.outcome_R.mean(), rollouts)
 

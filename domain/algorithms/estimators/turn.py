@@ -1,8 +1,16 @@
-"""Estimators whose step is a turn, not a token: they read the per-turn reward vector.
+"""Estimators whose time step is a turn, not a token: they read the reward of each turn.
 
 Every action token of a turn has the turn's advantage; `gamma` and `lambd` count turns. Rewards per token (the KL
-penalty) count for the turn they fall into in `turn_gae`, and add their undiscounted sum from a token on in the others,
-as in `group`.
+penalty) belong to their turn in `turn_gae`; in the others their undiscounted sum from a token on is added, as in
+`group`.
+
+Example: a group of two rollouts of two turns, with rewards (1, 0) and (0, 2), gamma 1, no KL.
+
+- `turn_group_norm`: rewards from each turn on are (1, 0) and (2, 2). Turn 1 compares 1 with 2, turn 2 compares 0 with
+2:
+  advantages (-0.71, -0.71) and (0.71, 0.71).
+- `process_group_norm`: the four rewards have mean 0.75 and standard deviation 0.96, so normalised they are
+  (0.26, -0.78) and (-0.78, 1.31); summed from each turn on: (-0.52, -0.78) and (0.52, 1.31).
 """
 
 import torch
@@ -44,16 +52,16 @@ def turn_gae(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
 
 @estimator("turn_group_norm")
 def turn_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
-    """GRPO's normalisation turn by turn, rollgrad's own: the discounted sum of the rewards from turn k of a rollout on,
-    minus the mean and over the unbiased standard deviation of the same among the group's rollouts that reached turn k.
-    Each turn's advantages sum to 0 over the group; a turn that only one rollout reached teaches nothing. Turns are
-    counted over all branches of a rollout. The paper's form is `process_group_norm`."""
+    """GRPO's normalisation for each turn, a definition of rollgrad's own: the discounted sum of a rollout's rewards
+    from turn k on, minus the mean of these sums over the group's rollouts that reached turn k, divided by their
+    unbiased standard deviation. Each turn's advantages sum to 0 over the group; a turn that only one rollout reached
+    teaches nothing. Turns are counted over all branches of a rollout. The paper's form is `process_group_norm`."""
     actions = Actions.of(inputs)
     turns = Turns.of(inputs, actions)
     rollout_U, lengths_R = turns.rollout_U, turns.lengths_R
     togo_U = reverse_discounted_sum(turns.rewards_U.double(), lengths_R, params.gamma)
     starts_R = lengths_R.cumsum(0) - lengths_R
-    number_U = torch.arange(len(rollout_U), device=rollout_U.device) - starts_R[rollout_U]
+    number_U = torch.arange(len(rollout_U), device=rollout_U.device) - starts_R[rollout_U]  # k of each turn
     cells = torch.stack([actions.group_R[rollout_U], number_U], dim=1)
     _, cell_U = torch.unique(cells, dim=0, return_inverse=True)
     size_U = reverse_discounted_sum(turns.rewards_U.double().abs(), lengths_R, params.gamma)
@@ -62,9 +70,9 @@ def turn_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantag
 
 @estimator("process_group_norm")
 def process_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
-    """GRPO with process supervision: each turn's reward minus the mean and over the unbiased standard deviation of the
-    rewards of all turns of the group's rollouts; a turn's advantage is the sum of these from it on (Shao et al. 2024,
-    "DeepSeekMath", section 4.1.3). A group whose turns are all rewarded alike teaches nothing."""
+    """GRPO with process supervision: each turn's reward minus the mean of the rewards of all turns in the group,
+    divided by their unbiased standard deviation; a turn's advantage is the sum of these from that turn on (Shao et al.
+    2024, "DeepSeekMath", section 4.1.3). A group in which all turns have the same reward teaches nothing."""
     actions = Actions.of(inputs)
     turns = Turns.of(inputs, actions)
     rewards_U = turns.rewards_U.double()
@@ -74,8 +82,8 @@ def process_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advan
 
 
 def _normalised(values_U: Tensor, size_U: Tensor, cell_U: Tensor) -> Tensor:
-    """Returns the values minus the mean and over the unbiased standard deviation of their cell (numbered from 0); 0
-    where the cell's values differ by no more than the rounding of numbers of its largest size. NaN stays NaN."""
+    """Returns values minus the mean of their cell (numbered from 0), divided by its unbiased standard deviation; 0 in a
+    cell whose values differ by no more than the rounding error of its largest. NaN stays NaN."""
 
     def total(column_U: Tensor) -> Tensor:
         return column_U.new_zeros(len(column_U)).index_add_(0, cell_U, column_U)[cell_U]
@@ -88,7 +96,7 @@ def _normalised(values_U: Tensor, size_U: Tensor, cell_U: Tensor) -> Tensor:
 
 
 def _with_token_rewards(inputs: EstimatorInput, actions: Actions, turns: Turns, advantages_U: Tensor) -> Advantages:
-    """Advantages of turns on all their tokens, plus the token rewards still to come."""
+    """Returns each turn's advantage at all its tokens, plus the sum of the token rewards from there on."""
     togo_A = reverse_discounted_sum(actions.take(inputs.token_rewards_N), actions.lengths_R, 1.0)
     advantages_N = actions.put(advantages_U.to(inputs.rewards_N.dtype)[turns.turn_A] + togo_A)
     return Advantages(advantages_N=advantages_N, returns_N=advantages_N)

@@ -1,12 +1,15 @@
-"""What an estimator takes and gives.
+"""Input, parameters and result of an estimator.
 
-Contract of every estimator `f(inputs, params) -> Advantages`: per-token arrays are [N] over packed sequences, at the
-token's own position; only action tokens count, environment tokens are passed over as if the action tokens on either
-side were adjacent; whatever stands at masked positions, even NaN, has no effect; the result does not depend on the
-order or packing of the sequences (branches of one rollout keep their order among themselves). An episode is a rollout
-with all its branches, whose turns follow each other in the order in which they were sampled: after the last token of a
-branch comes the first action token of the next, so that nothing depends on whether a template rewrote the history and
-thereby opened a branch.
+Contract of every estimator `f(inputs, params) -> Advantages`:
+
+- Per-token arrays are [N] over packed sequences, at the token's own position.
+- Only action tokens count. Environment tokens are skipped, as if the action tokens on either side were adjacent. A
+  value at a masked position, even NaN, has no effect.
+- The result does not depend on the order or packing of the sequences, as long as branches of one rollout keep their
+  order among themselves.
+- An episode is a rollout with all its branches, whose turns follow each other in the order in which they were sampled:
+  the last action token of a branch is followed by the first of the next. So the result does not depend on whether a
+  template rewrote the history and thereby opened a branch.
 """
 
 from collections.abc import Callable
@@ -23,13 +26,14 @@ def _at_least_float32(values: Tensor) -> Tensor:
 
 @frozen(kw_only=True, eq=False)
 class EstimatorInput:
-    """`rewards_N`: each turn's reward on the last token of its action segment. `token_rewards_N`: additions per token,
-    such as -coef * KL. `action_mask_N` bool. `turn_ids_N` int64: turn of each action token within its rollout, in the
-    order in which they were sampled; None takes every run of adjacent action tokens for a turn, in the order of the
-    sequences. `lengths_S`, `group_ids_S`, `sample_ids_S` int64: sequences of one group answer one prompt; sequences of
-    one sample are branches of one rollout. `values_N`: critic. `baselines_S`: reward of the prompt's greedy rollout.
-    `reward_parts_SK` and `part_weights_K`: named rewards, which add up over a rollout's branches. What is in half
-    precision is computed in float32."""
+    """Input of an estimator; half-precision arrays become float32.
+
+    `rewards_N`: each turn's reward, at the last token of its action segment. `token_rewards_N`: further rewards of each
+    token, such as -coef * KL. `action_mask_N`: bool. `turn_ids_N`: int64, turn of each action token within its rollout,
+    in the order in which they were sampled; None takes every run of adjacent action tokens for a turn. `lengths_S`,
+    `group_ids_S`, `sample_ids_S`: int64; sequences of one group answer one prompt, sequences of one sample are branches
+    of one rollout. `values_N`: from the critic. `baselines_S`: reward of the prompt's greedy rollout.
+    `reward_parts_SK`, `part_weights_K`: named rewards, which add up over a rollout's branches, and their weights."""
 
     rewards_N: Tensor = field(converter=_at_least_float32)
     token_rewards_N: Tensor = field(converter=_at_least_float32)
@@ -46,8 +50,10 @@ class EstimatorInput:
 
 @frozen(kw_only=True)
 class EstimatorParams:
-    """`gamma`: discount per action token (per turn for turn-level estimators). `lambd`: GAE's lambda.
-    `critic_lambd`: lambda of the critic's targets, None for the same (VAPO's decoupled GAE).
+    """Parameters of an estimator.
+
+    `gamma`: discount per action token (per turn for turn-level estimators). `lambd`: GAE's lambda.
+    `critic_lambd`: lambda of the critic's targets (VAPO's decoupled GAE); None takes `lambd`.
     `length_adaptive_alpha`: lambda becomes 1 - 1 / (alpha * length) for each sequence (VAPO), None keeps `lambd`."""
 
     gamma: float = 1.0
@@ -58,7 +64,8 @@ class EstimatorParams:
 
 @frozen(kw_only=True, eq=False)
 class Advantages:
-    """`advantages_N` weight the policy's loss, `returns_N` are the critic's targets; 0 where not an action."""
+    """`advantages_N`, which multiply the policy's loss, and `returns_N`, the critic's targets; both 0 outside
+    actions."""
 
     advantages_N: Tensor
     returns_N: Tensor

@@ -1,4 +1,4 @@
-"""Token losses and how they become one number. Importing anything from here registers the policy losses."""
+"""Losses per token, and their sum. Importing anything from here registers the policy losses."""
 
 from rollgrad.domain.algorithms.losses import policy
 from rollgrad.domain.algorithms.losses.contract import POLICY_LOSSES, policy_loss

@@ -1,7 +1,8 @@
-"""How token losses become one number: by weights that are fixed for a whole optimizer step.
+"""Aggregation of token losses into one number, by weights that are fixed for a whole optimizer step.
 
-Invariant: `loss_weights` sees every sample of the step, on all ranks, before it is split; a loss is then the plain sum
-of weight x token loss, so any split, order, packing or sharding of the same samples gives the same gradient.
+Invariant: `loss_weights` is given every sample of the step, of all processes, before the step is split. The loss is
+then the plain sum of weight x token loss, so any split, order, packing or sharding of the same samples gives the same
+gradient.
 """
 
 import torch
@@ -17,9 +18,9 @@ def loss_weights(
     rollout_ids_S: Tensor,
     max_length: int,
 ) -> Tensor:
-    """Float32 weight of each token; 0 where not an action, all 0 without actions.
+    """Returns the float32 weight of each token: 0 outside actions, and everywhere if there are no actions.
 
-    The sequences of the papers are rollouts: one that branched weighs no more than one in a single piece.
+    A paper's "sequence" is a rollout here: one that branched weighs no more than one in a single piece.
 
     Args:
         mode: `token_mean` (DAPO, eq. 8): mean over action tokens. `sequence_mean` (GRPO, eq. 3): mean over rollouts
@@ -28,7 +29,7 @@ def loss_weights(
         action_mask_N: bool.
         lengths_S: tokens of each sequence.
         group_ids_S: group of each sequence.
-        rollout_ids_S: rollout of each sequence, from 0 (`domain.batch.rollout_ids`).
+        rollout_ids_S: rollout of each sequence, from 0 (`domain.batches.packed.rollout_ids`).
         max_length: the constant of `constant_length`, in tokens.
 
     Raises:
@@ -57,5 +58,5 @@ def loss_weights(
 
 
 def weighted_sum(token_loss_N: Tensor, weights_N: Tensor, action_mask_N: Tensor) -> Tensor:
-    """Returns the sum of weight x token loss over action tokens; what is masked has no effect, not even NaN."""
+    """Returns the sum of weight x token loss over action tokens; a masked value has no effect, not even NaN."""
     return (torch.where(action_mask_N, token_loss_N, 0.0) * weights_N).sum()

@@ -11,9 +11,11 @@ from rollgrad.domain.algorithms.catalogue import PolicyLossTraits
 
 @frozen(kw_only=True, eq=False)
 class PolicyLossInput:
-    """One micro-batch, whole sequences, per token [N] with 0 at masked places: log-probs of the policy (with gradient)
-    and of the proximal policy (`old_logprobs_N`), advantages, `action_mask_N` bool, `sequence_N` int64 (0..S-1 of each
-    token), `sequences` S, and `selected_N` bool (tokens chosen from the whole step, or None)."""
+    """One micro-batch of whole sequences; values per token are [N], with 0 at masked positions.
+
+    `logprobs_N`: of the policy, with gradient. `old_logprobs_N`: of the proximal policy. `action_mask_N`: bool.
+    `sequence_N`: int64, sequence of each token, from 0 to S - 1. `sequences`: S. `selected_N`: bool, tokens chosen from
+    the whole optimizer step, or None."""
 
     logprobs_N: Tensor
     old_logprobs_N: Tensor
@@ -26,8 +28,11 @@ class PolicyLossInput:
 
 @frozen(kw_only=True)
 class PolicyLossParams:
-    """`clip_low`, `clip_high`: clip range below and above, in the loss's own measure. `dual_clip`: see `ppo`.
-    `sapo_tau`: temperatures for positive and negative advantages. `cov_kl_coef`: see `kl_cov`."""
+    """Parameters of the policy losses.
+
+    `clip_low`, `clip_high`: clip range below and above, in the loss's own measure. `dual_clip`: bound of `ppo` for
+    negative advantages. `sapo_tau`: temperatures for positive and negative advantages. `cov_kl_coef`: weight of the
+    penalty of `kl_cov`."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -38,7 +43,8 @@ class PolicyLossParams:
 
 @frozen(kw_only=True, eq=False)
 class PolicyLoss:
-    """`loss_N`, the importance ratio `ratio_N`, and where the clip takes the gradient away on either side."""
+    """Result of a policy loss: `loss_N`, the importance ratio `ratio_N`, and the tokens whose gradient is 0 because
+    their ratio lies below (`clipped_low_N`) or above (`clipped_high_N`) the clip range."""
 
     loss_N: Tensor
     ratio_N: Tensor
@@ -49,7 +55,7 @@ class PolicyLoss:
 PolicyLossFunction = Callable[[PolicyLossInput, PolicyLossParams], PolicyLoss]
 
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
-"""Name to function; `domain.catalogue.POLICY_LOSSES` holds what each asks for."""
+"""Functions by name; `catalogue.POLICY_LOSSES` has their traits."""
 
 
 def policy_loss(
@@ -57,7 +63,7 @@ def policy_loss(
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Registers a function as the policy loss `name`, replacing one of that name.
 
-    `traits`: what it reads; None keeps those the catalogue has for the name, or the defaults.
+    `traits`: the settings that it reads; None keeps those that the catalogue has for the name, or the defaults.
     """
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:

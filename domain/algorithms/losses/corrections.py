@@ -1,16 +1,16 @@
-"""Off-policy correction: what a token weighs whose sampler (behaviour policy mu) was not the policy that the loss takes
-for its starting point (proximal policy pi).
+"""Off-policy correction: the weight of a token that was sampled by another policy (behaviour policy mu) than the one
+whose ratio is clipped (proximal policy pi).
 
-Three choices that always combine. With w_t = pi / mu of a token:
+Three independent choices, with w_t = pi / mu of a token:
 
-- **level**: where the importance ratio is taken: `token` w_t, `sequence` the product over the sequence, `geometric` its
-  geometric mean.
-- **mode**: what becomes of it: `truncate` min(ratio, high), `clip` clamp(ratio, low, high), `mask` the token's own w_t
-  where low <= ratio <= high at that level, and 0 elsewhere.
-- **gate**: what else decides that a token or sequence is left out: `ratio` nothing besides; `binary_kl` or `tv` a
-  divergence of mu and pi at the sampled token above `threshold` (the sequence's mean at the sequence levels), in which
-  case `mask` looks at this divergence instead of the ratio; `opsm` mean log(mu / pi) of the sequence above `threshold`
-  where the advantage is negative (DeepSeek-V3.2, section 3.1, eq. 9).
+- **level**: the importance ratio is that of a `token` (w_t), the product over the `sequence`, or its `geometric` mean.
+- **mode**: the weight is min(ratio, high) (`truncate`), clamp(ratio, low, high) (`clip`), or the token's own w_t where
+  low <= ratio <= high at that level, and 0 elsewhere (`mask`).
+- **gate**: a further condition that leaves a token or sequence out. `ratio`: none. `binary_kl`, `tv`: a divergence of
+mu
+  and pi at the sampled token (at the sequence levels: its mean over the sequence) is above `threshold`; `mask` then
+  looks at this divergence instead of the ratio. `opsm`: the sequence's mean log(mu / pi) is above `threshold` and the
+  advantage is negative (DeepSeek-V3.2, section 3.1, eq. 9).
 
 Named: TIS = token, truncate (Yao et al. 2025); IcePop = token, mask (Zhao et al. 2025, Ring-1T); seq-mask-TIS =
 geometric, mask (OpenRLHF); OPSM = sequence, mask, opsm.
@@ -27,8 +27,10 @@ from rollgrad.domain.algorithms.losses.ratios import binary_kl, binary_tv, bound
 
 @frozen(kw_only=True)
 class Correction:
-    """See the module. `bypass`: the proximal policy is the sampler itself, so the loss's own ratio already holds w_t
-    and only what is left out counts: weights are 1 or 0."""
+    """Settings of the correction: `level`, `mode` and `gate` as in the module's docstring, with their bounds.
+
+    `bypass`: the proximal policy is the behaviour policy, so that the loss's own ratio already holds w_t: weights are 1
+    for tokens that are kept, and 0 for the others."""
 
     level: str = "token"
     mode: str = "truncate"
@@ -49,11 +51,11 @@ def correction_weights(
     sequence_N: Tensor,
     sequences: int,
 ) -> Tensor:
-    """Returns the factor of each token's loss, at least 0; 0 where left out or not an action.
+    """Returns the factor of each token's loss, at least 0; 0 for tokens that are left out and outside actions.
 
     Args:
-        correction: the triple.
-        logprobs_N: under the proximal policy, no gradient.
+        correction: the settings.
+        logprobs_N: under the proximal policy, without gradient.
         rollout_logprobs_N: under the behaviour policy.
         advantages_N: the gate `opsm` reads their sign.
         action_mask_N: bool.
@@ -100,7 +102,7 @@ def _passes(
     sequence_N: Tensor,
     sequences: int,
 ) -> Tensor:
-    """Returns where the gate leaves a token in."""
+    """Returns a mask of the tokens that the gate keeps."""
     match correction.gate:
         case "ratio":
             return torch.ones_like(action_mask_N)

@@ -1,8 +1,8 @@
 """Tokens chosen from a whole optimizer step by the covariance of log-prob and advantage (Cui et al. 2025, "The Entropy
 Mechanism of Reinforcement Learning for Reasoning Language Models", section 4).
 
-Chosen before the step is split, from the log-probs before the update, so the choice is the same for every split, order
-and packing; on the first step of a rollout these are the current ones, as in the paper.
+Tokens are chosen before the step is split, from the log-probs before the update, so the choice is the same for every
+split, order and packing. On the first step of a rollout these are the current log-probs, as in the paper.
 """
 
 import torch
@@ -13,7 +13,7 @@ KNUTH = 2654435761
 
 
 def covariances(logprobs_N: Tensor, advantages_N: Tensor, action_mask_N: Tensor) -> Tensor:
-    """(log p - mean) (A - mean) over the step's action tokens (eq. 11); 0 elsewhere."""
+    """Returns (log p - mean) (A - mean), with means over the step's action tokens (eq. 11); 0 elsewhere."""
     count = action_mask_N.sum().clamp(min=1)
     logprobs_N = torch.where(action_mask_N, logprobs_N, 0.0).double()
     advantages_N = torch.where(action_mask_N, advantages_N, 0.0).double()
@@ -33,7 +33,8 @@ def clip_cov_tokens(
     """Returns a pseudo-random `share` of the action tokens (at least one) among those whose covariance is within
     `limits`.
 
-    `keys_N` int64 names each token, e.g. by `token_keys`; which of the eligible are taken depends on the keys alone.
+    `keys_N`: int64, identifies each token, as `token_keys` does. Which of the eligible tokens are chosen depends on the
+    keys alone.
     """
     covariance_N = covariances(logprobs_N, advantages_N, action_mask_N)
     eligible_N = action_mask_N & (covariance_N > limits[0]) & (covariance_N < limits[1])

@@ -5,12 +5,12 @@ from torch import Tensor
 from rollgrad.domain.algorithms.losses.ratios import bounded
 
 MAX_KL = 10.0
-"""Bound on a token's k1, k2 and k3, in nats, as in OpenRLHF (all three), verl and slime (k3): else one token to which
-the reference gives e^12 times the probability would outweigh 10,000 others."""
+"""Bound on a token's k1, k2 and k3, in nats, as in OpenRLHF (all three), verl and slime (k3). Without it one token to
+which the reference gives e^12 times the probability would outweigh 10,000 others."""
 
 
 def kl_estimate(logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: str, ratio_N: Tensor | None = None) -> Tensor:
-    """KL(policy || reference) at each sampled token, with x = logprobs - ref_logprobs.
+    """Returns estimates of KL(policy || reference) at each sampled token, with x = logprobs - ref_logprobs.
 
     k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x (Schulman 2020, "Approximating KL Divergence"), each clamped to
     +-`MAX_KL`, beyond which there is no gradient. k3_unbiased = `ratio_N` * k3 with the importance ratio of the policy

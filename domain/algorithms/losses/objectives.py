@@ -1,4 +1,10 @@
-"""What a model is told to minimise: callables over one micro-batch that return its share of the step's loss."""
+"""Objectives that a model minimises: callables that return one micro-batch's share of the optimizer step's loss.
+
+Every token's weight is fixed for the whole step before it is split (`aggregation`), so shares simply add up. Metrics
+are sums with the same weights: over the micro-batches of a step they add up to weighted means. For example, `entropy`
+of a step of 100 action tokens in token_mean is sum(entropy) / 100, of which a micro-batch of 40 tokens returns its own
+sum / 100.
+"""
 
 import torch
 from attrs import field, frozen
@@ -16,12 +22,13 @@ from rollgrad.domain.ports.models import LossOutput, TokenScores
 
 @frozen(kw_only=True)
 class PolicyLossObjective:
-    """A policy loss, weighed by an off-policy correction, plus `kl_coef` x KL, minus `entropy_coef` x entropy, plus
-    `positive_nll_coef` x the negative log-likelihood of replies that passed (VAPO, Yue et al. 2025, eq. 10); a
+    """A policy loss, weighted by an off-policy correction, plus `kl_coef` x KL, minus `entropy_coef` x entropy, plus
+    `positive_nll_coef` x the negative log-likelihood of replies that passed (VAPO, Yue et al. 2025, eq. 10). It is a
     `PolicyObjective`.
 
-    `loss`: key of `POLICY_LOSSES`. `kl_against`: `reference` or `rollout` (the policy that sampled). `version`: that of
-    the policy under training; given, the proximal log-probs are interpolated between the sampler's and the current.
+    `loss`: key of `POLICY_LOSSES`. `kl_against`: `reference`, or `rollout` for the policy that sampled. `version`: the
+    version of the policy under training; if given, the proximal log-probs are interpolated between those of the
+    sampling and of the current policy.
     """
 
     loss: str = "ppo"
@@ -66,6 +73,7 @@ class PolicyLossObjective:
         if self.correction is not None:
             factor_N = correction_weights(
                 self.correction,
+                # With `bypass` the ratio of the loss is pi / mu already: the gate looks at the current policy.
                 logprobs_N=logprobs_N if self.correction.bypass else old_N,
                 rollout_logprobs_N=rollout_N,
                 advantages_N=advantages_N,
@@ -106,7 +114,7 @@ class PolicyLossObjective:
         return LossOutput(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
 
     def _proximal(self, current_N: Tensor, rollout_N: Tensor, batch: PackedBatch) -> Tensor:
-        """Returns the log-probs that the loss's ratio starts from."""
+        """Returns the log-probs of the proximal policy, which the loss's ratio divides by."""
         if self.version is not None:
             return interpolated_proximal(current_N, rollout_N, batch.versions_N, self.version)
         return current_N if batch.old_logprobs_N is None else _column(batch, "old_logprobs_N")
@@ -136,10 +144,11 @@ class ClippedValueObjective:
 
 
 def _column(batch: PackedBatch, name: str) -> Tensor:
-    """Returns the named column, 0 where not an action."""
+    """Returns the named column, with 0 outside actions."""
     return _masked(batch.filled(name), batch.action_mask_N)
 
 
 def _masked(values_N: Tensor, mask_N: Tensor) -> Tensor:
-    """0 where not an action, before anything is computed: a NaN behind a later mask would still reach gradients."""
+    """Sets values outside actions to 0. This comes before any computation: a NaN that is masked only later would still
+    reach the gradient, as 0 x NaN."""
     return torch.where(mask_N, values_N, 0.0)

@@ -1,7 +1,8 @@
-"""Policy losses per token. With rho = exp(logprobs - old_logprobs) and A the advantage, each docstring gives the loss.
+"""Policy losses per token. Each docstring gives the formula, with rho = exp(logprobs - old_logprobs), A the advantage,
+and sg(x) a constant to the gradient ("stop gradient").
 
-A loss of whole sequences stands on each of the sequence's tokens, so that aggregation by sequence_mean gives the
-paper's mean over sequences.
+A loss of a whole sequence is repeated at each of its tokens, so that aggregation by sequence_mean gives the paper's
+mean over sequences.
 """
 
 import torch
@@ -11,7 +12,7 @@ from rollgrad.domain.algorithms.losses.contract import PolicyLoss, PolicyLossInp
 from rollgrad.domain.algorithms.losses.ratios import binary_kl, bounded, ratio, sequence_mean, sequence_sum
 
 MAX_WEIGHT = 20.0
-"""What a token's ratio weighs at most in the losses of a trust region, as in verl."""
+"""Largest weight of a token's ratio in the losses with a trust region, as in verl."""
 
 
 @policy_loss("ppo")
@@ -91,7 +92,7 @@ def sapo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
 @policy_loss("clip_cov")
 def clip_cov(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     """`ppo` without a gradient at the selected tokens, those where log-prob and advantage covary strongly (Cui et al.
-    2025, "The Entropy Mechanism", eq. 12); chosen by `selection.clip_cov_tokens`.
+    2025, "The Entropy Mechanism", eq. 12); chosen by `covariance.clip_cov_tokens`.
 
     Raises:
         ValueError: `selected_N` is missing.
@@ -108,7 +109,7 @@ def clip_cov(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
 @policy_loss("kl_cov")
 def kl_cov(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     """-rho A, plus cov_kl_coef |log rho| at the selected tokens (Cui et al. 2025, eq. 14); chosen by
-    `selection.kl_cov_tokens`.
+    `covariance.kl_cov_tokens`.
 
     Raises:
         ValueError: `selected_N` is missing.
@@ -122,15 +123,15 @@ def kl_cov(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
 def dppo_tv(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     """-rho A, without a gradient where a step would lead further from the old policy than the trust region: p - p_old
     above clip_high for a positive advantage, p_old - p above clip_low for a negative one (Qi et al. 2026, "DPPO", eq.
-    11 and 12). A rho above `MAX_WEIGHT` weighs as much as that: a token may rise from 1e-6 to 0.1 inside the region."""
+    11 and 12). A rho above `MAX_WEIGHT` counts as `MAX_WEIGHT`: inside the region a token may rise from 1e-6 to 0.1."""
     moved_N = (inputs.logprobs_N.exp() - inputs.old_logprobs_N.exp()).detach()
     return _trust_region(inputs, -moved_N > params.clip_low, moved_N > params.clip_high)
 
 
 @policy_loss("dppo_kl")
 def dppo_kl(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
-    """As `dppo_tv`, with the region measured by the binary KL divergence from the old policy (Qi et al. 2026, eq. 11
-    and 13)."""
+    """The loss of `dppo_tv` with a trust region in binary KL divergence from the old policy (Qi et al. 2026, eq. 11 and
+    13)."""
     divergence_N = binary_kl(inputs.old_logprobs_N, inputs.logprobs_N.detach())
     rises_N = inputs.logprobs_N.detach() > inputs.old_logprobs_N
     return _trust_region(
@@ -150,7 +151,7 @@ def _log_ratio(inputs: PolicyLossInput) -> Tensor:
 
 
 def _geometric(inputs: PolicyLossInput) -> Tensor:
-    """exp(mean of log rho) of each sequence."""
+    """Returns exp(mean of log rho) of each sequence."""
     return bounded(sequence_mean(_log_ratio(inputs), inputs.action_mask_N, inputs.sequence_N, inputs.sequences)).exp()
 
 
@@ -171,9 +172,10 @@ def _clipped(ratio_N: Tensor, inputs: PolicyLossInput, params: PolicyLossParams)
 
 
 def _trust_region(inputs: PolicyLossInput, outside_low_N: Tensor, outside_high_N: Tensor) -> PolicyLoss:
-    """-rho A where the step does not lead further outside."""
+    """Returns -rho A, with a gradient only where the step does not lead further outside the region."""
     ratio_N = ratio(inputs.logprobs_N, inputs.old_logprobs_N)
     own_N = (inputs.logprobs_N - inputs.logprobs_N.detach()).exp()  # 1, with the gradient of log pi
+    # The clamp bounds the weight alone: the gradient still flows through `own_N`.
     weight_N = ratio_N.detach().clamp(max=MAX_WEIGHT) * own_N
     low_N, high_N = outside_low_N & (inputs.advantages_N < 0), outside_high_N & (inputs.advantages_N > 0)
     return PolicyLoss(
