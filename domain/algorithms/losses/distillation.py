@@ -1,0 +1,49 @@
+"""Divergences between the next-token distributions of a teacher and a student.
+
+All arguments are log-probs over B outcomes at each of A places: the vocabulary, or some tokens and, as one more
+outcome, all the others (`with_rest`), which is a divergence of a coarser distribution: it is at least 0, at most that
+of the whole vocabulary, and 0 for equal models."""
+
+import math
+
+import torch
+from torch import Tensor
+
+MIN_REST = 1e-7
+"""Probability of the other tokens below which it is held: rounding may leave less than nothing."""
+
+
+def with_rest(logprobs_AK: Tensor) -> Tensor:
+    """Adds, as the last outcome, the log-probability of all tokens that are not among the K given: [A, K + 1]."""
+    rest_A1 = (1 - logprobs_AK.exp().sum(1, keepdim=True)).clamp(min=MIN_REST)
+    return torch.cat([logprobs_AK, rest_A1.log()], dim=1)
+
+
+def divergence(teacher_AB: Tensor, student_AB: Tensor, *, beta: float) -> Tensor:
+    """Generalised Jensen-Shannon divergence of each place, [A], with T the teacher and S the student:
+    beta KL(T || M) + (1 - beta) KL(S || M), M = beta T + (1 - beta) S (Agarwal et al. 2023, "GKD", arXiv:2306.13649,
+    eq. 1); at the ends their limits up to scale, the forward KL(T || S) at 0 and the reverse KL(S || T) at 1.
+
+    Raises:
+        ValueError: `beta` is not from 0 to 1.
+    """
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta is {beta}: it must be from 0 (forward KL) to 1 (reverse KL).")
+    if beta == 0:
+        return _kl(teacher_AB, student_AB)
+    if beta == 1:
+        return _kl(student_AB, teacher_AB)
+    mixture_AB = torch.logaddexp(teacher_AB + math.log(beta), student_AB + math.log1p(-beta))
+    return beta * _kl(teacher_AB, mixture_AB) + (1 - beta) * _kl(student_AB, mixture_AB)
+
+
+def distillation_loss(
+    nll_A: Tensor, teacher_AB: Tensor, student_AB: Tensor, *, weight: float, beta: float, temperature: float = 1.0
+) -> Tensor:
+    """(1 - weight) x nll + weight x temperature^2 x divergence, of each place (Hinton et al. 2015, arXiv:1503.02531,
+    section 2, whose factor keeps the gradient's size); `teacher_AB` and `student_AB` are of logits / temperature."""
+    return (1 - weight) * nll_A + weight * temperature**2 * divergence(teacher_AB, student_AB, beta=beta)
+
+
+def _kl(p_AB: Tensor, q_AB: Tensor) -> Tensor:
+    return (p_AB.exp() * (p_AB - q_AB)).sum(1)

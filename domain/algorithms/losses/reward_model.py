@@ -1,0 +1,68 @@
+"""The loss of reward models that learn from pairs, and the objective that sums it."""
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.ports.models import LossOutput
+
+
+def pairwise_reward_loss(
+    chosen_P: Tensor, rejected_P: Tensor, *, margins_P: Tensor | float = 0.0, centring: float = 0.0
+) -> Tensor:
+    """-log sigmoid(r_c - r_r - m) + centring (r_c + r_r)^2, of each pair.
+
+    The first term is the likelihood of Bradley and Terry's model (Ouyang et al. 2022, "InstructGPT", eq. 1), which
+    OpenRLHF also calls logexp, log(1 + exp(r_r - r_c)); its margin m is Llama 2's (Touvron et al. 2023, eq. 2). The
+    second holds the rewards around 0 (Eisenstein et al. 2023, "Helping or Herding?", arXiv:2312.09244).
+
+    Args:
+        chosen_P: rewards of the chosen replies.
+        rejected_P: rewards of the rejected replies.
+        margins_P: by how much the chosen one should be better.
+        centring: weight of the second term.
+    """
+    return -logsigmoid(chosen_P - rejected_P - margins_P) + centring * (chosen_P + rejected_P).square()
+
+
+@frozen(kw_only=True)
+class RewardObjective:
+    """Weighted sum of the pairs' losses, from the reward at each reply's last trained token; a `ValueObjective` over
+    micro-batches that hold whole pairs.
+
+    A pair is the two sequences of one `group_ids_S`: `sample_ids_S` is 0 in the chosen reply's, 1 in the rejected
+    one's, `scores_S` is the margin in both, and `loss_weights_N` stands at each trained token and is the weight of its
+    pair in the step."""
+
+    centring: float = 0.0
+
+    def __call__(self, values_N: Tensor, batch: PackedBatch) -> LossOutput:
+        """Returns the micro-batch's share; metrics are means over pairs: `accuracy` (the chosen reply has the higher
+        reward), `reward_gap`, `chosen_reward`, `rejected_reward`.
+
+        Raises:
+            ValueError: the batch lacks weights.
+        """
+        order_S = torch.argsort(2 * torch.unique(batch.group_ids_S, return_inverse=True)[1] + batch.sample_ids_S)
+        last_S = last_trained(batch)[order_S]
+        rewards_P2 = values_N[last_S].view(-1, 2)
+        weights_P = batch.filled("loss_weights_N")[last_S].view(-1, 2)[:, 0]
+        margins_P = batch.scores_S[order_S].view(-1, 2)[:, 0]
+        chosen_P, rejected_P = rewards_P2.unbind(1)
+        loss_P = pairwise_reward_loss(chosen_P, rejected_P, margins_P=margins_P, centring=self.centring)
+        columns = {
+            "accuracy": (chosen_P > rejected_P).to(weights_P.dtype),
+            "reward_gap": chosen_P - rejected_P,
+            "chosen_reward": chosen_P,
+            "rejected_reward": rejected_P,
+        }
+        metrics = {name: (weights_P * column_P.detach()).sum() for name, column_P in columns.items()}
+        return LossOutput(loss=(weights_P * loss_P).sum(), metrics=metrics)
+
+
+def last_trained(batch: PackedBatch) -> Tensor:
+    """Returns the index of each sequence's last trained token, [S]."""
+    places_N = torch.where(batch.action_mask_N, torch.arange(batch.token_count), -1)
+    return torch.full((len(batch),), -1).scatter_reduce(0, batch.sequence_ids_N, places_N, "amax")

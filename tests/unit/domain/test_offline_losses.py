@@ -1,0 +1,209 @@
+"""Losses of labelled replies, reward models, process reward models and distillation against formulas in plain
+Python."""
+
+import math
+import random
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollgrad.domain.algorithms.losses.distillation import distillation_loss, divergence, with_rest
+from rollgrad.domain.algorithms.losses.process_reward import step_accuracy, step_loss
+from rollgrad.domain.algorithms.losses.reward_model import RewardObjective, last_trained, pairwise_reward_loss
+from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective, reference_point, unpaired_loss
+from rollgrad.domain.batches.examples import pack_sequences
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.ports.models import TokenScores
+from tests.unit.domain.test_preference import batch_of, log_sigmoid, logistic, random_pairs, reply, sums
+
+EXAMPLES = settings(max_examples=15, deadline=None)
+SEEDS = st.integers(0, 10**6)
+ROWS = st.lists(st.floats(-6, 6), min_size=3, max_size=6)
+
+
+def float64(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@EXAMPLES
+@given(r=st.floats(-50, 50), beta=st.floats(0.01, 1), kl=st.floats(-5, 5), desirable=st.booleans())
+def test_kto_is_the_formula(r: float, beta: float, kl: float, desirable: bool) -> None:
+    z = max(0.0, kl)
+    wanted = 1 - logistic(beta * (r - z)) if desirable else 1 - logistic(beta * (z - r))
+    label = torch.tensor([desirable])
+    assert float(unpaired_loss("kto", float64([r]), label, beta=beta, kl=kl)) == pytest.approx(wanted, abs=1e-12)
+    wanted = 1 - logistic(beta * r) if desirable else logistic(beta * r)
+    found = unpaired_loss("apo_zero_unpaired", float64([r]), label, beta=beta, kl=kl)
+    assert float(found) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_the_reference_point_is_a_mean_of_at_least_0_over_two_replies_or_more() -> None:
+    assert reference_point(float64([1.0, 4.0])) == 2.5
+    assert reference_point(float64([1.0, -4.0])) == 0.0
+    with pytest.raises(ValueError, match="at least two"):
+        reference_point(float64([1.0]))
+    with pytest.raises(ValueError, match="kto or apo_zero_unpaired"):
+        unpaired_loss("sigmoid", float64([1.0]), torch.tensor([True]), beta=0.1, kl=0.0)
+
+
+def labelled(seed: int) -> tuple[PackedBatch, Tensor]:
+    """(replies with random labels, weights of a step and a reference, log-probs of a policy)."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    replies = [reply(rng, [1, 2]) for _ in range(rng.randint(2, 6))]
+    batch = pack_sequences(replies, group_ids=range(len(replies)), sample_ids=[0] * len(replies))
+    noise = -torch.rand(2, batch.token_count, generator=generator, dtype=torch.float64)
+    return evolve(
+        batch,
+        scores_S=torch.tensor([float(rng.random() < 0.5) for _ in replies]),
+        loss_weights_N=torch.where(batch.action_mask_N, 1.0 / len(replies), 0.0).double(),
+        ref_logprobs_N=noise[0],
+    ), noise[1]
+
+
+@EXAMPLES
+@given(seed=SEEDS, parts=st.integers(1, 4))
+def test_any_split_of_labelled_replies_gives_the_same_loss_gradient_and_metrics(seed: int, parts: int) -> None:
+    batch, theta_N = labelled(seed)
+    objective = UnpairedObjective(beta=0.3, desirable_weight=1.3, undesirable_weight=0.7, kl=0.2)
+
+    def output(piece: PackedBatch, logprobs_N: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+        leaf = logprobs_N.clone().requires_grad_()
+        found = objective(TokenScores(logprobs_N=leaf, entropy_N=leaf), piece)
+        (gradient_N,) = torch.autograd.grad(found.loss, leaf)
+        return found.loss.detach(), gradient_N, {name: float(value) for name, value in found.metrics.items()}
+
+    loss, whole_N, metrics = output(batch, theta_N)
+    assert batch.ref_logprobs_N is not None
+    ratio_N = torch.where(batch.action_mask_N, theta_N - batch.ref_logprobs_N, 0.0)
+    wanted = 0.0
+    for part, score in zip(ratio_N.split(batch.lengths_S.tolist()), batch.scores_S.tolist(), strict=True):
+        x = 0.3 * (float(part.sum()) - 0.2)
+        wanted += 1.3 * (1 - logistic(x)) if score else 0.7 * (1 - logistic(-x))
+    assert float(loss) == pytest.approx(wanted / len(batch))
+    assert metrics["desirable_share"] + metrics["undesirable_share"] == pytest.approx(1.0)
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+    summed_N, added = torch.zeros_like(whole_N), dict.fromkeys(metrics, 0.0)
+    for part in order.tensor_split(min(parts, len(batch))):
+        index = batch.token_index(part)
+        _, gradient_N, of_part = output(batch.select(part), theta_N[index])
+        summed_N[index] += gradient_N
+        added = {name: added[name] + value for name, value in of_part.items()}
+    torch.testing.assert_close(summed_N, whole_N, rtol=1e-12, atol=1e-15)
+    assert added == pytest.approx(metrics, rel=1e-9)
+
+
+@EXAMPLES
+@given(c=st.floats(-30, 30), r=st.floats(-30, 30), m=st.floats(0, 3), centring=st.floats(0, 0.1))
+def test_the_reward_loss_is_the_formula(c: float, r: float, m: float, centring: float) -> None:
+    wanted = -log_sigmoid(c - r - m) + centring * (c + r) ** 2
+    found = pairwise_reward_loss(float64([c]), float64([r]), margins_P=float64([m]), centring=centring)
+    assert float(found) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_the_reward_loss_is_finite_for_any_gap() -> None:
+    leaf = torch.tensor([-1e4], requires_grad=True)
+    loss = pairwise_reward_loss(leaf, torch.tensor([1e4]))
+    loss.sum().backward()
+    assert float(loss.detach()) == pytest.approx(2e4)
+    assert leaf.grad is not None
+    assert float(leaf.grad) == -1.0
+
+
+@EXAMPLES
+@given(seed=SEEDS, parts=st.integers(1, 4))
+def test_any_split_of_pairs_trains_the_reward_model_alike(seed: int, parts: int) -> None:
+    pairs = random_pairs(seed)
+    batch, values_N = batch_of(pairs, seed)
+    margins_P = torch.rand(len(pairs), generator=torch.Generator().manual_seed(seed))
+    batch = evolve(batch, scores_S=margins_P.repeat_interleave(2))
+    objective = RewardObjective(centring=0.01)
+
+    def output(piece: PackedBatch, rewards_N: Tensor) -> tuple[float, Tensor, dict[str, float]]:
+        leaf = rewards_N.clone().requires_grad_()
+        found = objective(leaf, piece)
+        (gradient_N,) = torch.autograd.grad(found.loss, leaf)
+        return float(found.loss.detach()), gradient_N, {name: float(value) for name, value in found.metrics.items()}
+
+    loss, whole_N, metrics = output(batch, values_N)
+    last = [int(index) for index in last_trained(batch)]
+    assert last == [
+        int(part.nonzero()[-1, 0]) + start
+        for part, start in zip(
+            batch.action_mask_N.split(batch.lengths_S.tolist()), batch.starts_S.tolist(), strict=True
+        )
+    ]
+    total = math.fsum(pair.weight for pair in pairs)
+    wanted = sum(
+        pair.weight / total * (-log_sigmoid(c - r - float(m)) + 0.01 * (c + r) ** 2)
+        for pair, c, r, m in zip(
+            pairs, values_N[last[::2]].tolist(), values_N[last[1::2]].tolist(), margins_P, strict=True
+        )
+    )
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
+    summed_N, added = torch.zeros_like(whole_N), dict.fromkeys(metrics, 0.0)
+    for part in order.tensor_split(min(parts, len(pairs))):
+        sequences = torch.isin(batch.group_ids_S, part).nonzero()[:, 0].flip(0)
+        index = batch.token_index(sequences)
+        _, gradient_N, of_part = output(batch.select(sequences), values_N[index])
+        summed_N[index] += gradient_N
+        added = {name: added[name] + value for name, value in of_part.items()}
+    torch.testing.assert_close(summed_N, whole_N, rtol=1e-12, atol=1e-15)
+    assert added == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+    assert len(sums(batch, values_N)) == len(pairs)
+
+
+@EXAMPLES
+@given(plus=st.floats(-5, 5), minus=st.floats(-5, 5), label=st.floats(0, 1))
+def test_step_losses_are_the_formula(plus: float, minus: float, label: float) -> None:
+    right = logistic(plus - minus)
+    logits = float64([plus, minus])[None]
+    wanted = -label * math.log(right) - (1 - label) * math.log(1 - right)
+    assert float(step_loss(logits, float64([label]))) == pytest.approx(wanted, rel=1e-9)
+    hard = float(step_loss(logits, torch.tensor([1])))
+    assert hard == pytest.approx(-math.log(1 - right), rel=1e-9)
+
+
+def test_steps_by_hand() -> None:
+    logits = float64([2.0, 1.0, 0.0, 3.0]).view(2, 2)
+    assert step_accuracy(logits, float64([0.9, 0.4])).tolist() == [1.0, 1.0]
+    assert step_accuracy(logits, torch.tensor([1, 1])).tolist() == [0.0, 1.0]
+    with pytest.raises(ValueError, match="two reward tokens"):
+        step_loss(torch.zeros(1, 3), torch.tensor([0.5]))
+
+
+def kl(p: list[float], q: list[float]) -> float:
+    return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+@EXAMPLES
+@given(rows=st.integers(3, 6).flatmap(lambda n: st.tuples(*[st.lists(st.floats(-6, 6), min_size=n, max_size=n)] * 2)))
+def test_divergences_are_the_formula(beta: float, rows: tuple[list[float], list[float]]) -> None:
+    teacher, student = (float64(row).log_softmax(0) for row in rows)
+    t, s = teacher.exp().tolist(), student.exp().tolist()
+    m = [beta * a + (1 - beta) * b for a, b in zip(t, s, strict=True)]
+    wanted = {0.0: kl(t, s), 1.0: kl(s, t)}.get(beta, beta * kl(t, m) + (1 - beta) * kl(s, m))
+    whole = float(divergence(teacher[None], student[None], beta=beta))
+    assert whole == pytest.approx(wanted, abs=1e-9)
+    coarse = float(divergence(with_rest(teacher[None, :2]), with_rest(student[None, :2]), beta=beta))
+    assert -1e-9 <= coarse <= whole + 1e-6
+    mixed = distillation_loss(float64([2.0]), teacher[None], student[None], weight=0.25, beta=beta, temperature=2.0)
+    assert float(mixed) == pytest.approx(0.75 * 2.0 + 0.25 * 4 * wanted, abs=1e-9)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_model_is_no_divergence_from_itself(beta: float) -> None:
+    logprobs = torch.randn(4, 50).log_softmax(1).requires_grad_()
+    for row in (logprobs, with_rest(logprobs[:, :5])):
+        loss = divergence(row.detach(), row, beta=beta).sum()
+        assert abs(float(loss.detach())) < 1e-6
+
+
+def test_beta_must_lie_between_both_ends() -> None:
+    with pytest.raises(ValueError, match="from 0"):
+        divergence(torch.zeros(1, 1), torch.zeros(1, 1), beta=1.5)
