@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rollgrad
-from rollgrad.application.settings.training import PartialRollout
+from rollgrad.application.settings.sections.train import PartialRollout
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]

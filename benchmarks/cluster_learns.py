@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 import rollgrad
-from rollgrad.application.settings.choices import CorrectionLevel
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.training import PartialRollout
+from rollgrad.application.settings.sections.train import PartialRollout
+from rollgrad.domain.algorithms.settings import CorrectionLevel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]

@@ -126,8 +126,8 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
     from dependency_injector import providers
 
     from rollgrad.adapters.rewards.function import FunctionReward
-    from rollgrad.application.settings.choices import DType
     from rollgrad.application.settings.run import RLConfig
+    from rollgrad.application.settings.sections.actor import DType
     from rollgrad.domain.episodes.generation import SamplingParams
     from rollgrad.entrypoints.composition.container import Container
 

@@ -36,7 +36,7 @@ from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.adapters.weights.disk import Disk
 from rollgrad.adapters.weights.shared_memory import shared_memory, shared_memory_adapter
 from rollgrad.adapters.weights.transfer import Backend
-from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.episodes.trajectory import TrajectoryBuilder

@@ -23,9 +23,10 @@ from rollgrad.application.settings.memory_plan import (
     places,
     shortages,
 )
-from rollgrad.application.settings.models import LoraConfig
 from rollgrad.application.settings.rules.inputs import dataset_names
-from rollgrad.application.settings.run import CheckpointConfig, RLConfig
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import LoraConfig
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, RollgradError, raise_together
 from rollgrad.entrypoints.run_directory import output_problem
 

@@ -19,9 +19,9 @@ from rollgrad.application.pipelines.run import Run
 from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.settings.correction import log_correction
-from rollgrad.application.settings.models import LoraConfig
 from rollgrad.application.settings.rules import validate, validate_evaluation
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.environment import Environment

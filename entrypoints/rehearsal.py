@@ -17,8 +17,8 @@ from rich.text import Text
 
 from rollgrad.adapters.openrlhf.loading import load_agent_file
 from rollgrad.application.episodes.judging import answer_request
-from rollgrad.application.settings.rules.inputs import range_problems, with_defaults
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.validation import range_problems, with_defaults
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
 from rollgrad.entrypoints.composition.container import Container

@@ -22,8 +22,7 @@ from rollgrad.adapters.checkpoints.names import (
     state_paths,
 )
 from rollgrad.adapters.checkpoints.states import load_description
-from rollgrad.application.settings.choices import Resume
-from rollgrad.application.settings.run import CheckpointConfig
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
 from rollgrad.domain.errors import CheckpointError
 
 CONFIG_HEADER = "# The settings of a run by rollgrad"

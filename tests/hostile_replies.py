@@ -19,7 +19,7 @@ from attrs import define, field
 
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
-from rollgrad.application.settings.choices import Verifier
+from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest

@@ -29,7 +29,7 @@ import structlog
 from attrs import frozen
 
 from rollgrad.adapters.sandbox import code_run, judge_child, syscalls
-from rollgrad.application.settings.choices import JudgeIsolation
+from rollgrad.application.settings.sections.reward import JudgeIsolation
 from rollgrad.domain.errors import ConfigurationError, RewardError
 
 MAX_WORKERS = 8

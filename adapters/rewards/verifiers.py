@@ -13,7 +13,7 @@ from typing import Any
 
 from rollgrad.adapters.rewards import format_worker, math_worker
 from rollgrad.adapters.rewards.judge_pool import JudgePool, Verdict
-from rollgrad.application.settings.choices import JudgeIsolation, Verifier
+from rollgrad.application.settings.sections.reward import JudgeIsolation, Verifier
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource

@@ -11,7 +11,7 @@ import structlog
 from rollgrad.adapters.sandbox import code_run, syscalls
 from rollgrad.adapters.system.slots import Slots
 from rollgrad.adapters.tools.text_argument import read_text, text_schema
-from rollgrad.application.settings.choices import PythonIsolation
+from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.environment import Tool

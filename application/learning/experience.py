@@ -8,12 +8,13 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from rollgrad.application.learning.microbatch import per_token
-from rollgrad.application.settings.choices import Normalise, OldLogprobs
-from rollgrad.application.settings.run import AlgoConfig, RewardConfig
+from rollgrad.application.settings.sections.algo import AlgoConfig
+from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.domain.algorithms import shaping
 from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParams, estimate
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
+from rollgrad.domain.algorithms.settings import Normalise, OldLogprobs
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import RewardError

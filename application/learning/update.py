@@ -9,8 +9,8 @@ from attrs import evolve
 from torch import Tensor
 
 from rollgrad.application.learning.microbatch import split
-from rollgrad.application.settings.choices import Aggregation
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
+from rollgrad.domain.algorithms.settings import Aggregation
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.batches.partition import minibatches
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore

@@ -7,9 +7,9 @@ from typing import Any
 
 import structlog
 
-from rollgrad.application.settings.choices import CorrectionGate, CorrectionLevel, CorrectionMode, OldLogprobs
 from rollgrad.application.settings.derived import optimizer_steps_per_rollout
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.algorithms.settings import CorrectionGate, CorrectionLevel, CorrectionMode, OldLogprobs
 
 log = structlog.get_logger(__name__)
 

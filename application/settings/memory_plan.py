@@ -10,12 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from attrs import evolve, frozen
 
-from rollgrad.application.settings.choices import Engine, KLAgainst
-from rollgrad.application.settings.cluster import BUCKET_NUMBERS, CPU_CACHE_BYTES, GRADIENTS, PARAMETERS
 from rollgrad.application.settings.derived import longest_sample, ranks
-from rollgrad.application.settings.models import REWARD_TOKENS
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.ds import BUCKET_NUMBERS, GRADIENTS, PARAMETERS
+from rollgrad.application.settings.sections.reward import REWARD_TOKENS
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES
 from rollgrad.domain.algorithms.catalogue import estimator_traits
+from rollgrad.domain.algorithms.settings import KLAgainst
 
 FLOAT32_BYTES = 4
 

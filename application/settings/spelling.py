@@ -10,9 +10,11 @@ from typing import Any, TypeVar, get_args
 
 import attrs
 
-from rollgrad.application.settings.choices import Aggregation, DType, Engine, KLEstimator, Optim
 from rollgrad.application.settings.presets import preset_name
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import DType
+from rollgrad.application.settings.sections.optimizer import Optim
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.algorithms.catalogue import (
     ESTIMATORS,
     POLICY_LOSSES,
@@ -20,6 +22,7 @@ from rollgrad.domain.algorithms.catalogue import (
     canonical_policy_loss,
     plain_name,
 )
+from rollgrad.domain.algorithms.settings import Aggregation, KLEstimator
 from rollgrad.domain.errors import ConfigurationError
 
 Kind = TypeVar("Kind", bound=StrEnum)

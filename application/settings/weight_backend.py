@@ -1,8 +1,9 @@
 """Which way weights go from the trainer to vLLM's engines, by who shares a GPU with whom."""
 
-from rollgrad.application.settings.choices import LoraSync, SyncBackend
 from rollgrad.application.settings.derived import ranks
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import LoraSync
+from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.errors import ConfigurationError
 
 NEED_GPUS = (SyncBackend.NCCL, SyncBackend.CUDA_IPC)

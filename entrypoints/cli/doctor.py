@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import rollgrad
-from rollgrad.application.settings.run import CheckpointConfig
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.entrypoints.cli import doctor_machine as machine
 from rollgrad.entrypoints.cli.doctor_packages import Requirements, requirements, torch_cuda, version
 

@@ -1,16 +1,14 @@
 """`--help` of the commands that read a run's settings: the essential ones, a section, or all.
 
-Written from the settings' classes and their docstrings, without torch and tyro, so that it comes at once.
+Written from the fields of the settings, without torch and tyro, so that it comes at once.
 """
 
-import ast
 import inspect
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
@@ -18,6 +16,7 @@ import attrs
 from attrs import frozen
 
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.settings import Told
 from rollgrad.entrypoints.names.suggestions import unknown_flag
 
 HELP_FLAGS = ("-h", "--help")
@@ -162,42 +161,16 @@ def _setting(setting: Setting, *, brief: bool) -> Iterator[str]:
 def _sections(config: Any, prefix: str, doc: str = "") -> Iterator[Section]:
     """The sections of a configuration, those within a section after it."""
     kind: Any = type(config)
-    docs, settings, inner = _docs(kind), [], []
+    settings, inner = [], []
     for field in attrs.fields(kind):
-        name, value = f"{prefix}{field.name}", getattr(config, field.name)
+        name, value, its_doc = f"{prefix}{field.name}", getattr(config, field.name), Told.by(field).doc
         if attrs.has(field.type):
-            inner.append((value, f"{name}.", docs[field.name]))
+            inner.append((value, f"{name}.", its_doc))
         else:
-            settings.append(Setting(name, field.type, value, docs[field.name]))
+            settings.append(Setting(name, field.type, value, its_doc))
     yield Section(prefix.rstrip("."), doc, tuple(settings))
     for value, deeper, its_doc in inner:
         yield from _sections(value, deeper, its_doc)
-
-
-@cache
-def _docs(kind: type[Any]) -> Mapping[str, str]:
-    """The docstrings of a class's fields, by name: the strings that follow them in the source."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        for node in _classes(base.__module__).get(base.__name__, ()):
-            found.update(node)
-    return found
-
-
-@cache
-def _classes(module: str) -> Mapping[str, Sequence[Mapping[str, str]]]:
-    if module == "builtins":
-        return {}
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {node.name: [_field_docs(node)] for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _field_docs(node: ast.ClassDef) -> Mapping[str, str]:
-    docs: dict[str, str] = {}
-    for field, doc in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
-            docs[field.target.id] = " ".join(str(ast.literal_eval(doc.value)).split())
-    return docs
 
 
 def _value(kind: Any) -> str:

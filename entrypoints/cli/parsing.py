@@ -13,10 +13,11 @@ from typing import Any, TypeVar, get_args
 import attrs
 from attrs import define, frozen
 
-from rollgrad.application.settings.choices import Resume
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.application.settings.spelling import choice, choice_kind
 from rollgrad.domain.errors import ConfigurationError, raise_together
+from rollgrad.domain.settings import setting
 from rollgrad.entrypoints.config_io import PRESET, Run, forget_preset, read_config, setting_names
 from rollgrad.entrypoints.names.suggestions import unknown_flag
 
@@ -29,27 +30,26 @@ class RunFlags:
     """Flags of every command that reads the settings of a run. The class of a command's arguments derives from such
     flags and from the run: `class TrainArguments(TrainFlags, RLConfig)`."""
 
-    config: Path | None = None
-    """YAML file with settings; flags override it."""
-    print_config: bool = False
-    """Print all settings as YAML that --config reads, and leave."""
+    config: Path | None = setting(None, "YAML file with settings; flags override it.")
+    print_config: bool = setting(False, "Print all settings as YAML that --config reads, and leave.")
 
 
 @define(kw_only=True, slots=False)
 class TrainFlags(RunFlags):
     """Flags of commands that train."""
 
-    dry_run: bool = False
-    """Check all that the run would refuse: settings, files, prompts, reward and memory; show the memory plan, the
-    counts and a prompt, and leave."""
+    dry_run: bool = setting(
+        False,
+        "Check all that the run would refuse: settings, files, prompts, reward and memory; show the memory plan, the "
+        "counts and a prompt, and leave.",
+    )
 
 
 @define(kw_only=True, slots=False)
 class EvalFlags(RunFlags):
     """Flags of commands that evaluate."""
 
-    json: bool = False
-    """Print JSON instead of a table."""
+    json: bool = setting(False, "Print JSON instead of a table.")
 
 
 @define(kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define
 
-from rollgrad.application.settings.choices import DType
+from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.errors import ConfigurationError
 
 if TYPE_CHECKING:

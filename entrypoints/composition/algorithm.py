@@ -5,10 +5,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from rollgrad.application.rollouts.sampler import SamplingPlan
-from rollgrad.application.settings.choices import CorrectionLevel, KLAgainst, OldLogprobs
 from rollgrad.application.settings.correction import correction_level
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.training import PartialRollout
+from rollgrad.application.settings.sections.train import PartialRollout
 from rollgrad.domain.algorithms.catalogue import estimator_traits, policy_loss_traits
 from rollgrad.domain.algorithms.curriculum import Curriculum
 from rollgrad.domain.algorithms.filtering import GroupFilter
@@ -16,6 +15,7 @@ from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
 from rollgrad.domain.algorithms.losses.corrections import Correction
 from rollgrad.domain.algorithms.losses.covariance import clip_cov_tokens, kl_cov_tokens, token_keys
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
+from rollgrad.domain.algorithms.settings import CorrectionLevel, KLAgainst, OldLogprobs
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.control.entropy_weight import EntropyController
 from rollgrad.domain.control.findings import LearningSettings, LearningWatch

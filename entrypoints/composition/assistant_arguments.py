@@ -2,7 +2,8 @@
 
 from attrs import define
 
-from rollgrad.application.settings.choices import DType, PythonIsolation
+from rollgrad.application.settings.sections.actor import DType
+from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.errors import ConfigurationError
 

@@ -30,10 +30,10 @@ from rollgrad.adapters.ray.placement import Placement, Slot
 from rollgrad.adapters.ray.session import RaySession, cluster_has_gpus
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.application.engines.fleet import EngineFleet
-from rollgrad.application.settings.choices import Engine
 from rollgrad.application.settings.derived import ranks
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.training import TrainConfig
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.entrypoints.composition.algorithm import critic_kind, reference_kind
 from rollgrad.entrypoints.composition.data import make_tokenizer
 from rollgrad.entrypoints.composition.extensions import load_extension

@@ -12,8 +12,9 @@ from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.adapters.models.torch.loading import load_positions, load_tokenizer
 from rollgrad.adapters.rewards.verifiers import label_problem
-from rollgrad.application.settings.choices import Engine, Verifier
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.reward import Verifier
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.factories import executor_kind

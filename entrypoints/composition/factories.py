@@ -36,11 +36,13 @@ from rollgrad.application.episodes.chat_service import SessionLimits
 from rollgrad.application.episodes.external_agent import ServedAgentExecutor
 from rollgrad.application.episodes.multi_turn import EnvironmentFactory, MultiTurnExecutor
 from rollgrad.application.episodes.tool_environment import ToolEnvironment
-from rollgrad.application.settings.choices import Engine, LoraSync, Optim
 from rollgrad.application.settings.derived import longest_sample, longest_sequence, optimizer_steps_per_rollout
-from rollgrad.application.settings.models import ActorConfig, CriticConfig
 from rollgrad.application.settings.rules.inputs import REASONING_GYM
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import ActorConfig, LoraSync
+from rollgrad.application.settings.sections.critic import CriticConfig
+from rollgrad.application.settings.sections.optimizer import Optim
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.weight_backend import sync_backend
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.ports.agent_executor import AgentExecutor

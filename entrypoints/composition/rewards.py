@@ -5,9 +5,9 @@ from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.adapters.rewards.http import HttpReward
 from rollgrad.adapters.rewards.judge import JudgePrompt, LLMJudge
 from rollgrad.adapters.rewards.model import ModelReward
-from rollgrad.application.settings.choices import Normalise
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.algorithms.catalogue import estimator_traits
+from rollgrad.domain.algorithms.settings import Normalise
 from rollgrad.entrypoints.composition.factories import dataset_kind
 
 

@@ -6,7 +6,7 @@ from rollgrad.adapters.system.python_file import load_python_file
 from rollgrad.adapters.tools.basic import FinalTool, ThinkTool
 from rollgrad.adapters.tools.mcp import McpTools, connect
 from rollgrad.adapters.tools.python import PythonTool
-from rollgrad.application.settings.choices import PythonIsolation
+from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.environment import Tool
 

@@ -10,7 +10,7 @@ from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
-from rollgrad.application.settings.run import DataConfig
+from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.prompt_source import PromptSource
 from tests.fakes.prompt_source import FakePromptSource

@@ -13,7 +13,7 @@ from rollgrad.adapters.rewards.http import HttpReward
 from rollgrad.adapters.rewards.judge import JudgePrompt, LLMJudge
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.rewards.verifiers import VerifierReward
-from rollgrad.application.settings.choices import Verifier
+from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardInput, RewardRequest

@@ -15,7 +15,7 @@ import yaml
 
 import rollgrad
 from rollgrad.adapters.engines.embedded.weights import SharedWeights
-from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.entrypoints.cli.main import main

@@ -19,7 +19,7 @@ from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
 from rollgrad.adapters.weights.cuda_ipc import cuda_ipc
 from rollgrad.adapters.weights.nccl import NCCLBackend
 from rollgrad.application.engines.fleet import EngineFleet
-from rollgrad.application.settings.choices import SyncBackend
+from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.domain.ports.weight_channel import WeightChannel
 from tests.event_loop import run

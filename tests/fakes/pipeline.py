@@ -20,11 +20,12 @@ from rollgrad.application.rollouts.evaluation import EvaluationService
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
 from rollgrad.application.rollouts.sampler import GroupSampler, SamplingPlan
 from rollgrad.application.rollouts.stream import GroupStream
-from rollgrad.application.settings.choices import Aggregation
-from rollgrad.application.settings.run import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from rollgrad.application.settings.sections.algo import AlgoConfig
+from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.domain.algorithms.curriculum import Curriculum
 from rollgrad.domain.algorithms.filtering import GroupFilter
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
+from rollgrad.domain.algorithms.settings import AdvantageSettings, Aggregation, KLSettings
 from rollgrad.domain.control.entropy_weight import EntropyController
 from rollgrad.domain.control.findings import LearningSettings, LearningWatch
 from rollgrad.domain.control.kl_weight import KLController
@@ -137,7 +138,7 @@ def make_run(
             policy,
             reference=FakeReference() if controller.coef else None,
             critic=None,
-            algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo"), kl=KLConfig(init_coef=controller.coef)),
+            algo=AlgoConfig(advantage=AdvantageSettings(estimator="rloo"), kl=KLSettings(init_coef=controller.coef)),
             reward=RewardConfig(),
             max_length=3,
             max_tokens=8,

@@ -14,7 +14,7 @@ from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue, scatte
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchReference, TorchValue
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
-from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput, TokenScores

@@ -12,8 +12,8 @@ from transformers import AutoModelForSequenceClassification
 import rollgrad
 from rollgrad.adapters.openrlhf.loading import load_agent_file
 from rollgrad.application.rollouts.groups import RolloutGroup
-from rollgrad.application.settings.choices import DType
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.errors import ConfigurationError, RewardError
 
 GUIDE = """

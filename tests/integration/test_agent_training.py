@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import rollgrad
-from rollgrad.application.settings.choices import DType, Verifier
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import DType
+from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.domain.errors import EngineError
 from rollgrad.entrypoints.cli.main import main
 from tests.fakes.reward_source import FakeRewardSource

@@ -13,9 +13,9 @@ from structlog.testing import capture_logs
 
 import rollgrad
 from rollgrad.application.rollouts.groups import RolloutGroup
-from rollgrad.application.settings.choices import CorrectionLevel
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.training import PartialRollout
+from rollgrad.application.settings.sections.train import PartialRollout
+from rollgrad.domain.algorithms.settings import CorrectionLevel
 from rollgrad.domain.control.staleness import StalenessUnit, StalePolicy
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest

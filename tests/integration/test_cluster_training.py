@@ -17,9 +17,13 @@ from structlog.testing import capture_logs
 
 import rollgrad
 from rollgrad.adapters.ray.session import RaySession
-from rollgrad.application.settings.choices import CorrectionLevel, DType, Engine, Resume, SyncBackend
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.training import PartialRollout
+from rollgrad.application.settings.sections.actor import DType
+from rollgrad.application.settings.sections.ckpt import Resume
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.train import PartialRollout
+from rollgrad.application.settings.sections.vllm import SyncBackend
+from rollgrad.domain.algorithms.settings import CorrectionLevel
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import WorkerError

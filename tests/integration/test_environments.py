@@ -18,7 +18,7 @@ import rollgrad
 from rollgrad.adapters.environments.gymnasium import GymnasiumEnvironment
 from rollgrad.adapters.environments.skyrl import SkyRLEnvironment
 from rollgrad.adapters.environments.textarena import TextArenaEnvironment
-from rollgrad.application.settings.choices import DType
+from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Action, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt

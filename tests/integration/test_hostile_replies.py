@@ -6,7 +6,7 @@ from itertools import cycle, islice
 import pytest
 
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymReward
-from rollgrad.application.settings.choices import Verifier
+from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.domain.episodes.rewards import Reward
 from tests.hostile_replies import (
     EVALUATING,

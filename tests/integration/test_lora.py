@@ -20,10 +20,11 @@ from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.quantised import is_quantised
 from rollgrad.adapters.weights.shared_memory import shared_memory_adapter
-from rollgrad.application.settings.choices import Engine, LoraSync, SyncBackend
-from rollgrad.application.settings.models import LoraConfig
 from rollgrad.application.settings.rules import validate
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import LoraConfig, LoraSync
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
 from rollgrad.domain.errors import ConfigurationError, EngineError

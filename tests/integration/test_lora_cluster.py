@@ -16,8 +16,8 @@ from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.weights.channel import FleetWeights
 from rollgrad.adapters.weights.shared_memory import shared_memory_adapter
 from rollgrad.application.engines.fleet import EngineFleet
-from rollgrad.application.settings.models import LoraConfig
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.control.engine_health import FleetBounds
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams

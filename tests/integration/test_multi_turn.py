@@ -14,8 +14,9 @@ from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.application.episodes.multi_turn import MultiTurnExecutor
-from rollgrad.application.settings.choices import DType, LRScheduler
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import DType
+from rollgrad.application.settings.sections.optimizer import LRScheduler
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 from rollgrad.domain.episodes.messages import Action
 from rollgrad.domain.episodes.prompts import Prompt

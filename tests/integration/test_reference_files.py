@@ -14,8 +14,8 @@ import pytest
 import rollgrad
 from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
 from rollgrad.adapters.openrlhf.loading import load_agent_file
-from rollgrad.application.settings.choices import DType
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure

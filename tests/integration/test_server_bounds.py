@@ -22,7 +22,7 @@ from rollgrad.adapters.servers.guard import MAX_BODY_BYTES
 from rollgrad.adapters.servers.server import Server, Tls, create_app, health_route
 from rollgrad.application.episodes.assistant import Assistant
 from rollgrad.application.episodes.chat_service import CHARACTERS_PER_TOKEN, ChatRequest, ChatService, RefusedError
-from rollgrad.application.settings.run import DataConfig
+from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.entrypoints.config_io import load_config

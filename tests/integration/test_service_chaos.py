@@ -14,8 +14,8 @@ import rollgrad
 from rollgrad.adapters.environments.nemo_gym import NemoGymEnvironment
 from rollgrad.adapters.environments.openenv import OpenEnvEnvironment
 from rollgrad.adapters.rewards.http import HttpReward
-from rollgrad.application.settings.choices import DType
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.control.circuit_breaker import Circuit
 from rollgrad.domain.errors import EngineError, RewardError
 from rollgrad.domain.ports.environment import Environment

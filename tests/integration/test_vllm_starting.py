@@ -13,7 +13,7 @@ from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.engines.vllm.launch import start
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.weights.channel import PROBE_TOKENS, EngineWeights
-from rollgrad.application.settings.choices import SyncBackend
+from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.errors import EngineError, MissingExtraError
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.cli.main import main

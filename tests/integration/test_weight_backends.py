@@ -24,7 +24,7 @@ from rollgrad.adapters.weights import nccl
 from rollgrad.adapters.weights.cuda_ipc import packed_update
 from rollgrad.adapters.weights.gpu_buckets import Packer
 from rollgrad.adapters.weights.nccl import Rendezvous, init_infos
-from rollgrad.application.settings.choices import SyncBackend
+from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.errors import EngineError
 
 CPU = torch.device("cpu")

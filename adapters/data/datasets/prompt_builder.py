@@ -13,7 +13,7 @@ from attrs import frozen
 from rollgrad.adapters.chat.template_codec import TemplateCodec, WrittenPrompt
 from rollgrad.adapters.data.datasets.columns import Columns, find_columns, has_value, value_at
 from rollgrad.application.foreign import shown
-from rollgrad.application.settings.run import DataConfig
+from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError, DataError

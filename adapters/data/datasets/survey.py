@@ -14,8 +14,7 @@ import structlog
 from attrs import frozen
 
 from rollgrad.adapters.data.datasets.prompt_builder import Draft, PromptBuilder
-from rollgrad.application.settings.choices import Overlong
-from rollgrad.application.settings.run import DataConfig
+from rollgrad.application.settings.sections.data import DataConfig, Overlong
 from rollgrad.domain.errors import DataError
 
 log = structlog.get_logger(__name__)

@@ -17,8 +17,8 @@ from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.reasoning_gym import worker
 from rollgrad.adapters.rewards.judge_pool import JudgePool
-from rollgrad.application.settings.choices import JudgeIsolation
-from rollgrad.application.settings.run import DataConfig
+from rollgrad.application.settings.sections.data import DataConfig
+from rollgrad.application.settings.sections.reward import JudgeIsolation
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import DataError, MissingExtraError, RewardError

@@ -17,8 +17,8 @@ from rollgrad.adapters.engines.vllm.launch import shut_down, start
 from rollgrad.adapters.engines.vllm.lora import AdapterCore, lora_settings
 from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightsDifferError, WeightTaker
-from rollgrad.application.settings.choices import SyncBackend
-from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.sections.actor import LoraConfig
+from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine

@@ -8,8 +8,7 @@ from typing import Any
 from rollgrad.adapters.engines.vllm.plugin import VLLM_BACKENDS, register
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.weights.channel import PROBE_TOKENS
-from rollgrad.application.settings.choices import SyncBackend
-from rollgrad.application.settings.cluster import CPU_CACHE_BYTES
+from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES, SyncBackend
 from rollgrad.domain.errors import EngineError, MissingExtraError
 
 LEAST_CACHE_BYTES = 2**28

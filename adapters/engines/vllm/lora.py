@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollgrad.adapters.engines.vllm.async_llm import LocalCore
 from rollgrad.adapters.weights.shared_buckets import DIRECTORY, Assembler, SharedMemory
-from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import ConfigurationError, EngineError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -1,6 +1,6 @@
 """What vLLM loads in each of its processes: the entry point `rollgrad` of `vllm.general_plugins`."""
 
-from rollgrad.application.settings.choices import SyncBackend
+from rollgrad.application.settings.sections.vllm import SyncBackend
 
 BACKEND = "rollgrad"
 """Name of our own weight transfer backend in vLLM: of shared memory, and of files."""

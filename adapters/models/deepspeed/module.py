@@ -36,7 +36,7 @@ from rollgrad.adapters.models.torch.optimizer import (
     stepping,
 )
 from rollgrad.adapters.models.torch.untrained_parameters import GradientProof
-from rollgrad.application.settings.cluster import GRADIENTS, PARAMETERS
+from rollgrad.application.settings.sections.ds import GRADIENTS, PARAMETERS
 from rollgrad.domain.errors import MissingExtraError
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.quantised import dequantised, is_quantised, is_turned
 from rollgrad.adapters.models.torch.saving import writing
-from rollgrad.application.settings.models import ALL_LINEAR, LoraConfig
+from rollgrad.application.settings.sections.actor import ALL_LINEAR, LoraConfig
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
 
 ADAPTER = "default"

@@ -18,7 +18,7 @@ from attrs import frozen
 from rollgrad.adapters.models.torch.allocator import keep_freed_memory
 from rollgrad.adapters.models.torch.compatibility import usable_positions
 from rollgrad.adapters.models.torch.loading import _from_pretrained, load_tokenizer
-from rollgrad.application.settings.models import REWARD_TOKENS
+from rollgrad.application.settings.sections.reward import REWARD_TOKENS
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 

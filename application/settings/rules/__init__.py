@@ -4,7 +4,7 @@ Importable without torch, so that a bad command line is answered at once. Each b
 set, which rule it breaks, and the flag that fixes it. What only files or models can tell is not checked here.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from rollgrad.application.settings.rules.agent import agent_problems
 from rollgrad.application.settings.rules.algorithm import (
@@ -16,17 +16,14 @@ from rollgrad.application.settings.rules.algorithm import (
 from rollgrad.application.settings.rules.asynchrony import async_problems
 from rollgrad.application.settings.rules.cluster import cluster_problems, engine_length_problems, server_problems
 from rollgrad.application.settings.rules.inputs import (
-    Run,
     data_problems,
     eval_problems,
     model_problems,
     optimizer_problems,
     prompt_form_problems,
-    range_problems,
     required_data_problems,
     required_eval_problems,
     reward_problems,
-    with_defaults,
 )
 from rollgrad.application.settings.rules.lora import lora_problems
 from rollgrad.application.settings.rules.sampling import (
@@ -36,6 +33,7 @@ from rollgrad.application.settings.rules.sampling import (
     turn_problems,
 )
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.errors import ConfigurationError, raise_together
 
 
@@ -109,20 +107,3 @@ def evaluation_errors(
         yield eval_problems(config)
 
     return broken_rules(config, rules)
-
-
-def broken_rules(run: Run, rules: Callable[[Run], Iterable[Iterator[str]]]) -> list[ConfigurationError]:
-    """Returns what is wrong with single settings of any run, and then, as if those had their defaults, with
-    combinations of them.
-
-    `rules`: gives the problems that each rule finds in a run, a sentence each.
-    """
-    singles = range_problems(run)
-    problems = list(singles.values())
-    for rule in rules(with_defaults(run, singles)):
-        try:
-            for problem in rule:
-                problems.append(problem)
-        except ConfigurationError as error:  # an algorithm of a name that nobody knows: other rules say the same
-            problems.append(str(error))
-    return [ConfigurationError(problem) for problem in dict.fromkeys(problems)]

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from rollgrad.application.settings.agents import AgentConfig
-from rollgrad.application.settings.choices import PythonIsolation
 from rollgrad.application.settings.derived import first_change
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.agent import AgentConfig, PythonIsolation
 
 
 def agent_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:

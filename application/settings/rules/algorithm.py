@@ -2,20 +2,24 @@
 
 from collections.abc import Iterable, Iterator
 
-from rollgrad.application.settings.choices import (
+from rollgrad.application.settings.correction import correction_level
+from rollgrad.application.settings.derived import first_change
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import ActorConfig
+from rollgrad.application.settings.sections.critic import CriticConfig
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, estimator_traits, policy_loss_traits
+from rollgrad.domain.algorithms.settings import (
+    AdvantageSettings,
     CorrectionGate,
     CorrectionLevel,
     CorrectionMode,
+    CorrectionSettings,
     KLAgainst,
     KLEstimator,
+    KLSettings,
     OldLogprobs,
     Whiten,
 )
-from rollgrad.application.settings.correction import correction_level
-from rollgrad.application.settings.derived import first_change
-from rollgrad.application.settings.models import ActorConfig, CriticConfig
-from rollgrad.application.settings.run import AdvantageConfig, CorrectionConfig, KLConfig, RLConfig
-from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, estimator_traits, policy_loss_traits
 
 
 def algorithm_problems(config: RLConfig) -> Iterator[str]:
@@ -36,12 +40,12 @@ def algorithm_problems(config: RLConfig) -> Iterator[str]:
         )
     for key in ("gamma", "lambd", "critic_lambd", "length_adaptive_alpha"):
         value = getattr(advantage, key)
-        if value != getattr(AdvantageConfig(), key) and key not in traits.uses:
+        if value != getattr(AdvantageSettings(), key) and key not in traits.uses:
             yield (
                 f"algo.advantage.{key} is {value}, which the {estimator} estimator does not use: leave "
                 f"--algo.advantage.{key} out, or set --algo.advantage.estimator to {_either(_users_of(key))}."
             )
-    if advantage.length_adaptive_alpha is not None and advantage.lambd != AdvantageConfig().lambd:
+    if advantage.length_adaptive_alpha is not None and advantage.lambd != AdvantageSettings().lambd:
         yield (
             f"algo.advantage.lambd is {advantage.lambd} and algo.advantage.length_adaptive_alpha is "
             f"{advantage.length_adaptive_alpha}, which replaces it: leave --algo.advantage.lambd out."
@@ -112,10 +116,10 @@ def kl_problems(config: RLConfig) -> Iterator[str]:
                 f"ref.model_name_or_path is {config.ref.model_name_or_path!r}, {without_kl} --ref.model_name_or_path "
                 "out."
             )
-        changed = first_change(kl, KLConfig())
+        changed = first_change(kl, KLSettings())
         if changed:
             yield f"algo.kl.{changed} is {getattr(kl, changed)}, {without_kl} --algo.kl.{changed} out."
-    if kl.target is None and kl.horizon != KLConfig().horizon:
+    if kl.target is None and kl.horizon != KLSettings().horizon:
         yield (
             f"algo.kl.horizon is {kl.horizon}, but a fixed KL weight has no horizon: set --algo.kl.target, or leave "
             "--algo.kl.horizon out."
@@ -146,7 +150,7 @@ def kl_problems(config: RLConfig) -> Iterator[str]:
 def correction_problems(config: RLConfig) -> Iterator[str]:
     """What is wrong with the off-policy correction."""
     correction, level = config.algo.correction, correction_level(config)
-    default = CorrectionConfig(level=correction.level)
+    default = CorrectionSettings(level=correction.level)
     if level is CorrectionLevel.OFF:
         changed = first_change(correction, default)
         if changed:

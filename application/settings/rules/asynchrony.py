@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rollgrad.application.settings.correction import off_policy, truncated_sampling
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.training import TrainConfig
+from rollgrad.application.settings.sections.train import TrainConfig
 
 FREE_STALENESS = 1
 """Updates of lag that are trained on without a correction: what one overlapping rollout has."""

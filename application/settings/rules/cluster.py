@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 
-from rollgrad.application.settings.choices import Engine, Optim, SyncBackend
-from rollgrad.application.settings.cluster import PARAMETERS, ClusterConfig, DeepSpeedConfig, VLLMConfig
 from rollgrad.application.settings.derived import first_change, longest_sequence, ranks
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.cluster import ClusterConfig
+from rollgrad.application.settings.sections.ds import PARAMETERS, DeepSpeedConfig
+from rollgrad.application.settings.sections.optimizer import Optim
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.vllm import SyncBackend, VLLMConfig
 from rollgrad.application.settings.weight_backend import engines_without_actor, shares_gpus
 from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.algorithms.catalogue import estimator_traits

@@ -1,29 +1,18 @@
-"""Rules of what a run reads and of single settings: models, data, rewards, evaluation, ranges. See `validation`."""
+"""Rules of what a run reads: models, data, rewards, evaluation."""
 
-import copy
-import math
 import re
-from collections.abc import Iterable, Iterator
-from operator import attrgetter
-from typing import Any, TypeVar
+from collections.abc import Iterator
 
-import attrs
-
-from rollgrad.application.settings.choices import (
-    JudgeIsolation,
-    LRScheduler,
-    Optim,
-    Verifier,
-)
 from rollgrad.application.settings.derived import first_change
-from rollgrad.application.settings.models import ActorConfig, CriticConfig
-from rollgrad.application.settings.ranges import RANGES
-from rollgrad.application.settings.run import EvalConfig, RewardConfig, RLConfig
-from rollgrad.application.settings.training import TrainConfig
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import ActorConfig
+from rollgrad.application.settings.sections.critic import CriticConfig
+from rollgrad.application.settings.sections.eval import EvalConfig
+from rollgrad.application.settings.sections.optimizer import LRScheduler, Optim
+from rollgrad.application.settings.sections.reward import JudgeIsolation, RewardConfig, Verifier
+from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.algorithms.catalogue import estimator_traits
-
-Run = TypeVar("Run", bound=attrs.AttrsInstance)
 
 REASONING_GYM = "reasoning_gym:"
 """Prefix of a dataset that is generated, and judged by its own scorer."""
@@ -70,30 +59,6 @@ def required_eval_problems(config: RLConfig) -> Iterator[str]:
     """Whether prompts to evaluate on are named."""
     if not dataset_names(config.eval.dataset or ""):
         yield "No held-out prompts are set: name a dataset with --eval.dataset."
-
-
-def range_problems(config: attrs.AttrsInstance) -> dict[str, str]:
-    """Which single settings of a run are out of range: their names, and why."""
-    problems: dict[str, str] = {}
-    values = dict(_leaves(config))
-    for key, value in values.items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-            problems[key] = f"{key} is {value}, but it must be finite: change --{key}."
-    for key, (holds, rule) in RANGES.items():
-        value = values.get(key)
-        if key not in problems and value is not None and not holds(value):
-            problems[key] = f"{key} is {value!r}, but it must be {rule}: change --{key}."
-    return problems
-
-
-def with_defaults(config: Run, keys: Iterable[str]) -> Run:
-    """Returns a copy of a run in which the settings `keys` have their defaults."""
-    result, default = copy.deepcopy(config), type(config)()
-    for key in keys:
-        section, _, name = key.rpartition(".")
-        setattr(attrgetter(section)(result), name, attrgetter(key)(default))
-    return result
 
 
 def optimizer_problems(config: RLConfig) -> Iterator[str]:
@@ -286,12 +251,3 @@ def eval_problems(config: RLConfig) -> Iterator[str]:
 
 def _is_generated(name: str) -> bool:
     return name.startswith(REASONING_GYM)
-
-
-def _leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for field in attrs.fields(type(section)):
-        value = getattr(section, field.name)
-        if attrs.has(type(value)):
-            yield from _leaves(value, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", value

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from rollgrad.application.settings.choices import Engine, LoraSync, SyncBackend
-from rollgrad.application.settings.cluster import GRADIENTS, PARAMETERS
-from rollgrad.application.settings.models import ALL_LINEAR, LoraConfig
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import ALL_LINEAR, LoraConfig, LoraSync
+from rollgrad.application.settings.sections.ds import GRADIENTS, PARAMETERS
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.vllm import SyncBackend
 
 VLLM_RANK = 512
 """The highest that vLLM computes."""

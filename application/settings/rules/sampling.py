@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 
-from rollgrad.application.settings.choices import CorrectionLevel, KLAgainst, Normalise, OldLogprobs
 from rollgrad.application.settings.correction import correction_level, may_be_stale, off_policy
 from rollgrad.application.settings.derived import longest_reply, samples_per_rollout
 from rollgrad.application.settings.rules.asynchrony import correction_fix
-from rollgrad.application.settings.run import AlgoConfig, RewardConfig, RLConfig, RolloutConfig
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.algo import AlgoConfig
+from rollgrad.application.settings.sections.reward import RewardConfig
+from rollgrad.application.settings.sections.rollout import RolloutConfig
 from rollgrad.domain.algorithms.catalogue import estimator_traits
+from rollgrad.domain.algorithms.settings import CorrectionLevel, KLAgainst, Normalise, OldLogprobs
 
 
 def sampling_problems(config: RLConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.columns import Columns, find_columns, value_at
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
-from rollgrad.application.settings.run import DataConfig
+from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.errors import DataError
 
 MESSAGES = [{"role": "user", "content": "3+4?"}]

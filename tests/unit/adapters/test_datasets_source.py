@@ -7,7 +7,7 @@ import pytest
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
-from rollgrad.application.settings.run import DataConfig
+from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.errors import DataError
 
 

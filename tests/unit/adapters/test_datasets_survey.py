@@ -17,8 +17,8 @@ from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.datasets.survey import BATCH
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.adapters.rewards.verifiers import label_problem
-from rollgrad.application.settings.choices import Overlong, Verifier
-from rollgrad.application.settings.run import DataConfig
+from rollgrad.application.settings.sections.data import DataConfig, Overlong
+from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import DataError
 
@@ -171,7 +171,7 @@ import sys
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.data.datasets.survey import survey
-from rollgrad.application.settings.run import DataConfig
+from rollgrad.application.settings.sections.data import DataConfig
 from tests.tiny_models import make_tiny_tokenizer
 
 class Picture:

@@ -14,7 +14,7 @@ import pytest
 from rollgrad.adapters.rewards import format_worker, judge_pool
 from rollgrad.adapters.rewards.judge_pool import JudgePool, Verdict
 from rollgrad.adapters.sandbox import code_run, walls
-from rollgrad.application.settings.choices import JudgeIsolation
+from rollgrad.application.settings.sections.reward import JudgeIsolation
 from rollgrad.domain.errors import ConfigurationError, RewardError
 from tests.fakes import hostile_judge
 

@@ -15,7 +15,7 @@ from rollgrad.adapters.data.reasoning_gym.source import (
     parse_spec,
 )
 from rollgrad.adapters.data.reasoning_gym.worker import extract_answer
-from rollgrad.application.settings.run import DataConfig
+from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest

@@ -9,8 +9,9 @@ import torch
 from structlog.testing import capture_logs
 
 from rollgrad.adapters.models.torch.reward_model import RewardModel, same_vocabulary
-from rollgrad.application.settings.choices import DType, Normalise
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import DType
+from rollgrad.domain.algorithms.settings import Normalise
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.entrypoints.composition.rewards import make_reward_model

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollgrad.adapters.rewards.verifiers import VerifierReward
-from rollgrad.application.settings.choices import Verifier
+from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest

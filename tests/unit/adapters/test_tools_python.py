@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from rollgrad.adapters.sandbox import code_run
 from rollgrad.adapters.tools.python import PythonTool
-from rollgrad.application.settings.choices import PythonIsolation
+from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError
 

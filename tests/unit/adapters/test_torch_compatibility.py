@@ -12,8 +12,8 @@ from rollgrad.adapters.models.torch import attention
 from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
 from rollgrad.adapters.models.torch.compatibility import check_positions, logit_form
 from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.application.settings.choices import DType
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.factories import make_actor_model, make_reference_model
 from rollgrad.entrypoints.dry_run import model_shape

@@ -175,7 +175,7 @@ def test_a_policy_trains_nearer_to_float32_than_in_bfloat16(
 
 def _with_adapters(rank: int) -> Any:
     from rollgrad.adapters.models.torch.lora import add_lora
-    from rollgrad.application.settings.models import LoraConfig
+    from rollgrad.application.settings.sections.actor import LoraConfig
 
     def load(*arguments: Any, **keywords: Any) -> Any:
         model = load_causal_lm(*arguments, **keywords)

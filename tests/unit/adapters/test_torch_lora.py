@@ -15,7 +15,7 @@ from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenize
 from rollgrad.adapters.models.torch.lora import adapter_numbers, add_lora
 from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchPolicy, TorchReference
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
 from rollgrad.domain.ports.models import LossOutput, TokenScores

@@ -10,7 +10,7 @@ from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.muon import MuonSettings, hidden_matrices, orthogonal
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import CheckpointError
 from tests.tiny_models import tiny_model
 

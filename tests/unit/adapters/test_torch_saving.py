@@ -15,7 +15,7 @@ from rollgrad.adapters.models.torch.loading import load_causal_lm, load_critic
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy, TorchValue
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import CheckpointError
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rollgrad.adapters.engines.vllm.lora import lora_settings
-from rollgrad.application.settings.models import LoraConfig
+from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import ConfigurationError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

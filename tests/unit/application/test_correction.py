@@ -8,10 +8,10 @@ from attrs import evolve
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from rollgrad.application.settings.choices import CorrectionLevel, CorrectionMode, OldLogprobs
 from rollgrad.application.settings.correction import correction_level, correction_summary, log_correction, may_be_stale
 from rollgrad.application.settings.presets import PRESETS
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.algorithms.settings import CorrectionLevel, CorrectionMode, OldLogprobs
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import TokenScores
 from rollgrad.entrypoints.composition.algorithm import make_objective

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from rollgrad.application.learning.experience import Experience, ExperienceService
-from rollgrad.application.settings.choices import KLEstimator, OldLogprobs
-from rollgrad.application.settings.run import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from rollgrad.application.settings.sections.algo import AlgoConfig
+from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
+from rollgrad.domain.algorithms.settings import AdvantageSettings, KLEstimator, KLSettings, OldLogprobs
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import RewardError
 from tests.fakes.agent_executor import make_trajectory
@@ -23,8 +24,8 @@ TILT = torch.linspace(-1, 1, VOCABULARY)
 
 
 def algo(estimator: str = "rloo", **settings: object) -> AlgoConfig:
-    kl = settings.pop("kl", KLConfig())
-    return AlgoConfig(advantage=AdvantageConfig(estimator=estimator, **settings), kl=kl)  # type: ignore[arg-type]
+    kl = settings.pop("kl", KLSettings())
+    return AlgoConfig(advantage=AdvantageSettings(estimator=estimator, **settings), kl=kl)  # type: ignore[arg-type]
 
 
 def make(
@@ -95,7 +96,7 @@ def test_the_rollouts_logprobs_stand_in_when_told() -> None:
 @pytest.mark.parametrize("kind", [KLEstimator.K1, KLEstimator.K2, KLEstimator.K3])
 def test_kl_in_the_reward_lowers_it_token_by_token(kind: KLEstimator) -> None:
     policy, reference = FakePolicy(TILT), FakeReference(-TILT)
-    config = algo("reinforce", no_std_norm=True, kl=KLConfig(init_coef=0.5, estimator=kind))
+    config = algo("reinforce", no_std_norm=True, kl=KLSettings(init_coef=0.5, estimator=kind))
     experience = make(config, policy=policy, reference=reference, coef=0.5)
     batch = experience.batch
     assert batch.old_logprobs_N is not None
@@ -111,7 +112,7 @@ def test_kl_in_the_reward_lowers_it_token_by_token(kind: KLEstimator) -> None:
 
 
 def test_kl_as_a_loss_leaves_the_reward_alone() -> None:
-    kl = KLConfig(init_coef=0.5, estimator=KLEstimator.K3, use_loss=True)
+    kl = KLSettings(init_coef=0.5, estimator=KLEstimator.K3, use_loss=True)
     policy = FakePolicy(TILT)
     with_kl = make(algo(kl=kl), policy=policy, reference=FakeReference(-TILT), coef=0.5)
     without = make(algo())
@@ -148,7 +149,7 @@ def test_gae_uses_the_critic_and_reports_what_it_explains() -> None:
 
 
 def test_the_token_budget_changes_nothing() -> None:
-    kl = KLConfig(init_coef=0.1)
+    kl = KLSettings(init_coef=0.1)
     whole = make(algo("gae", kl=kl), reference=FakeReference(), critic=FakeValue(), coef=0.1)
     policy = FakePolicy(TILT)
     parts = make(

@@ -1,8 +1,6 @@
 import pytest
 from attrs import evolve
 
-from rollgrad.application.settings.choices import Engine
-from rollgrad.application.settings.cluster import CPU_CACHE_BYTES
 from rollgrad.application.settings.memory_plan import (
     GATHERED_NUMBERS,
     Machine,
@@ -13,6 +11,8 @@ from rollgrad.application.settings.memory_plan import (
     shortages,
 )
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.vllm import CPU_CACHE_BYTES
 
 SHAPE = ModelShape(parameters=1000, layers=3, hidden=8, kv_heads=2, head_dim=4)
 CPU = Machine(gpu=0, memory=2**40)

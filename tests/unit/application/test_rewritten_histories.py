@@ -18,10 +18,18 @@ from hypothesis import strategies as st
 from rollgrad.application.episodes.ledger import TokenLedger
 from rollgrad.application.learning.experience import ExperienceService
 from rollgrad.application.learning.update import UpdateService
-from rollgrad.application.settings.choices import Aggregation, KLEstimator, Normalise, Whiten
-from rollgrad.application.settings.run import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from rollgrad.application.settings.sections.algo import AlgoConfig
+from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
+from rollgrad.domain.algorithms.settings import (
+    AdvantageSettings,
+    Aggregation,
+    KLEstimator,
+    KLSettings,
+    Normalise,
+    Whiten,
+)
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.trajectory import SegmentKind, Trajectory
@@ -148,10 +156,10 @@ def test_a_rewritten_history_changes_nothing(estimator: str, data: st.DataObject
         "length_adaptive_alpha": data.draw(st.sampled_from([None, 0.5])),
     }
     algo = AlgoConfig(
-        advantage=AdvantageConfig(
+        advantage=AdvantageSettings(
             estimator=estimator, whiten=data.draw(st.sampled_from([None, *Whiten])), **given_settings
         ),
-        kl=KLConfig(init_coef=0.1, estimator=data.draw(st.sampled_from([KLEstimator.K1, KLEstimator.K3]))),
+        kl=KLSettings(init_coef=0.1, estimator=data.draw(st.sampled_from([KLEstimator.K1, KLEstimator.K3]))),
     )
     reward = data.draw(shapings(parts=parts))
     if estimator == "maxrl":
@@ -189,7 +197,7 @@ def test_every_turn_of_a_won_episode_is_praised(estimator: str, forgetful: bool)
         FakePolicy(),
         reference=None,
         critic=FakeValue(),
-        algo=AlgoConfig(advantage=AdvantageConfig(estimator=estimator, whiten=Whiten.NONE)),
+        algo=AlgoConfig(advantage=AdvantageSettings(estimator=estimator, whiten=Whiten.NONE)),
         reward=RewardConfig(),
         max_length=LIMIT,
         max_tokens=1000,

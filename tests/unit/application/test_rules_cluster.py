@@ -2,10 +2,12 @@ from typing import Any
 
 import pytest
 
-from rollgrad.application.settings.choices import Engine, Optim, SyncBackend
 from rollgrad.application.settings.rules.cluster import cluster_problems, server_problems
 from rollgrad.application.settings.rules.lora import lora_problems
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.optimizer import Optim
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.vllm import SyncBackend
 
 CLUSTER: dict[str, Any] = {"cluster.enable": True}
 VLLM: dict[str, Any] = {"rollout.engine": Engine.VLLM}

@@ -1,7 +1,8 @@
 import pytest
 
-from rollgrad.application.settings.choices import Engine, SyncBackend
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.application.settings.weight_backend import sync_backend
 from rollgrad.domain.errors import ConfigurationError
 

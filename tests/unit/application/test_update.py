@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollgrad.application.learning.update import UpdateService
-from rollgrad.application.settings.choices import Aggregation
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
+from rollgrad.domain.algorithms.settings import Aggregation
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import PolicyObjective
 from tests.fakes.agent_executor import make_trajectory

@@ -3,32 +3,31 @@ from typing import Any
 
 import pytest
 
-from rollgrad.application.settings.choices import (
-    CorrectionGate,
-    CorrectionLevel,
-    CorrectionMode,
-    Engine,
-    JudgeIsolation,
-    KLAgainst,
-    KLEstimator,
-    LRScheduler,
-    Normalise,
-    OldLogprobs,
-    Optim,
-    Overlong,
-    PythonIsolation,
-    Verifier,
-    Whiten,
-)
 from rollgrad.application.settings.derived import longest_sequence, optimizer_steps_per_rollout
-from rollgrad.application.settings.ranges import RANGES
 from rollgrad.application.settings.rules import validate, validate_evaluation
 from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.training import PartialRollout
+from rollgrad.application.settings.sections.agent import PythonIsolation
+from rollgrad.application.settings.sections.data import Overlong
+from rollgrad.application.settings.sections.optimizer import LRScheduler, Optim
+from rollgrad.application.settings.sections.reward import JudgeIsolation, Verifier
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.train import PartialRollout
+from rollgrad.application.settings.validation import leaves
+from rollgrad.domain.algorithms.settings import (
+    CorrectionGate,
+    CorrectionLevel,
+    CorrectionMode,
+    KLAgainst,
+    KLEstimator,
+    Normalise,
+    OldLogprobs,
+    Whiten,
+)
 from rollgrad.domain.control.staleness import StalenessUnit, StalePolicy
 from rollgrad.domain.errors import ConfigurationError
 
+RANGES = [name for name, _, told in leaves(RLConfig()) if told.range is not None]
 VALID: dict[str, Any] = {
     "actor.model_name_or_path": "model",
     "data.prompt_dataset": "prompts.jsonl",

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rollgrad.application.settings.choices import Verifier
-from rollgrad.application.settings.ranges import RANGES
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.reward import Verifier
+from rollgrad.application.settings.validation import leaves
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import dump_config, setting_names, structure_config
@@ -42,12 +42,13 @@ def test_a_sixth_of_the_settings_wrong_in_one_file_is_one_answer(
     """Unknown keys, values of another type, and numbers that are not finite or out of range, in turn."""
     told: dict[str, str] = {}
     tree: dict[str, Any] = {}
+    ranges = {name for name, _, its in leaves(RLConfig()) if its.range is not None}
     for index, name in enumerate(sorted(setting_names())[::6]):
         *sections, key = name.split(".")
         branch = tree
         for section in sections:
             branch = branch.setdefault(section, {})
-        bounded = name in RANGES
+        bounded = name in ranges
         wrong_key = index % 3 == 0
         branch[f"{key}_" if wrong_key else key] = (
             -7.5 if wrong_key or (bounded and index % 3 == 1) else {"no": ["such"]}

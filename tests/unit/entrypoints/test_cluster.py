@@ -1,6 +1,6 @@
 import pytest
 
-from rollgrad.application.settings.training import TrainConfig
+from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.entrypoints.composition.cluster import neighbours
 
 ROLES = {"actor": 2, "critic": 1, "reference": 1, "reward": 3, "engines": 2}

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollgrad
-from rollgrad.application.settings.choices import DType, Engine
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import DType
+from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.parsing import (

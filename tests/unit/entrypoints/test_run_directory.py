@@ -12,8 +12,8 @@ import pytest
 
 from rollgrad.adapters.tracking.samples import SampleWriter
 from rollgrad.application.rollouts.groups import RolloutGroup
-from rollgrad.application.settings.choices import Resume
-from rollgrad.application.settings.run import CheckpointConfig, RLConfig
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError
 from rollgrad.entrypoints.config_io import load_config
@@ -23,7 +23,7 @@ from rollgrad.entrypoints.run_directory import alone, keep_steps, output_problem
 WAIT_SECONDS = 200.0
 HOLD = """
 import sys, time
-from rollgrad.application.settings.run import CheckpointConfig
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.entrypoints.run_directory import alone
 
 with alone(CheckpointConfig(output_dir=sys.argv[1])):
@@ -73,7 +73,7 @@ def test_two_runs_of_one_process_do_not_share_a_directory_either(tmp_path: Path)
 
 FORKING = """
 import os, signal, sys
-from rollgrad.application.settings.run import CheckpointConfig
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.entrypoints.run_directory import alone
 
 with alone(CheckpointConfig(output_dir=sys.argv[1])):

@@ -4,12 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attrs import Factory, define
+from attrs import define
 
-from rollgrad.application.settings.models import ActorConfig
-from rollgrad.application.settings.rules import broken_rules
-from rollgrad.application.settings.run import CheckpointConfig, EvalConfig, LoggerConfig
+from rollgrad.application.settings.sections.actor import ActorConfig
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig
+from rollgrad.application.settings.sections.eval import EvalConfig
+from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.errors import ConfigurationError, problem_lines
+from rollgrad.domain.settings import section
 from rollgrad.entrypoints.cli import help as cli_help
 from rollgrad.entrypoints.cli.parsing import TrainFlags, parse_run
 from rollgrad.entrypoints.config_io import dump_config, read_config, setting_names
@@ -19,14 +22,10 @@ from rollgrad.entrypoints.config_io import dump_config, read_config, setting_nam
 class ImitationRun:
     """A run that imitates replies."""
 
-    actor: ActorConfig = Factory(ActorConfig)
-    """The model that is trained."""
-    eval: EvalConfig = Factory(EvalConfig)
-    """Evaluation."""
-    ckpt: CheckpointConfig = Factory(CheckpointConfig)
-    """What is written where."""
-    logger: LoggerConfig = Factory(LoggerConfig)
-    """Where metrics go."""
+    actor: ActorConfig = section(ActorConfig, "The model that is trained.")
+    eval: EvalConfig = section(EvalConfig, "Evaluation.")
+    ckpt: CheckpointConfig = section(CheckpointConfig, "What is written where.")
+    logger: LoggerConfig = section(LoggerConfig, "Where metrics go.")
 
 
 @define(kw_only=True)

@@ -1,0 +1,1 @@
+"""The sections of runs, one file each: enums and fields with their texts and ranges."""

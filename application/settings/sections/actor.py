@@ -1,0 +1,157 @@
+"""The section `actor`: the policy that is trained."""
+
+from enum import StrEnum
+
+from attrs import define
+
+from rollgrad.application.settings.sections.optimizer import AdamConfig, LRScheduler, MuonConfig, Optim
+from rollgrad.domain.algorithms.settings import Aggregation
+from rollgrad.domain.settings import (
+    BELOW_ONE,
+    COUNT,
+    INTERVAL,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SOME_SHARE,
+    Range,
+    section,
+    setting,
+)
+
+
+class DType(StrEnum):
+    """Number format of forward and backward; master weights and losses stay float32."""
+
+    AUTO = "auto"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
+class LoraSync(StrEnum):
+    """What of a model with adapters goes to engines."""
+
+    MERGED = "merged"
+    ADAPTER = "adapter"
+
+
+ALL_LINEAR = ("all-linear",)
+"""Stands for the names of all linear layers but the vocabulary's head."""
+
+
+@define(kw_only=True)
+class LoraConfig:
+    """Adapters that are trained instead of the weights. They have no dropout: the ratio of two log-probs means nothing
+    if chance decides both. The run saves the model with adapters merged, and in `adapter` below it the adapters."""
+
+    rank: int = setting(0, "Rows of the adapters' narrow matrices; 0 trains all weights.", NOT_NEGATIVE)
+    alpha: int = setting(32, "An adapter counts alpha / rank times.", POSITIVE)
+    target_modules: tuple[str, ...] = setting(
+        ALL_LINEAR,
+        "Linear layers that get adapters, by the last parts of their names (q_proj, mlp.up_proj); all-linear is all "
+        "of them but the vocabulary's head.",
+        Range(lambda names: bool(names) and all(names), "at least one name, and none empty"),
+    )
+    load_in_4bit: bool = setting(
+        False,
+        "QLoRA: keep the weights beside the adapters in 4 bits (NF4 with double quantisation, pip install "
+        "rollgrad[qlora]). Rollouts, the reference and the saved model then have the dequantised weights.",
+    )
+    sync: LoraSync = setting(
+        LoraSync.MERGED,
+        "What engines get after an update: merged is all weights with the adapters added; adapter is the adapters "
+        "alone, which vLLM then computes beside the weights of actor.model_name_or_path.",
+    )
+
+
+@define(kw_only=True)
+class ActorConfig:
+    """The policy that is trained."""
+
+    model_name_or_path: str = setting("", "Hugging Face name or directory of the model. Required.")
+    num_nodes: int = setting(1, "Machines that the actor is trained on, with cluster.enable.", COUNT)
+    num_gpus_per_node: int = setting(1, "Processes on each of them, with one GPU each where there are any.", COUNT)
+    dtype: DType = setting(
+        DType.AUTO,
+        "Compute format of all models, and of the engines that the run starts; auto is bfloat16 where the hardware "
+        "multiplies it natively, else float32. float16 rounds eight times less than bfloat16 but overflows early: "
+        "its loss is scaled, and steps whose gradients overflow are skipped.",
+    )
+    float32_head: bool = setting(
+        False,
+        "Compute logits in float32 from the hidden states and the output embedding, whatever dtype is: log-probs of "
+        "the actor, the reference and the embedded engine are then free of the rounding of logits (0.02 on average "
+        "with logits of a standard deviation of 5 in bfloat16). vLLM's stay as they are.",
+    )
+    gradient_checkpointing: bool = setting(
+        False, "Recompute activations in the backward pass: less memory, about a third more compute."
+    )
+    policy_loss_type: str = setting(
+        "ppo",
+        "ppo, gspo, gspo_token, sequence_ppo, gmpo, cispo, sapo, clip_cov, kl_cov, dppo_tv, dppo_kl, "
+        "policy_gradient, or a name that algo.extension_path defines.",
+    )
+    eps_clip: float | None = setting(
+        None,
+        "Clip range, both sides, in the loss's own measure; default: the loss's own (ppo 0.2, gspo 3e-4 and 4e-4, "
+        "...).",
+        SHARE,
+    )
+    eps_clip_low_high: tuple[float, float] | None = setting(
+        None,
+        "Separate lower and upper clip range (DAPO's clip-higher); replaces eps_clip.",
+        Range(
+            lambda clip: 0 <= clip[0] <= 1 and clip[1] >= 0, "a lower range from 0 to 1, and an upper range at least 0"
+        ),
+    )
+    dual_clip: float | None = setting(
+        None,
+        "Bound on the loss of negative advantages (dual-clip PPO); must exceed 1.",
+        Range(lambda value: value > 1, "greater than 1"),
+    )
+    sapo_tau: tuple[float, float] = setting(
+        (1.0, 1.05),
+        "Temperatures of SAPO's gate for positive and negative advantages.",
+        Range(lambda tau: min(tau) > 0, "two numbers greater than 0"),
+    )
+    cov_share: float = setting(2e-4, "Share of tokens that clip_cov and kl_cov treat apart.", SOME_SHARE)
+    cov_range: tuple[float, float] = setting(
+        (1.0, 5.0),
+        "Covariance of log-prob and advantage from which and up to which clip_cov may choose a token.",
+        INTERVAL,
+    )
+    cov_kl_coef: float = setting(1.0, "Weight of kl_cov's penalty at the chosen tokens.", NOT_NEGATIVE)
+    entropy_coef: float = setting(
+        0.0, "Weight of the entropy bonus; with entropy_target its starting value.", NOT_NEGATIVE
+    )
+    entropy_target: float | None = setting(
+        None, "Entropy per token, in nats, below which an adaptive bonus acts; none keeps the weight fixed.", POSITIVE
+    )
+    entropy_coef_step: float = setting(5e-3, "How much the adaptive weight moves each rollout.", POSITIVE)
+    positive_nll_coef: float = setting(
+        0.0, "Weight of the likelihood of replies that passed, as an additional loss (VAPO).", NOT_NEGATIVE
+    )
+    aux_loss_coef: float = setting(
+        0.0,
+        "Weight of the load-balancing loss of a mixture of experts (Switch Transformers), over all tokens of an "
+        "optimizer step; above 0 it takes one more forward pass.",
+        NOT_NEGATIVE,
+    )
+    loss_aggregation: Aggregation | None = setting(
+        None,
+        "How token losses become one number; default: the loss's own (ppo token_mean, gspo sequence_mean, ...); "
+        "constant_length is Dr. GRPO's form.",
+    )
+    lora: LoraConfig = section(LoraConfig, "Low-rank adapters; with a rank above 0 they alone are trained.")
+    optim: Optim = setting(
+        Optim.ADAM, "adam steps everything by AdamW, muon hidden matrices by Muon and the rest by AdamW."
+    )
+    adam: AdamConfig = section(AdamConfig, "AdamW.")
+    muon: MuonConfig = section(MuonConfig, "Muon.")
+    lr_scheduler: LRScheduler = setting(LRScheduler.CONSTANT, "Learning rate after warm-up.")
+    lr_warmup_ratio: float = setting(0.0, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
+    min_lr_ratio: float = setting(0.1, "Floor of the decaying schedules, as a share of the peak.", SHARE)
+    max_norm: float = setting(
+        1.0, "Gradient norm above which gradients are scaled down; 0 turns clipping off.", NOT_NEGATIVE
+    )

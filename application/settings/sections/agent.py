@@ -1,0 +1,52 @@
+"""The section `agent`: how agents play."""
+
+from enum import StrEnum
+
+from attrs import define
+
+from rollgrad.domain.settings import COUNT, setting
+
+
+class PythonIsolation(StrEnum):
+    """What the python tool's code is shut in with."""
+
+    NAMESPACES = "namespaces"
+    """Linux namespaces, besides limits: no network, no other processes, no files of yours."""
+    NONE = "none"
+    """Limits alone: the code may do what you may do."""
+
+
+@define(kw_only=True)
+class AgentConfig:
+    """Episodes in which the model calls tools, tries again, or is driven by a program of its own."""
+
+    tools: str | None = setting(
+        None,
+        "What the model may call, separated by commas: python (a sandbox), think, final, files whose functions are "
+        "marked with @rollgrad.tool (tools.py), MCP servers (mcp:COMMAND or mcp:URL).",
+    )
+    python_isolation: PythonIsolation = setting(
+        PythonIsolation.NAMESPACES,
+        "What shuts in the code that the python tool runs: namespaces (an error says how to allow them), or none, "
+        "where the code may do all that you may do.",
+    )
+    system_prompt: str | None = setting(None, "Put before the conversation, unless it has a system message.")
+    attempts: int = setting(
+        1, "Answers that the model may give; one that does not pass is told so, and may be followed by another.", COUNT
+    )
+    command: str | None = setting(
+        None,
+        "Program that plays an episode as a client of the run's OpenAI- and Anthropic-compatible server, whose "
+        "address and key are in its environment; the prompt is on its standard input, its last line of output is the "
+        "answer.",
+    )
+
+    @property
+    def converses(self) -> bool:
+        """Whether rollgrad leads the conversation, with tools or several attempts."""
+        return self.tools is not None or self.attempts > 1
+
+    @property
+    def plays(self) -> bool:
+        """Whether episodes have several turns."""
+        return self.converses or self.command is not None

@@ -1,0 +1,46 @@
+"""The section `algo`: the algorithm."""
+
+from attrs import define
+
+from rollgrad.domain.algorithms.settings import AdvantageSettings, CorrectionSettings, KLSettings, OldLogprobs
+from rollgrad.domain.settings import COUNT, INTERVAL, section, setting
+
+
+@define(kw_only=True)
+class AlgoConfig:
+    """The algorithm."""
+
+    preset: str | None = setting(
+        None,
+        "Named recipes, several separated by commas (dapo,tis): vetted settings that a file and flags override, "
+        "shown by --print_config. See docs/algorithms.md.",
+    )
+    extension_path: str | None = setting(
+        None, "Python file with estimators and policy losses of your own, registered by @estimator and @policy_loss."
+    )
+    advantage: AdvantageSettings = section(AdvantageSettings, "From rewards to advantages.")
+    kl: KLSettings = section(KLSettings, "Keeping near the reference.")
+    old_logprobs: OldLogprobs = setting(
+        OldLogprobs.RECOMPUTE,
+        "Log-probs in the ratio's denominator (proximal policy): the trainer's own before the update, the rollout's "
+        "(one forward pass less), or interpolated between rollout and current policy by the age of each token. A "
+        "single step on fresh samples needs none of them: the ratio is 1.",
+    )
+    correction: CorrectionSettings = section(CorrectionSettings, "Off-policy correction.")
+    dynamic_filtering_enable: bool = setting(
+        False,
+        "Train only on groups whose scores differ, so that they are neither all right nor all wrong; each other one "
+        "is replaced by a new prompt at once (DAPO's dynamic sampling).",
+    )
+    dynamic_filtering_range: tuple[float, float] | None = setting(
+        None,
+        "Mean scores between which, both excluded, a group is kept instead; mind how scores are coded (0 1 finds no "
+        "middle between -1 and 1).",
+        INTERVAL,
+    )
+    dynamic_filtering_spread: bool = setting(
+        False, "Train only on groups whose rewards differ; each other one is replaced by a new prompt."
+    )
+    dynamic_filtering_budget: float = setting(
+        10.0, "Prompts that may be played for a rollout, as a multiple of rollout.batch_size; more is an error.", COUNT
+    )

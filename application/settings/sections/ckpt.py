@@ -1,0 +1,61 @@
+"""The section `ckpt`: what is written where."""
+
+from enum import StrEnum
+
+from attrs import define
+
+from rollgrad.domain.settings import COUNT, PERIOD, POSITIVE, Range, setting
+
+
+class Resume(StrEnum):
+    """Whether a run continues from the training state in its directory."""
+
+    NEVER = "never"
+    """It starts anew."""
+    ALWAYS = "always"
+    """It continues; without a training state it is refused."""
+    AUTO = "auto"
+    """It continues if there is a training state, else it starts anew: for jobs that are started again and again."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Resume | None":
+        """True and False, as the setting was before it knew auto."""
+        return {True: cls.ALWAYS, False: cls.NEVER}.get(value) if isinstance(value, bool) else None
+
+
+@define(kw_only=True)
+class CheckpointConfig:
+    """What is written where."""
+
+    output_dir: str = setting(
+        "./runs/rollgrad",
+        "Directory of the run: model, metrics, report. One that holds another run is refused.",
+        Range(bool, "a directory"),
+    )
+    overwrite: bool = setting(False, "Remove the run that output_dir holds, when the new one begins.")
+    save_steps: int = setting(
+        -1, "Rollouts between model checkpoints; -1 saves only at the end, however the run ends.", PERIOD
+    )
+    state_minutes: float | None = setting(
+        30.0,
+        "Minutes between training states (weights, optimizer, position; about 12 bytes a parameter), from which "
+        "resume continues. The last one is of the run's end, however it ends. None, without state_steps, saves none.",
+        POSITIVE,
+    )
+    state_steps: int = setting(
+        -1, "Rollouts between training states, besides state_minutes; -1 goes by time alone.", PERIOD
+    )
+    state_dir: str | None = setting(None, "Directory of the training states; default: output_dir.")
+    keep_states: int = setting(
+        2,
+        "Newest training states that are kept; there is one more while one is written. Of two, the one before is "
+        "there if the newest is broken.",
+        COUNT,
+    )
+    keep_models: int | None = setting(None, "Newest models of save_steps that are kept; None keeps all.", COUNT)
+    resume: Resume = setting(
+        Resume.NEVER,
+        "Continue the run in output_dir from its training state: never, always (an error without one), or auto: if "
+        "there is one. The bare flag means always.",
+        converter=Resume,
+    )

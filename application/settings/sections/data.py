@@ -1,0 +1,87 @@
+"""The section `data`: the prompts."""
+
+from enum import StrEnum
+
+from attrs import define
+
+from rollgrad.domain.settings import COUNT, INTERVAL, Range, setting
+
+
+class Overlong(StrEnum):
+    """What becomes of prompts that are longer than allowed."""
+
+    DROP = "drop"
+    ERROR = "error"
+
+
+DEFAULT_PROMPT_TOKENS = 1024
+"""Longest prompt where neither data.max_prompt_tokens nor data.max_len is set."""
+
+
+@define(kw_only=True)
+class DataConfig:
+    """The prompts."""
+
+    prompt_dataset: str = setting(
+        "",
+        "File (.json, .jsonl, .csv, .parquet), saved dataset folder, hub name (NAME:CONFIGURATION where it has "
+        "several, such as openai/gsm8k:main), or reasoning_gym:TASK; several separated by commas. Required.",
+    )
+    prompt_probs: tuple[float, ...] | None = setting(
+        None, "Mixing probabilities, one for each dataset; default: concatenate."
+    )
+    prompt_split: str = setting("train", "Split to read.")
+    input_key: str | None = setting(
+        None,
+        "Column with the prompt: text, or a list of chat messages; a dot leads into a nested column. Default: "
+        "prompt, question, problem, input or instruction, whichever there is.",
+    )
+    label_key: str | None = setting(
+        None,
+        "Column with what the reward compares against; a dot leads into a nested column (reward_model.ground_truth). "
+        "Default: verl's reward_model.ground_truth, or else answer, solution, label, ground_truth, final_answer or "
+        "target, whichever there is.",
+    )
+    apply_chat_template: bool = setting(True, "Render prompts with the model's chat template.")
+    chat_template: str | None = setting(
+        None,
+        "Chat template in place of the model's: a Jinja file, or the template itself. It is saved with the trained "
+        "model.",
+    )
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = setting(
+        None,
+        "Variables for the chat template, such as enable_thinking False: name value name value; the values true and "
+        "false are booleans.",
+    )
+    system_prompt: str | None = setting(None, "System message put before every prompt; needs the chat template.")
+    input_template: str | None = setting(
+        None, "Text with {} where the prompt goes, e.g. 'Question: {}\\nAnswer:'; only without the chat template."
+    )
+    max_prompt_tokens: int | None = setting(
+        None, "Longest prompt, in tokens; default: 1024, or with max_len all but one token of it.", COUNT
+    )
+    max_len: int | None = setting(
+        None,
+        "Tokens of prompt and reply together (of the whole history where there are several turns, in each of its "
+        "branches): a reply gets what the prompt leaves, up to rollout.max_new_tokens. None bounds each by itself.",
+        Range(lambda tokens: tokens >= 2, "at least 2, for a prompt and a reply"),
+    )
+    overlong: Overlong = setting(
+        Overlong.DROP,
+        "What becomes of prompts that are longer: drop them before the first step (they are counted and reported), "
+        "or error.",
+    )
+    max_samples: int | None = setting(None, "Read at most this many prompts.", COUNT)
+    size: int = setting(1000, "Prompts to generate for a reasoning_gym task.", COUNT)
+    curriculum_range: tuple[float, float] | None = setting(
+        None,
+        "Skip prompts whose latest mean score lies outside, but for every eighth time; none plays all alike.",
+        INTERVAL,
+    )
+
+    @property
+    def prompt_limit(self) -> int:
+        """Longest prompt that is played, in tokens."""
+        if self.max_prompt_tokens is not None:
+            return self.max_prompt_tokens
+        return DEFAULT_PROMPT_TOKENS if self.max_len is None else self.max_len - 1

@@ -1,0 +1,43 @@
+"""The section `ds`: how models are divided over their processes."""
+
+from attrs import define
+
+from rollgrad.domain.settings import COUNT, Range, setting
+
+GRADIENTS = 2
+"""The stage of ZeRO that divides gradients too: in 16 bits the least that DeepSpeed carries out alike."""
+
+
+PARAMETERS = 3
+"""The stage of ZeRO that divides parameters too."""
+
+
+BUCKET_NUMBERS = 500_000_000
+"""Gradients that are sent together, DeepSpeed's default."""
+
+
+@define(kw_only=True)
+class DeepSpeedConfig:
+    """DeepSpeed's ZeRO: what is divided over the processes of a model."""
+
+    zero_stage: int = setting(
+        2,
+        "0 divides nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too; in 16 bits, 0 and 1 are 2.",
+        Range(lambda stage: 0 <= stage <= 3, "0, 1, 2 or 3"),
+    )
+    adam_offload: bool = setting(False, "Keep the optimizer's state in the CPU's memory, and step there.")
+    param_offload: bool = setting(False, "Keep parameters in the CPU's memory; zero_stage 3 only.")
+    sequence_parallel_size: int = setting(
+        1,
+        "Processes that share each forward and backward pass, dividing its tokens and, in the attention, its heads "
+        "(Ulysses): for sequences that do not fit into one process. Divides the processes of every model; at most "
+        "its key/value heads.",
+        COUNT,
+    )
+    tensor_parallel_size: int = setting(
+        1,
+        "Processes that share each layer, dividing its weights (AutoTP): for models whose layers do not fit into one "
+        "process, or whose passes are to be faster. Divides the processes of every model; at most its key/value "
+        "heads.",
+        COUNT,
+    )

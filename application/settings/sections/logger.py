@@ -1,0 +1,14 @@
+"""The section `logger`: where metrics go."""
+
+from attrs import define
+
+from rollgrad.domain.settings import NOT_NEGATIVE, setting
+
+
+@define(kw_only=True)
+class LoggerConfig:
+    """Where metrics go besides metrics.jsonl in the output directory."""
+
+    tensorboard_dir: str | None = setting(None, "TensorBoard log directory (extra: tracking).")
+    console: bool = setting(True, "Progress bar on a terminal and a table at the end.")
+    log_samples: int = setting(1, "Sampled texts written to samples.jsonl each step.", NOT_NEGATIVE)

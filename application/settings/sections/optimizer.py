@@ -1,0 +1,50 @@
+"""How weights are stepped: AdamW, Muon, and the learning rate."""
+
+from enum import StrEnum
+
+from attrs import define
+
+from rollgrad.domain.settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Range, setting
+
+
+class Optim(StrEnum):
+    """What steps hidden matrices; embeddings, head, norms and biases are AdamW's either way."""
+
+    ADAM = "adam"
+    MUON = "muon"
+
+
+class LRScheduler(StrEnum):
+    """Learning rate over the run, after warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE_WITH_MIN_LR = "cosine_with_min_lr"
+
+
+@define(kw_only=True)
+class AdamConfig:
+    """AdamW on float32 master weights; biases and norm weights are not decayed."""
+
+    lr: float = setting(1e-6, "Peak learning rate.", NOT_NEGATIVE)
+    betas: tuple[float, float] = setting(
+        (0.9, 0.95),
+        "Decay of the first and second moment.",
+        Range(lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers at least 0 and below 1"),
+    )
+    eps: float = setting(1e-8, "Added to the root of the second moment.", POSITIVE)
+    weight_decay: float = setting(0.0, "Decoupled weight decay.", NOT_NEGATIVE)
+
+
+@define(kw_only=True)
+class MuonConfig:
+    """Muon on hidden matrices, with optim muon: each step turns all directions of a matrix alike. Its weight decay is
+    that of adam."""
+
+    lr: float = setting(
+        1e-5,
+        "Peak learning rate: about the length of a step in each direction. 1e-5 moves the weights of a model of a "
+        "billion parameters about as far as AdamW does with 1e-6.",
+        NOT_NEGATIVE,
+    )
+    momentum: float = setting(0.95, "Decay of the momentum, which is Nesterov's.", BELOW_ONE)

@@ -1,0 +1,142 @@
+"""The section `reward`: what a reply is worth."""
+
+from enum import StrEnum
+
+from attrs import define
+
+from rollgrad.domain.algorithms.settings import Normalise
+from rollgrad.domain.settings import COUNT, INTERVAL, POSITIVE, Range, setting
+
+
+class Verifier(StrEnum):
+    """Built-in verifiable rewards."""
+
+    LAST_NUMBER = "last_number"
+    EXACT_MATCH = "exact_match"
+    MATH = "math"
+    FORMAT = "format"
+
+
+class JudgeIsolation(StrEnum):
+    """What judges of replies are shut in with, where parsing a reply could run it."""
+
+    SANDBOX = "sandbox"
+    """No network, no file but installed packages, no environment; Linux namespaces, or else Landlock."""
+    NONE = "none"
+    """Limits on memory and time alone: a reply that runs as code may do what you may do."""
+
+
+REWARD_TOKENS = 16384
+"""Tokens of a reward model's forward pass, padding included: some GiB of activations in a model of eight billion."""
+
+
+@define(kw_only=True)
+class RewardConfig:
+    """What a reply is worth."""
+
+    function_path: str | None = setting(
+        None,
+        "Python file with a function reward_func or compute_score, or FILE:NAME. It gets what its parameters are "
+        "called: queries, prompts, completions, labels, messages, tokens, metadata, step, any column of the row: "
+        "docs/guide.md.",
+    )
+    model_name_or_path: str | None = setting(
+        None,
+        "Reward model that scores prompt and reply: Hugging Face name or directory of a sequence classifier with one "
+        "label.",
+    )
+    num_nodes: int | None = setting(
+        None, "Machines that hold the reward model, with cluster.enable; default: as many as the actor's.", COUNT
+    )
+    num_gpus_per_node: int | None = setting(
+        None, "Processes on each of them, each with the whole reward model; default: as many as the actor's.", COUNT
+    )
+    remote_url: str | None = setting(
+        None,
+        "Reward server, POST {query, prompts, labels} -> {rewards, scores, extra_logs}; several separated by commas "
+        "share the work. The environment variable ROLLGRAD_REWARD_TOKEN is sent as a bearer token.",
+    )
+    remote_batch_size: int = setting(64, "Replies sent to a reward server together, at most.", COUNT)
+    failure_value: float | None = setting(
+        None,
+        "Reward of a reply that no reward server judged in time; none makes it a failed episode (see "
+        "rollout.max_failures).",
+    )
+    judge_url: str | None = setting(
+        None,
+        "Language model that judges: base address of an OpenAI-compatible server, http://host:8000/v1; several "
+        "separated by commas share the work. The environment variable ROLLGRAD_JUDGE_TOKEN is sent as a bearer "
+        "token.",
+    )
+    judge_model: str | None = setting(None, "Name under which the judge's server knows the model.")
+    judge_prompt: str | None = setting(
+        None,
+        "Text file that asks the judge, with {prompt}, {response}, {query}, {label} and {column} of the row. The "
+        "reward is the last number of the answer.",
+    )
+    judge_range: tuple[float, float] | None = setting(
+        None,
+        "Lowest and highest number that counts as a judgement; another is a failed one. Default: any number counts.",
+        INTERVAL,
+    )
+    verifier: Verifier | None = setting(
+        None, "Built-in reward: last_number, exact_match, math (math-verify) or format."
+    )
+    format_pattern: str | None = setting(
+        None, "Regular expression that the whole reply must match, for the format verifier."
+    )
+    isolation: JudgeIsolation = setting(
+        JudgeIsolation.SANDBOX,
+        "What the math and format verifiers and the scorers of reasoning_gym tasks run in: a sandbox without "
+        "network, files or environment, or none, where a reply that a scorer runs as code may do all that you may "
+        "do.",
+    )
+    timeout: float = setting(
+        10.0,
+        "Seconds one judgement may take: on a reward server all attempts together; of a reward model up to 64 "
+        "replies that it scores together, their waiting not counted.",
+        POSITIVE,
+    )
+    weights: dict[str, float] | None = setting(
+        None,
+        "Weight of each named reward, for functions that return several: name weight name weight; default: 1 each.",
+    )
+    pass_threshold: float = setting(1.0, "A reply passes when its score reaches this.")
+    clip_range: tuple[float, float] | None = setting(
+        None,
+        "The reward of a whole episode, summed over its turns, is clamped to this range before any baseline.",
+        INTERVAL,
+    )
+    normalize: Normalise = setting(
+        Normalise.NONE,
+        "Centre and scale rewards: by the running mean and deviation of all so far, by those of a dataset, or those "
+        "that the reward model's config.json names (mean and std, as OpenRLHF saves them).",
+    )
+    normalize_mean_std: tuple[float, float] | None = setting(
+        None,
+        "Mean and standard deviation of rewards over a dataset, for normalize dataset.",
+        Range(lambda pair: pair[1] > 0, "a mean, and a standard deviation greater than 0"),
+    )
+    overlong_buffer_len: int | None = setting(
+        None,
+        "Last tokens before the limit over which a length penalty grows (DAPO); none turns it off. The limit is "
+        "rollout.max_new_tokens, in episodes of several turns rollout.max_episode_tokens; sampled tokens count.",
+        COUNT,
+    )
+    overlong_penalty_factor: float = setting(1.0, "Penalty at full length.", POSITIVE)
+    stop_properly_penalty_coef: float | None = setting(
+        None,
+        "What a truncated reply is worth at most: this share of its reward, or this reward if negative; none turns "
+        "it off.",
+        Range(lambda coef: coef <= 1, "at most 1"),
+    )
+    cosine_length: bool = setting(
+        False,
+        "Reward by outcome and length along half a cosine, in place of the reward itself; full length is the limit "
+        "of overlong_buffer_len.",
+    )
+    cosine_passed: tuple[float, float] = setting((2.0, 1.0), "Reward of a reply that passed, at no and at full length.")
+    cosine_failed: tuple[float, float] = setting(
+        (-10.0, 0.0), "Reward of a reply that failed, at no and at full length."
+    )
+    cosine_exceeded: float = setting(-10.0, "Reward of a reply that was cut off.")

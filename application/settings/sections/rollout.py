@@ -1,0 +1,75 @@
+"""The section `rollout`: how episodes are sampled."""
+
+from enum import StrEnum
+
+from attrs import define
+
+from rollgrad.domain.settings import COUNT, NOT_NEGATIVE, POSITIVE, SOME_SHARE, Range, setting
+
+
+class Engine(StrEnum):
+    """What samples."""
+
+    EMBEDDED = "embedded"
+    """In this process, from the trained model itself where nothing samples during an update."""
+    VLLM = "vllm"
+    """vLLM, in processes of its own: pip install rollgrad[vllm]."""
+    SERVER = "server"
+    """Servers that are there already (`vllm serve`), by their URLs."""
+
+
+@define(kw_only=True)
+class RolloutConfig:
+    """How episodes are sampled."""
+
+    batch_size: int = setting(128, "Prompts per rollout.", COUNT)
+    n_samples_per_prompt: int = setting(1, "Samples of each prompt: one group.", COUNT)
+    generate_batch_size: int | None = setting(
+        None,
+        "Groups in flight at once; default: batch_size. More (over-sampling) keeps what a rollout does not need for "
+        "the next one, where it is one update old, which algo.correction corrects. With train.async_enable the "
+        "default, and the most, is all that the bound on staleness lets through.",
+        COUNT,
+    )
+    temperature: float = setting(
+        1.0,
+        "Sampling temperature, also used in training log-probs.",
+        Range(lambda value: value > 0, "greater than 0, for greedy samples carry no probability to learn from"),
+    )
+    top_p: float = setting(1.0, "Nucleus mass; 1 is the full distribution.", SOME_SHARE)
+    top_k: int = setting(0, "Most likely tokens kept; 0 keeps all.", NOT_NEGATIVE)
+    max_new_tokens: int = setting(1024, "Sampled tokens per reply.", COUNT)
+    max_turns: int = setting(8, "Turns after which an episode in an environment counts as truncated.", COUNT)
+    max_episode_tokens: int | None = setting(
+        None,
+        "Tokens of an episode in an environment, prompt and observations included; default: the model's positions.",
+        COUNT,
+    )
+    max_episode_seconds: float | None = setting(
+        None,
+        "Wall clock of an episode in an environment, after which it counts as truncated; none sets no limit.",
+        POSITIVE,
+    )
+    stop_strings: tuple[str, ...] = setting(
+        (), "Texts that end a reply, besides the model's own end token.", Range(all, "texts that are not empty")
+    )
+    max_concurrent: int = setting(4096, "Episodes in flight at once.", COUNT)
+    max_failures: int | None = setting(
+        None,
+        "Failed episodes tolerated per rollout (with train.async_enable from update to update), each named on the "
+        "console; one more ends the run. Default: 5 % of a rollout's episodes.",
+        NOT_NEGATIVE,
+    )
+    engine: Engine = setting(
+        Engine.EMBEDDED,
+        "What samples: this process, vllm in processes of its own (pip install rollgrad[vllm]), or a server that is "
+        "there already.",
+    )
+    server_urls: tuple[str, ...] = setting(
+        (),
+        "Addresses of rollout.engine server, which share the prompts: http://host:port each, as `vllm serve` "
+        "listens. The environment variable ROLLGRAD_ENGINE_TOKEN is sent as a bearer token.",
+    )
+    max_batch_size: int = setting(
+        128, "Sequences decoded together by the engine; requests in flight at each server.", COUNT
+    )

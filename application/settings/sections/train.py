@@ -1,0 +1,79 @@
+"""The section `train`: how samples become optimizer steps, and how updates and rollouts share time."""
+
+from enum import StrEnum
+
+from attrs import define
+
+from rollgrad.domain.control.staleness import StalenessUnit, StalePolicy
+from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, setting
+
+
+class PartialRollout(StrEnum):
+    """What becomes of replies in flight when the weights change."""
+
+    NONE = "none"
+    """They are finished first, under the weights that they began with."""
+    KEEP = "keep"
+    """They go on under the new weights, from the keys and values of the old ones; vLLM computes them anew for requests
+    that it preempts for want of memory."""
+    RECOMPUTE = "recompute"
+    """They go on under the new weights, which compute the keys and values of their tokens anew."""
+
+
+@define(kw_only=True)
+class TrainConfig:
+    """How samples become optimizer steps."""
+
+    agent_func_path: str | None = setting(
+        None,
+        "Python file with a class Environment (reset, step, close), or with OpenRLHF's AgentExecutor: episodes then "
+        "have several turns, and rewards come from their steps.",
+    )
+    max_steps: int | None = setting(None, "Rollouts to train on; default: num_episodes passes over the prompts.", COUNT)
+    num_episodes: int = setting(1, "Passes over the prompts when max_steps is not set.", COUNT)
+    batch_size: int | None = setting(
+        None,
+        "Samples per optimizer step, each with all its branches; default: all of a rollout (strictly on-policy). "
+        "Where failed episodes leave fewer samples than planned, steps become smaller, not fewer.",
+        COUNT,
+    )
+    max_epochs: int = setting(1, "Passes over each rollout's samples.", COUNT)
+    max_tokens_per_micro_batch: int = setting(16384, "Token budget of one forward and backward pass.", COUNT)
+    seed: int = setting(42, "Seeds prompt order, sampling and shuffling.", NOT_NEGATIVE)
+    async_enable: bool = setting(
+        False, "Roll out while training, with a second copy of the weights; groups are trained on as they are finished."
+    )
+    max_staleness: int = setting(
+        1,
+        "Updates that may lie between the weights that began a sample and those that train on it, with async_enable. "
+        "From 1 on samples are corrected for it (algo.correction.level); above 1 they have to be.",
+        NOT_NEGATIVE,
+    )
+    stale_policy: StalePolicy = setting(
+        StalePolicy.WAIT,
+        "What happens when a slow group would become staler than that: training waits for it, or goes on and drops it.",
+    )
+    staleness_unit: StalenessUnit = setting(
+        StalenessUnit.TRAJECTORY,
+        "From where a group's age is counted: its start (trajectory), or its oldest sampled token (token).",
+    )
+    partial_rollout: PartialRollout = setting(
+        PartialRollout.NONE,
+        "What becomes of replies in flight when the weights change: they are finished first (none), or go on under "
+        "the new weights with their old keys and values (keep) or with new ones (recompute).",
+    )
+    enable_ema: bool = setting(
+        False,
+        "Keep a moving average of the actor's weights, in the CPU's memory; every saved model has it in the "
+        "directory ema.",
+    )
+    ema_beta: float = setting(0.992, "Its decay per optimizer step.", BELOW_ONE)
+    colocate_all: bool = setting(
+        False,
+        "Let all models and engines share the same GPUs, with cluster.enable; engines sleep while models train. "
+        "Without it each has its own.",
+    )
+    colocate_actor_ref: bool = setting(False, "Let actor and reference share the same GPUs, with cluster.enable.")
+    colocate_critic_reward: bool = setting(
+        False, "Let critic and reward model share the same GPUs, with cluster.enable."
+    )

@@ -1,0 +1,61 @@
+"""The section `vllm`: the engines of rollout.engine vllm."""
+
+from enum import StrEnum
+
+from attrs import define
+
+from rollgrad.domain.settings import COUNT, SOME_SHARE, setting
+
+
+class SyncBackend(StrEnum):
+    """How weights get from the trainer to vLLM's engines."""
+
+    AUTO = "auto"
+    """cuda_ipc where each engine shares its GPU with the trainer, nccl where none does, else shared_memory."""
+    SHARED_MEMORY = "shared_memory"
+    """Through the CPU's memory; over the network to engines on other machines."""
+    NCCL = "nccl"
+    """From GPU to GPU."""
+    CUDA_IPC = "cuda_ipc"
+    """Within the GPU that trainer and engine share."""
+    DISK = "disk"
+    """Through files below ckpt.output_dir, on a file system that all machines share."""
+
+
+CPU_CACHE_BYTES = 2 * 2**30
+"""vLLM's keys and values on a CPU, where it would otherwise take most of the memory."""
+
+
+@define(kw_only=True)
+class VLLMConfig:
+    """vLLM engines; one that dies is replaced, and its replies are sampled again."""
+
+    num_engines: int = setting(1, "Engines that share the prompts; more than one needs cluster.enable.", COUNT)
+    tensor_parallel_size: int = setting(1, "GPUs that share each layer of an engine's model.", COUNT)
+    pipeline_parallel_size: int = setting(
+        1,
+        "Stages that an engine's layers are divided into, each on vllm.tensor_parallel_size GPUs of its own: for "
+        "models that these GPUs do not hold, or that do not divide by more.",
+        COUNT,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9, "Share of a GPU's memory that an engine may take; lower it where models share the GPU.", SOME_SHARE
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Tokens of a prompt and its reply at most, by which vLLM lays out its memory; default: as many as the run "
+        "can ask for (data.max_prompt_tokens and the longest reply, or rollout.max_episode_tokens). Never more than "
+        "the model has positions.",
+        COUNT,
+    )
+    sync_backend: SyncBackend = setting(
+        SyncBackend.AUTO,
+        "How weights reach the engines: auto is cuda_ipc where each engine shares its GPU with the actor, nccl where "
+        "none does, else shared_memory; disk goes through files below ckpt.output_dir, which all machines then "
+        "share.",
+    )
+
+    @property
+    def gpus_per_engine(self) -> int:
+        """GPUs that share one engine's model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

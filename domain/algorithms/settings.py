@@ -1,0 +1,153 @@
+"""Settings of the algorithm. What a configuration holds is what the algorithm reads. Importable without torch."""
+
+from enum import StrEnum
+
+from attrs import define
+
+from rollgrad.domain.settings import NOT_NEGATIVE, POSITIVE, SHARE, setting
+
+
+class KLEstimator(StrEnum):
+    """Schulman's approximations of the KL divergence, and k3 weighed by the importance ratio."""
+
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+    K3_UNBIASED = "k3_unbiased"
+
+
+class KLAgainst(StrEnum):
+    """What the policy is kept near."""
+
+    REFERENCE = "reference"
+    ROLLOUT = "rollout"
+
+
+@define(kw_only=True)
+class KLSettings:
+    """Keeping near the reference."""
+
+    init_coef: float = setting(0.0, "Weight of the KL term; 0 loads no reference at all.", NOT_NEGATIVE)
+    estimator: KLEstimator = setting(
+        KLEstimator.K1, "k1, k2, k3 or k3_unbiased. In the reward use k1; as a loss use k2, k3 or k3_unbiased."
+    )
+    against: KLAgainst = setting(
+        KLAgainst.REFERENCE,
+        "The frozen reference, or the policy that sampled the rollout (as a loss; loads no reference).",
+    )
+    use_loss: bool = setting(False, "Add KL to the loss rather than to the reward.")
+    target: float | None = setting(
+        None, "KL per action token that an adaptive controller steers to; none keeps the weight fixed.", POSITIVE
+    )
+    horizon: float = setting(10000.0, "Samples over which the adaptive controller reacts.", POSITIVE)
+
+
+class Whiten(StrEnum):
+    """Over what advantages are centred and scaled."""
+
+    NONE = "none"
+    BATCH = "batch"
+    GROUP = "group"
+
+
+@define(kw_only=True)
+class AdvantageSettings:
+    """From rewards to advantages."""
+
+    estimator: str = setting(
+        "gae",
+        "gae (PPO), turn_gae, reinforce (REINFORCE++), reinforce_baseline, rloo, rloo_sequence, group_norm (GRPO), "
+        "dr_grpo, opo, gpg, maxrl, gdpo, turn_group_norm, process_group_norm, remax, flash_reinforce, "
+        "on_policy_distill, or a name that algo.extension_path defines.",
+    )
+    gamma: float = setting(1.0, "Discount per action token (per turn for the turn estimators).", SHARE)
+    lambd: float = setting(1.0, "GAE's lambda per action token.", SHARE)
+    critic_lambd: float | None = setting(
+        None, "Lambda of the critic's targets; default: lambd (VAPO's decoupled GAE sets 1).", SHARE
+    )
+    length_adaptive_alpha: float | None = setting(
+        None, "GAE's lambda becomes 1 - 1 / (alpha x length) for each reply (VAPO: 0.05); none keeps lambd.", POSITIVE
+    )
+    whiten: Whiten | None = setting(
+        None,
+        "Centre and scale advantages over nothing, the batch's action tokens or each group's; default: the "
+        "estimator's own (batch for gae, reinforce and reinforce_baseline, else none).",
+    )
+    no_std_norm: bool = setting(False, "Whiten by the mean only.")
+
+
+class CorrectionLevel(StrEnum):
+    """Where the importance ratio of an off-policy correction is taken."""
+
+    AUTO = "auto"
+    """token where samples may be stale and nothing else corrects them, else off."""
+    OFF = "off"
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+    GEOMETRIC = "geometric"
+
+
+class CorrectionMode(StrEnum):
+    """What becomes of a ratio outside the bounds."""
+
+    TRUNCATE = "truncate"
+    CLIP = "clip"
+    MASK = "mask"
+
+
+class CorrectionGate(StrEnum):
+    """What else leaves a token or a sequence out."""
+
+    RATIO = "ratio"
+    BINARY_KL = "binary_kl"
+    TV = "tv"
+    OPSM = "opsm"
+
+
+@define(kw_only=True)
+class CorrectionSettings:
+    """Off-policy correction: what a token weighs that another policy sampled."""
+
+    level: CorrectionLevel = setting(
+        CorrectionLevel.AUTO,
+        "Where the importance ratio is taken: token, sequence (the product) or geometric (its geometric mean); off "
+        "corrects nothing. auto is token where samples may be older than the weights (train.async_enable with "
+        "max_staleness 1 or more, over-sampling) and algo.old_logprobs does not correct for it, else off; --dry_run "
+        "and the start of a run say which.",
+    )
+    mode: CorrectionMode = setting(
+        CorrectionMode.TRUNCATE, "truncate the ratio at high, clip it to low and high, or mask what lies outside."
+    )
+    gate: CorrectionGate = setting(
+        CorrectionGate.RATIO,
+        "What else leaves a token or sequence out: nothing, binary_kl, tv, or opsm (negative advantages only).",
+    )
+    low: float = setting(0.5, "Lower bound of the ratio; clip and mask.", NOT_NEGATIVE)
+    high: float = setting(2.0, "Upper bound of the ratio.", POSITIVE)
+    threshold: float = setting(5e-3, "Largest divergence that the gates binary_kl, tv and opsm let pass.", POSITIVE)
+
+
+class Normalise(StrEnum):
+    """What rewards are centred and scaled by before any baseline."""
+
+    NONE = "none"
+    RUNNING = "running"
+    DATASET = "dataset"
+    MODEL = "model"
+
+
+class Aggregation(StrEnum):
+    """How token losses become one number."""
+
+    TOKEN_MEAN = "token_mean"
+    SEQUENCE_MEAN = "sequence_mean"
+    PROMPT_MEAN = "prompt_mean"
+    CONSTANT_LENGTH = "constant_length"
+
+
+class OldLogprobs(StrEnum):
+    """Where the log-probs of the policy before the update come from."""
+
+    RECOMPUTE = "recompute"
+    ROLLOUT = "rollout"
+    INTERPOLATE = "interpolate"
