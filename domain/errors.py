@@ -1,8 +1,8 @@
-"""Every error that rollgrad raises on purpose.
+"""All errors that rollgrad raises on purpose.
 
-One root, `RollgradError`; each leaf also inherits the built-in that fits, so callers may catch either. All of them
-pickle (they cross processes): arguments are plain strings. A message says what was set, which rule it breaks and how
-to fix it.
+Their root is `RollgradError`; each also inherits the built-in error that fits, so callers may catch either. They are
+pickled between processes, so their arguments are plain strings. A message says what was set, which rule it breaks and
+how to fix it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class ConfigurationError(RollgradError, ValueError):
 
 
 class ManyProblemsError(ConfigurationError):
-    """Several problems that were found together: the message has one a line."""
+    """Several problems that were found together; the message has one line for each."""
 
 
 class DataError(RollgradError, ValueError):
@@ -49,7 +49,7 @@ class EngineError(RollgradError, RuntimeError):
 
 
 class ForeignError(RollgradError, RuntimeError):
-    """Code that is not rollgrad's failed: an environment, an agent, a tool."""
+    """Code from outside rollgrad failed: an environment, an agent, a tool."""
 
 
 class NonFiniteUpdateError(RollgradError, FloatingPointError):
@@ -57,11 +57,11 @@ class NonFiniteUpdateError(RollgradError, FloatingPointError):
 
 
 class UntrainedParameterError(RollgradError, RuntimeError):
-    """A parameter that is to be trained takes no part in what the model computes; the step was not applied."""
+    """A parameter that should be trained has no effect on the model's output; the step was not applied."""
 
 
 class OutOfMemory(RollgradError, MemoryError):  # noqa: N818 (as torch and Python call it)
-    """A device or this machine has no memory left for what was to be computed."""
+    """A device or this machine has too little memory left for a computation."""
 
 
 class WorkerError(RollgradError, RuntimeError):
@@ -69,7 +69,7 @@ class WorkerError(RollgradError, RuntimeError):
 
 
 def raise_together(errors: Sequence[RollgradError]) -> None:
-    """Raises the error, or a `ManyProblemsError` of all if there are several; duplicates count once.
+    """Raises the only error, or a `ManyProblemsError` if there are several; duplicates count once.
 
     Raises:
         RollgradError: there is at least one error.
@@ -82,6 +82,6 @@ def raise_together(errors: Sequence[RollgradError]) -> None:
 
 
 def problem_lines(error: RollgradError) -> list[str]:
-    """Returns the problems that the error tells, each on one line."""
+    """Returns the problems in the error's message, each on one line."""
     texts = str(error).splitlines() if isinstance(error, ManyProblemsError) else [str(error)]
     return [" ".join(text.split()) for text in texts]

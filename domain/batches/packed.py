@@ -98,34 +98,34 @@ class PackedBatch:
 
     @property
     def sequence_ids_N(self) -> Tensor:
-        """Which sequence (0..S-1) each token belongs to."""
+        """Sequence (0..S-1) that each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self), device=self.lengths_S.device), self.lengths_S)
 
     @property
     def rollout_ids_S(self) -> Tensor:
-        """See `rollout_ids`."""
+        """Rollout of each sequence, from 0 to R - 1, as `rollout_ids` numbers them."""
         return rollout_ids(self.group_ids_S, self.sample_ids_S)
 
     @property
     def rollouts(self) -> int:
-        """R."""
+        """Number of rollouts (R)."""
         return int(self.rollout_ids_S.max()) + 1
 
     @property
     def token_count(self) -> int:
-        """N."""
+        """Number of tokens (N)."""
         return len(self.tokens_N)
 
     @property
     def start_logprobs_N(self) -> Tensor:
-        """Log-probs before the update: the trainer's own, or else those of the rollout."""
+        """Log-probs before the update: `old_logprobs_N` if the trainer computed them, else those of the rollout."""
         return self.rollout_logprobs_N if self.old_logprobs_N is None else self.old_logprobs_N
 
     def filled(self, name: str) -> Tensor:
-        """Returns a column that some step on the way fills in.
+        """Returns a column that is filled in after packing.
 
         Raises:
-            ValueError: it has not been.
+            ValueError: it has not been filled in yet.
         """
         column: Tensor | None = getattr(self, name)
         if column is None:
@@ -147,7 +147,7 @@ class PackedBatch:
         return PackedBatch(**columns)
 
     def token_index(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Returns where the tokens of the sequences at `indices` lie, in that order."""
+        """Returns the positions in this batch of all tokens of the sequences at `indices`, in that order."""
         index_S = torch.as_tensor(indices, dtype=torch.int64)
         lengths_S = self.lengths_S[index_S]
         offsets_S = self.starts_S[index_S] - (lengths_S.cumsum(0) - lengths_S)
@@ -155,7 +155,7 @@ class PackedBatch:
 
 
 def rollout_ids(group_ids_S: Tensor, sample_ids_S: Tensor) -> Tensor:
-    """Rollout (0..R-1, in order of first appearance) of each sequence: the branches of a sample are one rollout."""
+    """Returns the rollout (0..R-1, in order of first appearance) of each sequence; a sample's branches share one."""
     _, found_S = torch.unique(torch.stack([group_ids_S, sample_ids_S], dim=1), dim=0, return_inverse=True)  # by key
     place_S = torch.arange(len(found_S), device=found_S.device)
     first_R = torch.full_like(place_S, len(found_S)).scatter_reduce(0, found_S, place_S, "amin")
@@ -179,7 +179,7 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedBatch:
     turn_ids_N = torch.full((total,), -1, dtype=torch.int64)
     rewards_N = torch.zeros(total)
     start = 0
-    turns: dict[tuple[int, int], int] = {}  # of each rollout so far
+    turns: dict[tuple[int, int], int] = {}  # number of turns of each rollout so far
     for trajectory in trajectories:
         rollout = trajectory.group_id, trajectory.sample_id
         for segment in (segment for segment in trajectory.segments if segment.kind is SegmentKind.ACTION):
@@ -214,7 +214,8 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedBatch:
 
 
 def _part_names(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
-    """Names of the rewards' parts, sorted. Branches of a rollout whose reward stands on another branch have none."""
+    """Returns the sorted names of the rewards' parts. A branch has none if its rollout's reward is on another
+    branch."""
     named = {tuple(sorted(t.reward_parts)) for t in trajectories if t.reward_parts}
     if len(named) > 1:
         raise TrajectoryError(

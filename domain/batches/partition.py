@@ -1,4 +1,4 @@
-"""How a batch is divided: its rollouts into optimizer steps, and the sequences of one step into forward passes."""
+"""Division of a batch: its rollouts into optimizer steps, and the sequences of one step into forward passes."""
 
 import heapq
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ import torch
 
 
 def minibatches(count: int, parts: int, generator: torch.Generator) -> list[list[int]]:
-    """Shuffled partition of `count` rollouts into `parts` whose sizes differ by at most one; one part is in order."""
+    """Divides `count` shuffled rollouts into `parts` whose sizes differ by at most one; a single part is not
+    shuffled."""
     if parts == 1:
         return [list(range(count))]
     order = torch.randperm(count, generator=generator)
@@ -15,9 +16,9 @@ def minibatches(count: int, parts: int, generator: torch.Generator) -> list[list
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Consecutive runs of samples whose tokens sum to at most `max_tokens`, as few as possible and of like size.
+    """Divides samples into consecutive runs of at most `max_tokens` tokens, as few as possible and of similar size.
 
-    Order is kept, so that samples of one prompt stay neighbours. A sample longer than the budget is a run of its own.
+    Order is kept, so that samples of one prompt stay neighbours. A sample longer than `max_tokens` is a run of its own.
     """
     runs = _runs(lengths, max_tokens)
     low, high = max(1, min(max_tokens, -(-sum(lengths) // max(1, len(runs))))), max_tokens
@@ -44,8 +45,9 @@ def _runs(lengths: Sequence[int], cap: int) -> list[list[int]]:
 
 
 def balanced_partitions(weights: Sequence[int], parts: int) -> list[list[int]]:
-    """`parts` lists of indices whose weights (tokens, for ranks) sum to nearly the same, by the largest differencing
-    method (Karmarkar and Karp 1982); indices ascend in each, and parts are empty only if there are too few.
+    """Divides indices into `parts` lists whose weights (say, tokens of each process) have nearly equal sums, by the
+    largest differencing method (Karmarkar and Karp 1982). Indices ascend in each; a part is empty only if there are
+    fewer indices than parts.
 
     >>> balanced_partitions([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]

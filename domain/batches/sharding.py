@@ -1,7 +1,7 @@
-"""How a batch is divided over processes that take optimizer steps together.
+"""Division of a batch over processes that take optimizer steps together.
 
-Invariants: every process gets a part, so that all make the same calls; tokens are balanced; the parts hold every sample
-once, and parts that would be empty hold one that weighs nothing, whose gradient is 0.
+Invariants: every process gets a part, so that all make the same calls; tokens are balanced; each sample is in one part.
+A part that would be empty holds one sample with weight 0, whose gradient is 0.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ _WEIGHTS = ("loss_weights_N", "value_weights_N", "positive_weights_N")
 
 @frozen(eq=False)
 class Shards:
-    """`parts`: a batch for each process; `tokens`: where the tokens of each part lie in the whole, None for a part that
-    weighs nothing. `total`: tokens of the whole."""
+    """`parts`: a batch for each process. `tokens`: index in the whole batch of each token of a part, None for a part of
+    weight 0. `total`: tokens of the whole batch."""
 
     parts: list[PackedBatch]
     tokens: list[Tensor | None]
     total: int
 
     def merged(self, columns: Sequence[Tensor]) -> Tensor:
-        """One column [N] of the whole from those of the parts."""
+        """Returns one column [N] of the whole batch from those of the parts."""
         whole_N = torch.zeros(self.total, dtype=columns[0].dtype)
         for index, column in zip(self.tokens, columns, strict=True):
             if index is not None:
@@ -47,7 +47,7 @@ def shards(batch: PackedBatch, parts: int) -> Shards:
 
 
 def weightless(batch: PackedBatch) -> PackedBatch:
-    """Returns the same tokens, none of which counts in any loss."""
+    """Returns the same batch with weight 0 for every token in every loss."""
     columns = ((name, getattr(batch, name)) for name in _WEIGHTS)
     zeros: dict[str, Any] = {name: torch.zeros_like(column) for name, column in columns if column is not None}
     return evolve(batch, **zeros)

@@ -7,9 +7,9 @@ from attrs import evolve, frozen
 
 @frozen(kw_only=True)
 class EntropyController:
-    """Without a `target`, `weight` is `coef` always. With one, the bonus acts only while the entropy is at or below it,
-    and `coef` grows by `step` then, and shrinks by it otherwise, from 0 to `maximum` (Skywork-OR1, He et al. 2025,
-    section 3.2.5)."""
+    """Controller of the entropy bonus. Without a `target`, `weight` is always `coef`. With one, the bonus is on only
+    while the entropy is at or below the target; `coef` grows by `step` then and shrinks by `step` otherwise, within 0
+    and `maximum` (Skywork-OR1, He et al. 2025, section 3.2.5)."""
 
     coef: float
     target: float | None = None
@@ -19,11 +19,11 @@ class EntropyController:
 
     @property
     def weight(self) -> float:
-        """Weight of the bonus for the update at hand."""
+        """Weight of the bonus in the next update."""
         return self.coef if self.target is None or self.low else 0.0
 
     def observe(self, entropy: float) -> "EntropyController":
-        """Returns the controller when the policy's entropy per token (nats) is `entropy`."""
+        """Returns the controller after an update in which the policy's entropy per token (nats) was `entropy`."""
         if self.target is None:
             return self
         low = entropy <= self.target
@@ -35,5 +35,5 @@ class EntropyController:
         return {"coef": self.coef, "low": float(self.low)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> "EntropyController":
-        """This controller where `state` left it."""
+        """Returns this controller with the values of `state`."""
         return evolve(self, coef=float(state["coef"]), low=bool(state["low"]))

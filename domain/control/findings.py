@@ -1,8 +1,8 @@
-"""Findings: why a run cannot learn, told from the metrics of its steps at the step where it is known.
+"""Findings: reasons why a run cannot learn, found in the metrics of its steps as soon as they show.
 
 A sign is a condition on one step's metrics. A finding begins when its sign was seen in each of the last `WINDOW`
-rollouts (of a shorter run: in all), and ends when it was missing in as many; it is told once for each time it begins.
-Pure: no clock, no state but the value itself. Does not own: how findings are shown.
+rollouts (in all rollouts of a shorter run), and ends when it was missing in as many; it is reported once each time it
+begins. Pure: no clock, and no state but the value itself. Does not own: how findings are shown.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ WINDOW = 3
 """Rollouts in a row that a sign needs: chance, or a batch of easy prompts, gives one rollout without any spread."""
 
 TRUNCATED_SHARE = 0.99
-"""Share of cut replies from which a model is not seen to end by itself."""
+"""Share of truncated replies from which on the model seems not to end its replies by itself."""
 
 COLLAPSED_ENTROPY = 0.01
 """Nats per token below which samples of a prompt hardly differ; replies of trained models have 0.1 to 2."""
@@ -27,9 +27,9 @@ class LearningSettings:
     """Settings of a run that findings depend on.
 
     `steps`: rollouts of the whole run. `judged_by_outcome`: whether advantages come from the rewards of whole replies,
-    rather than from a teacher or from single turns. `compared_in_groups`: whether a reply is worth what sets it apart
-    from others to the same prompt. `pass_threshold`: score from which a reply passes. `max_new_tokens`: length at which
-    a reply is cut.
+    rather than from a teacher or from single turns. `compared_in_groups`: whether a reply's advantage compares it with
+    others to the same prompt. `pass_threshold`: score from which a reply passes. `max_new_tokens`: length at which a
+    reply is truncated.
     """
 
     steps: int
@@ -41,8 +41,8 @@ class LearningSettings:
 
 @frozen(kw_only=True)
 class Finding:
-    """A reason why the run does not learn: `evidence` in numbers, the settings to `look_at`, and the steps from `since`
-    to `until` in which its sign was seen."""
+    """A reason why the run does not learn: the `evidence` in numbers, the settings to `look_at`, and the first
+    (`since`) and last (`until`) step in which its sign was seen."""
 
     name: str
     evidence: str
@@ -56,9 +56,10 @@ class Finding:
 
 @frozen(kw_only=True)
 class _Rule:
-    """`sign`: a value if the step shows it, else None; a streak is of equal values. `describe`: evidence and settings
-    to look at, from the latest metrics and the number of rollouts in the streak. `no_update`: the sign means that the
-    weights do not change, so that a run shorter than the window is told too."""
+    """Rule of one finding. `sign` returns a value if the step shows the sign, else None; a streak consists of equal
+    values. `describe` returns evidence and settings to look at, from the latest metrics and the number of rollouts in
+    the streak. `no_update`: the sign means that the weights do not change, which is reported of runs shorter than the
+    window, too."""
 
     sign: Callable[[Metrics, LearningSettings], Any]
     describe: Callable[[Metrics, LearningSettings, int], tuple[str, str]]
@@ -146,7 +147,8 @@ _RULES = {
 
 @frozen(kw_only=True)
 class _Streak:
-    """`value`: of the sign, since step `first`, in `seen` rollouts; then `missing` in so many. `finding`: told."""
+    """Streak of one sign: its `value`, seen since step `first` in `seen` rollouts, then `missing` in so many; and the
+    `finding` that it led to."""
 
     value: Any = None
     first: int = 0
@@ -166,7 +168,7 @@ class LearningWatch:
     _updates_without_gradient: int = 0
 
     def observe(self, step: int, metrics: Metrics) -> tuple["LearningWatch", tuple[Finding, ...]]:
-        """(the watch after a step, the findings that begin with it)."""
+        """Returns the watch after a step, and the findings that begin with it."""
         streaks, past, new = dict(self._streaks), list(self._past), list[Finding]()
         for name, rule in _RULES.items():
             window = min(WINDOW, self.run.steps) if rule.no_update else WINDOW
@@ -189,12 +191,12 @@ class LearningWatch:
         return watch, tuple(new)
 
     def findings(self) -> tuple[Finding, ...]:
-        """Returns all findings, those that hold still included, by the step in which each began."""
+        """Returns all findings, those that still hold included, in order of their first step."""
         holding = (streak.finding for streak in self._streaks.values() if streak.finding is not None)
         return tuple(sorted((*self._past, *holding), key=lambda finding: finding.since))
 
     def summary(self) -> tuple[str, ...]:
-        """Sentences for the end of the run: whether nothing was learned, then each finding with its steps."""
+        """Returns sentences for the end of the run: whether nothing was learned, then each finding with its steps."""
         lines = [f"steps {found.since} to {found.until}: {found}" for found in self.findings()]
         if self._updates and self._updates_without_gradient == self._updates:
             count = "the only update" if self._updates == 1 else f"all {self._updates} updates"
@@ -205,7 +207,7 @@ class LearningWatch:
 
 
 def _advance(streak: _Streak, step: int, value: Any, window: int) -> tuple[_Streak, Finding | None]:
-    """(the streak with one more step, the finding that ends with it)."""
+    """Returns the streak after one more step, and the finding that ends with it."""
     if value is not None and streak.seen and value == streak.value:
         finding = None if streak.finding is None else evolve(streak.finding, until=step)
         return evolve(streak, seen=streak.seen + 1, missing=0, finding=finding), None

@@ -11,16 +11,17 @@ MAX_ERROR = 0.2
 
 @frozen(kw_only=True)
 class KLController:
-    """Holds `coef`; with a `target` (KL per action token) it adapts, reacting over `horizon` samples. One update
-    changes it by a fifth at most, also where that has more samples than the horizon: it stays above 0."""
+    """Controller of the KL weight `coef`. With a `target` (KL per action token) the weight adapts over about `horizon`
+    samples. One update changes it by a fifth at most, even with more samples than the horizon, so that it stays above
+    0."""
 
     coef: float
     target: float | None = None
     horizon: float = 10000.0
 
     def update(self, kl: float, samples: int) -> "KLController":
-        """Returns the controller after `samples` samples with mean `kl` (Ziegler et al. 2019, section 2.2); without a
-        target, or when `kl` is not finite, itself."""
+        """Returns the controller after `samples` samples with mean `kl` (Ziegler et al. 2019, section 2.2). It stays
+        the same without a target, or if `kl` is not finite."""
         if self.target is None or not math.isfinite(kl):
             return self
         error = min(max(kl / self.target - 1.0, -MAX_ERROR), MAX_ERROR)
@@ -31,5 +32,5 @@ class KLController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> "KLController":
-        """This controller at the weight that `state` holds."""
+        """Returns this controller with the weight of `state`."""
         return evolve(self, coef=float(state["coef"]))

@@ -1,13 +1,22 @@
-"""Which groups an asynchronous run may start and train on, as a pure state machine: no clock, no thread, no I/O.
+"""The groups that an asynchronous run may start and train on, as a pure state machine: no clock, no thread, no I/O.
 
-A policy version counts the updates that are finished; the lag of a token, or of a whole trajectory, is the version that
-trains on it less the one that it began under. Nothing with a lag above `max_staleness` is ever trained on.
+The policy's version is the number of finished updates. The lag of a token, or of a whole trajectory, is the version
+that trains on it minus the version that sampled its beginning. Nothing with a lag above `max_staleness` is ever trained
+on.
 
-Invariants: groups submitted and not yet trained are at most (max_staleness + 1) x groups of an update, the capacity
-rule of AReaL (Fu et al. 2025, section 4.1) counted from the version in training, so that whatever is started can be
-trained in time; submitted = trained + dropped by reason + in flight. Under `wait` a batch leaves no group behind that
-could only be trained too late. There always is a next batch as long as running groups end and what `stale` names is
-dropped.
+Invariants:
+
+- At most (max_staleness + 1) x groups of an update are started and not yet trained on, the capacity rule of AReaL (Fu
+et
+  al. 2025, section 4.1), so that every group that is started can be trained on in time.
+- submitted = trained + dropped by reason + in flight.
+- Under `wait` no batch is taken that would make a group left behind too old.
+- There always is a next batch, as long as running groups finish and the groups that `stale` returns are dropped.
+
+Example with 2 groups an update and max_staleness 1: groups 0 to 3 start under version 0. When 1 and 2 are ready, they
+are trained on: 0 and 3 have lag 1 in the next update, which has room for both. Now 4 and 5 start under version 1. If 3
+and 4 are ready next, `wait` does not take them: group 0 would have lag 2 in the update after that. The batch waits for
+group 0 and is made of 0 and 3; `drop` would take 3 and 4, and drop group 0.
 """
 
 from collections import Counter
@@ -17,11 +26,11 @@ from enum import StrEnum
 from attrs import define, field, frozen
 
 STALE = "stale"
-"""Why a group that became too old is dropped."""
+"""Reason for dropping a group that became too old."""
 
 
 class StalenessUnit(StrEnum):
-    """From where the age of a group is counted."""
+    """Beginning of a group's age."""
 
     TRAJECTORY = "trajectory"
     """The version when the group was started."""
@@ -30,18 +39,18 @@ class StalenessUnit(StrEnum):
 
 
 class StalePolicy(StrEnum):
-    """What happens when a slow group would become too old."""
+    """Treatment of a slow group that would become too old."""
 
     WAIT = "wait"
     """Training waits for it: nothing is lost."""
     DROP = "drop"
-    """Training goes on without it, and it is dropped: nothing waits."""
+    """Training goes on without it, and it is dropped."""
 
 
 @frozen(kw_only=True)
 class StalenessBound:
-    """`max_staleness`: largest lag that is trained on, in policy versions. An update trains on `groups` groups; the run
-    has `updates` of them."""
+    """Bound on staleness. An update trains on `groups` groups; the run has `updates` updates. `max_staleness`: largest
+    lag that is trained on, in policy versions."""
 
     groups: int
     updates: int
@@ -52,23 +61,23 @@ class StalenessBound:
 
 @define
 class StalenessGate:
-    """Hears what happens to groups, known by their ids, and says what may happen next.
+    """Records what happens to groups, by their ids, and decides what may happen next.
 
-    A group runs from `start` to `finish`, is ready from then to `take`, and in training until `updated`; `drop` ends it
-    before.
+    A group is running from `start` to `finish`, then ready until `take`, then in training until `updated`. `drop` ends
+    it earlier.
     """
 
     bound: StalenessBound
     version: int = 0
     """Finished updates."""
     trained: int = 0
-    """Groups that finished updates were made of."""
+    """Groups in finished updates."""
     dropped: Counter[str] = field(factory=Counter)
     """Groups that were not trained on, by reason."""
     _running: dict[int, int] = field(factory=dict)
-    """Group: version when it was started."""
+    """Version under which each running group was started."""
     _ready: dict[int, int] = field(factory=dict)
-    """Group: version that its age counts from."""
+    """Version from which the age of each ready group is counted."""
     _training: tuple[int, ...] = ()
     _submitted: int = 0
 
@@ -107,7 +116,7 @@ class StalenessGate:
         return max(0, ahead * self.bound.groups - self.in_flight)
 
     def start(self, group: int) -> None:
-        """A group is started.
+        """Records the start of a group.
 
         Raises:
             ValueError: there is no room for it, or it is in flight already.
@@ -118,12 +127,12 @@ class StalenessGate:
         self._submitted += 1
 
     def finish(self, group: int, oldest_version: int) -> None:
-        """A running group is ready; `oldest_version` drew its oldest token."""
+        """Records that a running group is ready; its oldest token was sampled under `oldest_version`."""
         started = self._running.pop(group)
         self._ready[group] = oldest_version if self.bound.unit is StalenessUnit.TOKEN else started
 
     def drop(self, group: int, reason: str) -> None:
-        """A running or ready group will not be trained on.
+        """Records that a running or ready group will not be trained on.
 
         Raises:
             ValueError: the group is neither.
@@ -133,17 +142,17 @@ class StalenessGate:
         self.dropped[reason] += 1
 
     def stale(self) -> list[int]:
-        """Groups that can no longer be trained on; none under `wait`. They hold room until they are dropped, so look
-        after every `finish` and `updated`.
+        """Returns the groups that can no longer be trained on; none under `wait`. They take up room until they are
+        dropped, so call this after every `finish` and `updated`.
 
-        A running group counts from its start only if trajectories are the unit: its tokens may be younger.
+        With tokens as the unit a running group is never among them: its tokens may be younger than its start.
         """
         known = self._ready | (self._running if self.bound.unit is StalenessUnit.TRAJECTORY else {})
         return sorted(group for group, born in known.items() if self.version - born > self.bound.max_staleness)
 
     def take(self) -> list[int] | None:
-        """Returns the groups of the next update, the oldest that are ready; None while it has to wait for more. They
-        are in training from then on.
+        """Returns the groups of the next update, the oldest that are ready, which are then in training; None while the
+        update has to wait.
 
         Raises:
             ValueError: an update is under way.
@@ -161,16 +170,16 @@ class StalenessGate:
         return sorted(chosen)
 
     def updated(self) -> None:
-        """The update is finished and its weights sample from now on."""
+        """Records that the update is finished; its weights sample from now on."""
         self.trained += len(self._training)
         self._training = ()
         self.version += 1
 
     def _overtakes(self, chosen: set[int]) -> bool:
-        """Returns whether some group left behind could then only be trained too late, however the next updates choose.
+        """Returns whether taking `chosen` would make some other group too old, however the next updates choose.
 
-        Deadlines can be met exactly if for each coming update no more groups are due by then than all updates until
-        then can take (earliest deadline first).
+        A group is due by update `born + max_staleness`. All deadlines can be met if and only if, for each coming
+        update, the groups due by then are no more than the updates until then can take (earliest deadline first).
         """
         left = [born for group, born in (self._running | self._ready).items() if group not in chosen]
         due = sorted(born + self.bound.max_staleness - self.version for born in left)

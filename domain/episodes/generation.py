@@ -30,7 +30,7 @@ class StopReason(StrEnum):
 
 @frozen(kw_only=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """Settings of the sampling distribution and of the length of a reply.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 mean the full distribution. `max_new_tokens` counts sampled
     tokens, the stop token included. Log-probs that an engine reports are of the distribution these settings define;
@@ -49,12 +49,12 @@ class SamplingParams:
 
 @frozen(kw_only=True)
 class GenerationRequest:
-    """Token ids in. Requests with equal `prompt_token_ids` that wait together share one prefill.
+    """A request for one reply. Requests with equal `prompt_token_ids` that wait together share one prefill.
 
-    `keep`: a later request will probably continue this one's tokens, so an engine does well to keep what it computed.
-    `begun`: so many of the last prompt tokens are the beginning of this very reply, sampled by an earlier request with
-    the same seed: the random draws go on behind theirs, and a stop string may begin in them. `params` count what is
-    still to be sampled.
+    `keep`: a later request will probably continue these tokens, so the engine should keep their keys and values.
+    `begun`: number of prompt tokens at the end that are the beginning of this reply, sampled by an earlier request with
+    the same seed: random draws continue after theirs, and a stop string may begin in them. Lengths in `params` count
+    only tokens still to be sampled.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -65,7 +65,7 @@ class GenerationRequest:
 
 @frozen(kw_only=True, eq=False)
 class Generation:
-    """Token ids out, each with its log-prob under the sampling distribution and the policy version that drew it.
+    """Sampled token ids, each with its log-prob under the sampling distribution and the policy version that sampled it.
 
     `stop_reason` is STOP, LENGTH or ABORTED. A stop token is part of `token_ids`: it was sampled.
     """

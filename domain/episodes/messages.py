@@ -1,8 +1,8 @@
-"""Chat messages, the calls in them, and what the policy did in a turn.
+"""Chat messages, the tool calls in them, and one turn of the policy.
 
 A message is a mapping in the OpenAI shape, with two conventions of Hugging Face templates: the arguments of a tool call
 are a mapping (not JSON text), and thinking is in `reasoning_content`. A message with `visible` False is for the model
-alone; no user sees it.
+only, and is not shown to users.
 """
 
 import json
@@ -14,7 +14,8 @@ from attrs import field, frozen
 from rollgrad.domain.episodes.generation import Generation
 
 Message = Mapping[str, Any]
-"""`role` and `content`, and what the role adds: `tool_calls`, `reasoning_content`, `tool_call_id`, `name`."""
+"""Mapping with `role` and `content`; depending on the role also `tool_calls`, `reasoning_content`, `tool_call_id` and
+`name`."""
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -32,7 +33,7 @@ def texts(value: Any) -> Iterator[str]:
 
 @frozen(kw_only=True)
 class ToolCall:
-    """A call that the model asked for. `arguments` is None when they could not be read; `error` then says why."""
+    """A tool call of the model. `arguments` is None if they could not be read; `error` then says why."""
 
     id: str
     name: str
@@ -57,7 +58,7 @@ class Action:
 
 @frozen(kw_only=True)
 class ParsedReply:
-    """A reply's text taken apart: see `Action`."""
+    """A reply as a message, with its tool calls in order; `error` says what could not be parsed."""
 
     message: Message
     tool_calls: tuple[ToolCall, ...] = ()
@@ -66,7 +67,7 @@ class ParsedReply:
 
 @frozen(kw_only=True)
 class ToolResult:
-    """What a tool answers. `terminates`: the episode ends with it."""
+    """Answer of a tool. `terminates`: it ends the episode."""
 
     content: str
     is_error: bool = False
@@ -86,7 +87,7 @@ def assistant_message(content: str, *, reasoning: str = "", tool_calls: Sequence
 
 
 def call_entry(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Returns a call as messages hold it."""
+    """Returns a tool call in the form that messages hold."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -96,10 +97,11 @@ def tool_message(call: ToolCall, content: str) -> Message:
 
 
 def same_message(message: Message) -> str:
-    """What makes two messages the same for a conversation: role, visible text, names and arguments of calls.
+    """Returns a text that is equal for two messages that say the same: role, visible text, names and arguments of
+    calls.
 
-    Ids of calls, the order of keys and thinking are left out: clients change or drop them when they send a history
-    back.
+    Ids of calls, the order of keys and thinking are left out, because clients change or drop them when they send a
+    history back.
     """
     calls = [
         [call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or () if call

@@ -1,4 +1,4 @@
-"""Prompts, and where in their stream a run stands.
+"""Prompts, and a run's position in their stream.
 
 `PromptCursor` is the whole state of a prompt stream: the order of an epoch is a pure function of (seed, epoch), so
 resuming is arithmetic and no iterator has to be saved.
@@ -16,7 +16,7 @@ EPOCH_SEED_STRIDE = 1_000_003
 
 @frozen(kw_only=True)
 class Prompt:
-    """One task: what the policy is asked, ready as token ids, and what its reply is judged by.
+    """One task: the policy's input as token ids, and the data that its reply is judged by.
 
     `text` is the rendered prompt (chat template applied). `label` is whatever the reward source needs (reference
     answer, or None). `datasource` names the origin for per-source metrics. `metadata` holds the source's own entry;
@@ -66,7 +66,7 @@ class PromptCursor:
         return taken, cursor
 
     def state_dict(self) -> dict[str, int]:
-        """JSON-serialisable state."""
+        """Returns the position, JSON-serialisable."""
         return {"seed": self.seed, "epoch": self.epoch, "index": self.index}
 
     @classmethod

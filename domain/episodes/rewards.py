@@ -1,4 +1,4 @@
-"""What a reward source is asked, and what it answers; and a rollout that failed, as a value."""
+"""Request and answer of a reward source; and a failed rollout as a value."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -17,9 +17,9 @@ class RewardRequest:
 
     `response` is the reply's text without special tokens, which verifiers read. `query` is prompt and reply in one text
     as the model saw and wrote them, special tokens included; it begins with the prompt's text, and defaults to that
-    text and `response`. `token_ids` are the tokens behind `query`; None for an answer that no model sampled as such
-    (one that an agent took out of a reply). `response_token_ids` are those of the reply. `completion` is the reply as
-    chat messages, by default one. `step` counts the updates behind the policy that wrote the reply.
+    text and `response`. `token_ids` are the tokens of `query`; None for an answer that no model sampled as such
+    (one that an agent took from a reply). `response_token_ids` are those of the reply. `completion` is the reply as
+    chat messages, by default one. `step` is the version of the policy that wrote the reply.
     """
 
     prompt: Prompt
@@ -35,7 +35,7 @@ class RewardRequest:
 
     @property
     def label(self) -> Any:
-        """The reference the prompt came with."""
+        """The prompt's label."""
         return self.prompt.label
 
 
@@ -59,7 +59,7 @@ class Reward:
 
 
 class FailureKind(StrEnum):
-    """Whose fault a failed rollout is."""
+    """Origin of a rollout's failure."""
 
     INFRASTRUCTURE = "infrastructure"
     """Engine, worker or network."""
@@ -68,7 +68,7 @@ class FailureKind(StrEnum):
     REWARD = "reward"
     """The reward source raised, hung or answered nonsense."""
     NOT_APPLICABLE = "not_applicable"
-    """No reward applies to the reply, as a reward function said with None: nobody's fault, and in no failure budget."""
+    """No reward applies to the reply: a reward function returned None. It does not count against the failure budget."""
     DATA = "data"
     """The prompt cannot be played (too long, malformed)."""
 

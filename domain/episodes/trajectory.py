@@ -3,7 +3,7 @@
 Invariants, checked by `TrajectoryBuilder`, the only way to make a `Trajectory`: segments tile the tokens in order;
 the first is a PROMPT; only ACTION tokens were sampled, and each has a finite log-prob and a policy version; every
 action segment has its own reward (kept apart for the estimator, never summed before it).
-Does not own: how tokens come about (engines, codecs) nor what is learned from them (estimators, losses).
+Does not own: the making of tokens (engines, codecs), nor learning from them (estimators, losses).
 """
 
 import math
@@ -23,10 +23,10 @@ NO_VERSION = -1
 
 
 class SegmentKind(StrEnum):
-    """Who wrote the tokens of a segment."""
+    """Author of a segment's tokens."""
 
     PROMPT = "prompt"
-    """What the episode starts from."""
+    """Given at the start of the episode."""
     ACTION = "action"
     """Sampled by the policy: the only tokens that carry loss."""
     OBSERVATION = "observation"
@@ -36,8 +36,8 @@ class SegmentKind(StrEnum):
 @frozen(kw_only=True)
 class Segment:
     """Tokens `start` to `stop` (half-open) of a trajectory; `reward` is set on ACTION segments. `turn` numbers the
-    replies of the whole rollout, over all its branches, in the order in which they were sampled; None: this one
-    follows the one before, a branch the branch before."""
+    actions of the whole rollout, over all its branches, in the order in which they were sampled; None: this action
+    follows the one before it, in this branch or at the end of the branch before."""
 
     kind: SegmentKind
     start: int
@@ -75,12 +75,12 @@ class Trajectory:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens in the leading PROMPT segment."""
+        """Number of tokens in the leading PROMPT segment."""
         return self.segments[0].stop
 
     @property
     def action_length(self) -> int:
-        """Sampled tokens; environment tokens do not count."""
+        """Number of sampled tokens; environment tokens do not count."""
         return sum(s.stop - s.start for s in self.segments if s.kind is SegmentKind.ACTION)
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class Trajectory:
 
 
 class TrajectoryBuilder:
-    """Collects an episode's tokens in the order in which they came to be.
+    """Collects an episode's tokens in the order in which they arise.
 
     >>> from rollgrad.domain.episodes.generation import Generation, StopReason
     >>> builder = TrajectoryBuilder([5, 6], group_id=0, sample_id=0)
@@ -110,7 +110,7 @@ class TrajectoryBuilder:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens so far: what the engine must be given next."""
+        """All tokens so far, which are the engine's next input."""
         return tuple(self._tokens)
 
     @property
@@ -119,7 +119,7 @@ class TrajectoryBuilder:
         return any(segment.kind is SegmentKind.ACTION for segment in self._segments)
 
     def add_action(self, generation: Generation, *, turn: int | None = None) -> None:
-        """Appends what the engine sampled, as reply `turn` of the rollout (see `Segment`).
+        """Appends the engine's tokens as action `turn` of the rollout (as `Segment` numbers them).
 
         Raises:
             TrajectoryError: nothing was sampled, lengths differ, or a log-prob is not a finite number <= 0.
@@ -139,7 +139,7 @@ class TrajectoryBuilder:
         self._segments[-1] = evolve(self._segments[-1], turn=turn)
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
-        """Appends what the environment wrote; empty observations are allowed and leave no segment."""
+        """Appends the environment's tokens; an empty observation is allowed and adds no segment."""
         if token_ids:
             self._append(SegmentKind.OBSERVATION, token_ids, [0.0] * len(token_ids), [NO_VERSION] * len(token_ids))
 
@@ -156,7 +156,7 @@ class TrajectoryBuilder:
             )
 
     def set_reward(self, reward: float) -> None:
-        """Puts `reward` on the latest action segment, replacing what stood there.
+        """Sets the reward of the latest action segment, replacing an earlier one.
 
         Raises:
             TrajectoryError: no action yet, or the reward is not finite.

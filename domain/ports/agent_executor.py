@@ -13,7 +13,7 @@ from rollgrad.domain.errors import NotApplicableError, RewardError
 
 @frozen(kw_only=True)
 class EpisodeRequest:
-    """One sample to play: sample `sample_id` of the group `group_id` that shares `prompt`."""
+    """One episode to play: sample `sample_id` of the group `group_id`, which shares `prompt`."""
 
     prompt: Prompt
     params: SamplingParams
@@ -32,9 +32,9 @@ class EpisodeRequest:
 
 @runtime_checkable
 class AgentExecutor(Protocol):
-    """Promises: tokens of the trajectory are those the engine saw and sampled, never re-encoded; a failure of the
-    episode's own comes back as a `RolloutFailure`, while a misconfiguration raises."""
+    """Plays episodes. Promises: tokens of the trajectory are those that the engine was given and sampled, never encoded
+    again; a failure of the episode is returned as a `RolloutFailure`, while a misconfiguration raises."""
 
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
-        """Plays the episode; more than one trajectory when its history was rewritten (all of one sample)."""
+        """Plays the episode. It returns several trajectories of one sample if the history was rewritten on the way."""
         ...

@@ -10,7 +10,7 @@ from rollgrad.domain.episodes.prompts import Prompt
 
 @frozen(kw_only=True)
 class AgentTask:
-    """What to do, and where to get replies.
+    """Task of an agent, and the address of the server that gives it replies.
 
     `root_url` is the session's address (what Anthropic's clients take), `base_url` the same with `/v1` (what OpenAI's
     take); `api_key` goes with both. `model` is the name to ask for.
@@ -23,13 +23,13 @@ class AgentTask:
 
     @property
     def base_url(self) -> str:
-        """For OpenAI's clients."""
+        """Address for OpenAI's clients."""
         return f"{self.root_url}/v1"
 
 
 @frozen(kw_only=True)
 class AgentResult:
-    """How an episode went: its `answer` (None: the last reply), and its `reward` (None: the run's reward judges)."""
+    """Result of an episode: its `answer` (None: the last reply) and its `reward` (None: the run's reward judges it)."""
 
     answer: str | None = None
     reward: float | None = None
@@ -38,8 +38,8 @@ class AgentResult:
 
 @runtime_checkable
 class AgentProgram(Protocol):
-    """Promises: cancelling `run` ends whatever it started. What it raises costs its own episode only, but
-    for a ConfigurationError, which ends the run."""
+    """An agent that plays episodes. Promises: cancelling `run` ends everything that it started. An error fails its own
+    episode only, but a ConfigurationError ends the run."""
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Plays one episode; many run at once."""

@@ -1,4 +1,4 @@
-"""Port: between chat messages and token ids."""
+"""Port: converts chat messages to token ids and back."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -20,22 +20,23 @@ class RenderedPrompt:
 
 
 class ReplyStream(Protocol):
-    """Promises: what it gives for one field, put together, is that field of the message that `parse` makes of the whole
-    reply."""
+    """Parses a reply while it is sampled. Promises: the pieces of a field, joined, are that field of the message that
+    `ChatCodec.parse` returns for the whole reply."""
 
     def feed(self, token_id: int) -> Sequence[tuple[str, str]]:
-        """(field, text) pieces that the next token completes; the field is `content` or `reasoning_content`."""
+        """Returns the (field, text) pieces that the next token completes; the field is `content` or
+        `reasoning_content`."""
         ...
 
     def finish(self) -> Sequence[tuple[str, str]]:
-        """What was held back until the end of the reply."""
+        """Returns the pieces that were held back until the end of the reply."""
         ...
 
 
 @runtime_checkable
 class ChatCodec(Protocol):
-    """Promises: `render` is pure; tokens that were sampled are never passed back through it; the special tokens of the
-    vocabulary, written out inside a message, are plain text."""
+    """A chat template with its tokenizer. Promises: `render` is pure; sampled tokens never pass through it again;
+    special tokens that are written out inside a message are plain text."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
         """Applies the chat template, with the generation prompt.
@@ -53,18 +54,18 @@ class ChatCodec(Protocol):
         *,
         reply_token_ids: Sequence[int],
     ) -> tuple[int, ...] | None:
-        """Returns the tokens between a sampled reply and the next one: the end of its turn, as far as `reply_token_ids`
-        lacks it, `new_messages` and the generation prompt.
+        """Returns the tokens between a sampled reply and the next one: the end of the reply's turn, as far as
+        `reply_token_ids` lacks it, then `new_messages`, then the generation prompt.
 
         Args:
-            messages: the conversation up to and with the sampled reply, an assistant message.
-            new_messages: what follows it.
+            messages: the conversation up to the sampled reply, an assistant message, which is included.
+            new_messages: the messages that follow it.
             tools: as for `render`.
             reply_token_ids: the reply as it was sampled.
 
         Returns:
-            None when the template writes `messages` otherwise once `new_messages` follow (it drops thinking, say), so
-            that no such tokens exist.
+            The tokens, or None if the template writes `messages` differently once `new_messages` follow (it drops
+            thinking, for example), so that there are no such tokens.
         """
         ...
 
@@ -75,17 +76,17 @@ class ChatCodec(Protocol):
         ...
 
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
-        """Takes a reply apart.
+        """Parses a reply.
 
         Args:
             text: the reply with its special tokens.
-            prompt: the text it follows (it may have opened the thinking).
-            tools: those whose calls are looked for, whose schemas give arguments their types.
+            prompt: the text before it (which may have opened the thinking).
+            tools: tools that may be called; their schemas give arguments their types.
         """
         ...
 
     def stream(self, prompt: str, tools: Sequence[ToolSchema] = ()) -> ReplyStream:
-        """Takes a reply apart while it is sampled; arguments as for `parse`."""
+        """Returns a parser for a reply that is still being sampled; arguments as for `parse`."""
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Port: where models and training state are kept."""
+"""Port: keeps models and training states."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +10,13 @@ if TYPE_CHECKING:  # torch is not needed to find and read the descriptions of st
     from rollgrad.domain.ports.models import PolicyModel, ValueModel
 
 CRITIC_DIRECTORY = "critic"
-"""Where a saved model has its critic."""
+"""Directory of the critic, below the model that it was saved with."""
 
 
 @frozen(kw_only=True)
 class TrainingState:
-    """All that a run needs to continue after `step`: nested mappings and lists of numbers, texts and tensors in
-    `state`. `description` is JSON-serialisable and says which run it is of; None where an earlier version saved it."""
+    """Everything that a run needs to continue after `step`. `state`: nested mappings and lists of numbers, texts and
+    tensors. `description`: identifies the run, JSON-serialisable; None in states of earlier versions."""
 
     step: int
     state: Mapping[str, Any]
@@ -25,7 +25,7 @@ class TrainingState:
 
 @runtime_checkable
 class CheckpointStore(Protocol):
-    """Promises: a checkpoint is complete or absent, also when the process dies while writing it."""
+    """Keeps checkpoints. Promises: a checkpoint is complete or absent, even if the process dies while writing it."""
 
     def save_model(self, policy: "PolicyModel", name: str, critic: "ValueModel | None" = None) -> Path:
         """Writes a Hugging Face model under `name`, and its critic in the directory `critic` below it; returns the
@@ -44,12 +44,12 @@ class CheckpointStore(Protocol):
         """Writes a training state; returns its path. The newest ones are kept.
 
         Raises:
-            CheckpointError: it cannot be written; the older ones are then still there.
+            CheckpointError: it cannot be written; the older ones are kept.
         """
         ...
 
     def load_training(self) -> TrainingState | None:
-        """Returns the newest training state that is whole, None if nothing has been saved.
+        """Returns the newest complete training state, None if nothing has been saved.
 
         Raises:
             CheckpointError: none can be read.

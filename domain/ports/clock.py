@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Clock(Protocol):
-    """Promises: `monotonic` never goes back."""
+    """Tells the time. Promises: `monotonic` never goes back."""
 
     def monotonic(self) -> float:
         """Returns seconds from an arbitrary origin."""

@@ -1,4 +1,4 @@
-"""Ports: the world an agent acts in, and the tools it may call."""
+"""Ports: the environment that an agent acts in, and the tools that it may call."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -10,23 +10,24 @@ from rollgrad.domain.episodes.messages import Action, Message, ToolResult
 from rollgrad.domain.episodes.prompts import Prompt
 
 Observation = str | Sequence[Message]
-"""Text, appended to the model's tokens as it is (special tokens in it are real, the environment writes the template),
-or chat messages, which the model's own template renders (special tokens in them are text)."""
+"""Text, which is appended to the model's tokens unchanged (special tokens in it are real: the environment writes the
+template), or chat messages, which the model's chat template renders (special tokens in them are plain text)."""
 
 
 class WholePrompt(str):
-    """Text that `reset` returns in place of the prompt, rather than after it; special tokens in it are real."""
+    """Text from `reset` that replaces the prompt instead of following it; special tokens in it are real."""
 
     __slots__ = ()
 
 
 @frozen(kw_only=True)
 class StepResult:
-    """What the environment answers (Gymnasium's names). `reward` None leaves the judgement to the run's reward
-    (`config.reward`): of the last step it asks for that reward, of an earlier one it counts as 0. `score` defaults to
-    the sum of rewards so far. `sampling` replaces the sampling settings of the turns to come (but for their seed).
-    `metrics` of the last step are logged; its `reward_parts` are the named rewards that the episode's reward is the
-    weighted sum of, if it is one."""
+    """Answer of the environment to an action, with Gymnasium's names.
+
+    `reward`: None in the last step asks the run's reward (`config.reward`) for it, and in an earlier one counts as 0.
+    `score`: defaults to the sum of rewards so far. `sampling`: replaces the sampling settings of later turns, except
+    their seed. `metrics`: those of the last step are logged. `reward_parts`: of the last step, named rewards whose
+    weighted sum is the episode's reward."""
 
     observation: Observation = ""
     reward: float | None = 0.0
@@ -41,15 +42,16 @@ class StepResult:
 
 @runtime_checkable
 class Environment(Protocol):
-    """One instance plays one episode. Promises: `close` may be called at any time and more than once.
+    """The world of one episode; each episode has its own instance. Promises: `close` may be called at any time and more
+    than once.
 
-    An environment with tools also has an attribute `tools`, a sequence of `Tool`: the prompt then tells the model of
-    them. Without it the model is told nothing.
+    An environment with tools also has an attribute `tools`, a sequence of `Tool`, whose schemas are written into the
+    prompt.
     """
 
     async def reset(self, prompt: Prompt) -> Observation:
-        """Starts the episode; returns what follows the prompt (often nothing), or, as messages or as a `WholePrompt`,
-        what stands in its place."""
+        """Starts the episode. A text is returned that follows the prompt (often an empty one), or messages or a
+        `WholePrompt` that replace it."""
         ...
 
     async def step(self, action: Action) -> StepResult:
@@ -57,22 +59,22 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Releases what the episode holds."""
+        """Releases the resources of the episode."""
         ...
 
 
 @runtime_checkable
 class Tool(Protocol):
-    """A function the model may call. Promises: `close` may be called at any time and more than once."""
+    """A function that the model may call. Promises: `close` may be called at any time and more than once."""
 
     @property
     def name(self) -> str:
-        """Unique within an environment."""
+        """Name, unique within an environment."""
         ...
 
     @property
     def description(self) -> str:
-        """What the model is told of it."""
+        """Description for the model."""
         ...
 
     @property
@@ -81,16 +83,16 @@ class Tool(Protocol):
         ...
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs the tool. What the model did wrong comes back as a result with `is_error`; what it raises is the tool's
-        own defect."""
+        """Runs the tool. A mistake of the model is returned as a result with `is_error`; an exception is a defect of
+        the tool."""
         ...
 
     async def close(self) -> None:
-        """Releases what the tool holds."""
+        """Releases the resources of the tool."""
         ...
 
 
 def tool_schema(tool: Tool) -> Mapping[str, Any]:
-    """Returns a tool as chat templates and OpenAI clients are told of it."""
+    """Returns the schema of a tool, as chat templates and OpenAI clients take it."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""Port: where numbers about a run go."""
+"""Port: records the metrics of a run."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -6,12 +6,12 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class MetricSink(Protocol):
-    """Promises: a sink that fails logs an event and lets the run go on."""
+    """Records metrics. Promises: a sink that fails logs an event and does not stop the run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records metrics of optimizer-visible step `step`; keys are `group/name`."""
+        """Records the metrics of step `step`; keys are `group/name`."""
         ...
 
     def close(self) -> None:
-        """Flushes; idempotent."""
+        """Writes everything that is still buffered; idempotent."""
         ...

@@ -12,9 +12,9 @@ from rollgrad.domain.batches.packed import PackedBatch
 
 @frozen(kw_only=True, eq=False)
 class TokenScores:
-    """Per-token results of a forward pass: `logprobs_N` and `entropy_N` (nats) float32, 0 where not an action.
+    """Per-token results of a forward pass: `logprobs_N` and `entropy_N` (nats), float32, 0 outside actions.
 
-    Both are of softmax(logits / temperature), the rollout's sampling temperature.
+    Both are of softmax(logits / temperature), with the sampling temperature of the rollout.
     """
 
     logprobs_N: Tensor
@@ -23,18 +23,18 @@ class TokenScores:
 
 @frozen(kw_only=True, eq=False)
 class LossOutput:
-    """`loss`: scalar to differentiate, already weighted for the whole step. `metrics`: sums that add over
-    micro-batches (each already weighted), as 0-d tensors or floats."""
+    """Result of an objective. `loss`: scalar to differentiate, already weighted for the whole step. `metrics`: weighted
+    sums that add up over micro-batches, as 0-d tensors or floats."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor | float] = field(factory=dict)
 
 
 PolicyObjective = Callable[[TokenScores, PackedBatch], LossOutput]
-"""(scores of the current policy, micro-batch) -> its share of the step's loss."""
+"""Function from the current policy's scores and a micro-batch to its share of the step's loss."""
 
 ValueObjective = Callable[[Tensor, PackedBatch], LossOutput]
-"""(values_N of the current critic, micro-batch) -> its share of the step's loss."""
+"""Function from the current critic's values_N and a micro-batch to its share of the step's loss."""
 
 
 @runtime_checkable
@@ -42,8 +42,8 @@ class PolicyModel(Protocol):
     """The model being trained.
 
     Promises: `update` is one optimizer step whose gradient is that of the summed losses of its micro-batches, in
-    any split; a non-finite loss or gradient raises `NonFiniteUpdateError` before any parameter changes, but for a
-    gradient that overflows float16: the step is then skipped.
+    any split; a non-finite loss or gradient raises `NonFiniteUpdateError` before any parameter changes. Only a
+    gradient that overflows float16 does not raise: that step is skipped.
     """
 
     def score(self, batch: PackedBatch) -> TokenScores:
@@ -51,14 +51,15 @@ class PolicyModel(Protocol):
         ...
 
     def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
-        """One optimizer step; returns summed metrics plus `loss`, `grad_norm` and `lr`.
+        """Takes one optimizer step; returns summed metrics plus `loss`, `grad_norm` and `lr`.
 
-        In float16 also `loss_scale` and `skipped_steps`, which is 1, without a `grad_norm`, if the gradient overflowed.
+        In float16 it also returns `loss_scale` and `skipped_steps`: 1 if the gradient overflowed (there is no
+        `grad_norm` then), else 0.
         """
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Returns every parameter once, by its Hugging Face name, in the compute dtype; tied tensors once."""
+        """Yields every parameter once, by its Hugging Face name, in the compute dtype; tied tensors once."""
         ...
 
     def save(self, path: Path) -> None:
@@ -70,7 +71,7 @@ class PolicyModel(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything `load_state_dict` needs to continue as if never interrupted."""
+        """Returns everything that `load_state_dict` needs to continue as if never interrupted."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -83,11 +84,11 @@ class ValueModel(Protocol):
     """The critic of PPO: a value for every token position. Same promises as `PolicyModel`."""
 
     def values(self, batch: PackedBatch) -> Tensor:
-        """values_N float32, the expected return before each action token is drawn; 0 where not an action."""
+        """Returns values_N float32, the expected return before each action token is sampled; 0 outside actions."""
         ...
 
     def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
-        """One optimizer step; returns the same as `PolicyModel.update`."""
+        """Takes one optimizer step; returns the same as `PolicyModel.update`."""
         ...
 
     def save(self, path: Path) -> None:
@@ -95,7 +96,7 @@ class ValueModel(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything `load_state_dict` needs."""
+        """Returns everything that `load_state_dict` needs."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -105,7 +106,7 @@ class ValueModel(Protocol):
 
 @runtime_checkable
 class ReferenceModel(Protocol):
-    """A frozen policy that the trained one is kept near."""
+    """A frozen policy, from which the KL divergence of the trained one is measured."""
 
     def score(self, batch: PackedBatch) -> TokenScores:
         """Returns the log-probs and entropy of the action tokens under the frozen weights."""

@@ -8,7 +8,8 @@ from rollgrad.domain.episodes.prompts import Prompt
 
 @runtime_checkable
 class PromptSource(Protocol):
-    """Promises: the stream is a pure function of the data, the seed and the position; it wraps at its end.
+    """An endless stream of prompts. Promises: it is a pure function of the data, the seed and the position, and starts
+    again at its end.
 
     Errors: `DataError` for data that cannot be read or lacks a key.
     """
@@ -18,7 +19,7 @@ class PromptSource(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Prompts in one epoch, at least 1."""
+        """Returns the number of prompts in one epoch, at least 1."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

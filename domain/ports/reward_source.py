@@ -8,11 +8,12 @@ from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 
 @runtime_checkable
 class RewardSource(Protocol):
-    """Promises: one reward a request, in order, each finite; scoring the same request twice is harmless.
+    """Judges replies. Promises: one finite reward for each request, in order; scoring the same request twice is
+    harmless.
 
-    Errors: `RewardError` when the source raises, answers with another length, or with a number that is not finite;
-    `NotApplicableError`, one of them, when it says of a reply that it cannot be judged; `ConfigurationError` when no
-    request could ever be judged.
+    Errors: `RewardError` if the source raises, or returns another number of rewards or one that is not finite; its
+    subclass `NotApplicableError` if it declares that a reply cannot be judged; `ConfigurationError` if no request could
+    ever be judged.
     """
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:

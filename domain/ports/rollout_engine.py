@@ -1,4 +1,4 @@
-"""Port: token ids in, sampled token ids out."""
+"""Port: samples token ids that continue token ids."""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -8,15 +8,14 @@ from rollgrad.domain.episodes.generation import Generation, GenerationRequest
 
 
 class PauseMode(StrEnum):
-    """What happens to requests in flight when generation pauses."""
+    """Treatment of requests in flight when generation pauses."""
 
     ABORT = "abort"
     """They return at once, with StopReason.ABORTED and the tokens so far."""
     WAIT = "wait"
-    """Those that have begun finish first; `pause` returns after the last one. The others, and new ones, wait for
-    `resume`."""
+    """Requests that have begun finish first; `pause` returns after the last of them. Others wait for `resume`."""
     KEEP = "keep"
-    """They are frozen and go on after `resume`, under whatever weights are then in place."""
+    """They are frozen and continue after `resume`, with the weights of that moment."""
 
 
 @runtime_checkable
@@ -25,7 +24,7 @@ class RolloutEngine(Protocol):
 
     Promises: a request's tokens depend on its own seed, prompt and the weights, not on its neighbours (up to
     floating-point rounding of batched products); log-probs are exact under the sampling distribution that was used;
-    every token carries the policy version that drew it; concurrent `generate` calls are batched.
+    every token carries the policy version that sampled it; concurrent `generate` calls are batched.
 
     Errors: `EngineError` when generation fails. Cancelling a `generate` call frees its place.
     """
@@ -33,8 +32,8 @@ class RolloutEngine(Protocol):
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
     ) -> Generation:
-        """Completes one request. `on_token` hears each token as it is sampled, in the caller's event loop; it must not
-        block."""
+        """Completes one request. `on_token` is called with each token as it is sampled, in the caller's event loop; it
+        must not block."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -50,5 +49,5 @@ class RolloutEngine(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Takes back what `sleep` released; idempotent."""
+        """Allocates again what `sleep` released; idempotent."""
         ...
