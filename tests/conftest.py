@@ -6,6 +6,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,20 @@ import pytest
 
 from tests.tiny_models import make_tiny_tokenizer, saved, tiny_llama, tiny_model
 
+SLOW_TO_IMPORT = {
+    *("vllm", "ray", "trl", "deepspeed", "transformers.modeling_utils", "datasets", "openai", "anthropic"),
+    *("textarena", "skyrl_gym", "torch._dynamo", "matplotlib.pyplot"),
+}
+"""Modules that take a second or more, and that only the tests that use them need."""
 LARGE = 2**30
 """Bytes of a test process that has more to give back than it takes to look."""
+
+
+def pytest_collection_finish() -> None:
+    """Each process that runs tests collects them all, however few it runs."""
+    found = sorted(SLOW_TO_IMPORT & sys.modules.keys())
+    if found:
+        raise pytest.UsageError(f"A test module imports {', '.join(found)}: import it in a fixture or in the tests.")
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.application.episodes.assistant import Assistant
@@ -62,6 +61,8 @@ def talk(model: Path, *arguments: str, said: str = "") -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_chat_and_server_sample_the_same_tokens(tiny_model_dir: Path, server: str) -> None:
     (told,) = talk(tiny_model_dir, "--prompt", "What is 3 plus 4?")
+    from openai import OpenAI
+
     client = OpenAI(base_url=f"{server}/v1", api_key="none")
     asked: list[Any] = [{"role": "user", "content": "What is 3 plus 4?"}]
     reply = client.chat.completions.create(

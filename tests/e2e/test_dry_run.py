@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import yaml
 
@@ -62,6 +61,8 @@ def write(name: str, rows: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_rows_of_other_systems_are_shown_and_trained_on_without_naming_columns(run: Any, schema: str) -> None:
+    import datasets
+
     datasets.Dataset.from_list(SCHEMAS[schema]).to_parquet("rows.parquet")
     data = ("--data.prompt_dataset", "rows.parquet", "--eval.dataset", "rows.parquet")
     status, output, errors, others = run(*data, "--dry_run")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
 import rollgrad
 from rollgrad.adapters.openrlhf.loading import load_agent_file
@@ -243,6 +242,8 @@ def test_a_reward_model_judges_the_very_tokens_of_an_episode(
     made.reward.model_name_or_path, made.reward.timeout = str(reward_model_dir), 120.0
     groups: list[RolloutGroup] = []
     rollgrad.train(made, sample_log=lambda step, played: groups.extend(played))
+    from transformers import AutoModelForSequenceClassification
+
     model = AutoModelForSequenceClassification.from_pretrained(reward_model_dir, dtype=torch.float32).eval()
     played = [trajectory for group in groups for trajectory in group.trajectories]
     with torch.no_grad():

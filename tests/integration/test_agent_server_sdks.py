@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
@@ -49,13 +47,17 @@ def play(tiny_tokenizer: Any) -> Play:
     return run
 
 
-def client(served: Served, **settings: Any) -> openai.AsyncOpenAI:
+def client(served: Served, **settings: Any) -> Any:
+    import openai
+
     return openai.AsyncOpenAI(
         **{"base_url": served.base, "api_key": "none", "max_retries": 0, "timeout": 300, **settings}
     )
 
 
-def claude(served: Served, **settings: Any) -> anthropic.AsyncAnthropic:
+def claude(served: Served, **settings: Any) -> Any:
+    import anthropic
+
     return anthropic.AsyncAnthropic(
         **{"base_url": served.root, "api_key": "none", "max_retries": 0, "timeout": 300, **settings}
     )
@@ -160,6 +162,9 @@ def test_anthropic_streaming(play: Play) -> None:
 
 def test_synchronous_clients(play: Play) -> None:
     async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        import anthropic
+        import openai
+
         def in_thread() -> list[str]:
             with openai.OpenAI(base_url=served.base, api_key="none") as one:
                 first = one.chat.completions.create(model=MODEL, messages=GO)
@@ -220,6 +225,9 @@ def test_max_tokens_only_lowers(play: Play) -> None:
 
 def test_errors_are_the_sdks_own(play: Play) -> None:
     async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        import anthropic
+        import openai
+
         question: Any = [{"role": "user", "content": "x"}]
         root = {"base_url": f"{served.url}/v1"}
         with pytest.raises(openai.AuthenticationError, match="session's key"):
@@ -257,6 +265,9 @@ def test_errors_are_the_sdks_own(play: Play) -> None:
 @pytest.mark.parametrize("sdk", ["openai", "anthropic"])
 def test_a_busy_server_is_asked_again_by_the_sdks(play: Play, sdk: str, streams: bool) -> None:
     async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        import anthropic
+        import openai
+
         engine.free.clear()
         other = served.open()
         question: Any = [{"role": "user", "content": "x"}]

@@ -1,6 +1,7 @@
 """Real environments of Gymnasium, TextArena and SkyRL-Gym, played through their adapters."""
 
 import asyncio
+import importlib
 import json
 import re
 import shutil
@@ -9,10 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import pytest
-import skyrl_gym
-import textarena
 
 import rollgrad
 from rollgrad.adapters.environments.gymnasium import GymnasiumEnvironment
@@ -38,25 +36,36 @@ def centre_or_corner(board: str) -> str:
 
 
 def gsm8k(prompt: Prompt) -> Any:
+    import skyrl_gym
+
     return skyrl_gym.make("gsm8k", extras={"reward_spec": {"ground_truth": str(prompt.label)}})
 
 
 def gsm8k_multi_turn(prompt: Prompt) -> Any:
+    import skyrl_gym
+
     return skyrl_gym.make(
         "gsm8k_multi_turn", extras={"reward_spec": {"ground_truth": str(prompt.label)}, "max_turns": 3}
     )
 
 
+def made_by(package: str, name: str, **settings: Any) -> Any:
+    return importlib.import_module(package).make(name, **settings)
+
+
 environment_factories: list[tuple[str, Callable[[], Environment]]] = [
-    ("frozen_lake", lambda: GymnasiumEnvironment(partial(gymnasium.make, "FrozenLake-v1", is_slippery=False))),
-    ("taxi", lambda: GymnasiumEnvironment(partial(gymnasium.make, "Taxi-v4"), invalid_reward=-10.0)),
-    ("cliff", lambda: GymnasiumEnvironment(partial(gymnasium.make, "CliffWalking-v1", max_episode_steps=20))),
-    ("blackjack", lambda: GymnasiumEnvironment(partial(gymnasium.make, "Blackjack-v1"), render=blackjack_in_words)),
-    ("guess_the_number", lambda: TextArenaEnvironment(partial(textarena.make, "GuessTheNumber-v0"))),
-    ("guess_the_number_raw", lambda: TextArenaEnvironment(partial(textarena.make, "GuessTheNumber-v0-raw"))),
+    ("frozen_lake", lambda: GymnasiumEnvironment(partial(made_by, "gymnasium", "FrozenLake-v1", is_slippery=False))),
+    ("taxi", lambda: GymnasiumEnvironment(partial(made_by, "gymnasium", "Taxi-v4"), invalid_reward=-10.0)),
+    ("cliff", lambda: GymnasiumEnvironment(partial(made_by, "gymnasium", "CliffWalking-v1", max_episode_steps=20))),
+    (
+        "blackjack",
+        lambda: GymnasiumEnvironment(partial(made_by, "gymnasium", "Blackjack-v1"), render=blackjack_in_words),
+    ),
+    ("guess_the_number", lambda: TextArenaEnvironment(partial(made_by, "textarena", "GuessTheNumber-v0"))),
+    ("guess_the_number_raw", lambda: TextArenaEnvironment(partial(made_by, "textarena", "GuessTheNumber-v0-raw"))),
     (
         "tic_tac_toe",
-        lambda: TextArenaEnvironment(partial(textarena.make, "TicTacToe-v0-raw"), opponent=centre_or_corner),
+        lambda: TextArenaEnvironment(partial(made_by, "textarena", "TicTacToe-v0-raw"), opponent=centre_or_corner),
     ),
     ("gsm8k", lambda: SkyRLEnvironment(gsm8k)),
     ("gsm8k_multi_turn", lambda: SkyRLEnvironment(gsm8k_multi_turn)),

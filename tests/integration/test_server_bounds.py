@@ -10,7 +10,6 @@ from typing import Any
 import httpx2
 import pytest
 from attrs import evolve
-from transformers import AddedToken
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.loading import load_dataset
@@ -208,6 +207,8 @@ TEMPLATE = (
 def test_added_tokens_that_a_template_writes_stay_text(tiny_model_dir: Path) -> None:
     tokenizer = load_tokenizer(str(tiny_model_dir), flag="--model")
     names = ["<tool_response>", "</tool_response>", "<think>"]
+    from transformers import AddedToken
+
     tokenizer.add_tokens([AddedToken(name, special=False) for name in names])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = TEMPLATE

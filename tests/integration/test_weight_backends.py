@@ -13,10 +13,6 @@ from typing import Any
 import pytest
 import torch
 from attrs import define, field
-from vllm.distributed.weight_transfer import packed_tensor
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from rollgrad.adapters.engines.vllm.launch import start
 from rollgrad.adapters.engines.vllm.plugin import VLLM_BACKENDS
@@ -66,6 +62,7 @@ class Wire:
 @pytest.fixture
 def without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's end runs without a GPU."""
+    from vllm.distributed.weight_transfer import packed_tensor
 
     class NoStream:
         def synchronize(self) -> None:
@@ -80,6 +77,9 @@ def without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_bucket_is_one_broadcast_to_vllm(
     monkeypatch: pytest.MonkeyPatch, without_streams: None, bucket_bytes: int
 ) -> None:
+    from vllm.distributed.weight_transfer import packed_tensor
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
     wire = Wire()
     monkeypatch.setattr(nccl, "_group", wire)
     monkeypatch.setattr(nccl, "Packer", lambda device: Packer(device, bucket_bytes))
@@ -114,6 +114,8 @@ def test_every_bucket_is_one_broadcast_to_vllm(
 
 @pytest.mark.parametrize(("engines", "workers"), [(1, 1), (3, 1), (2, 4)])
 def test_vllm_takes_the_rendezvous_and_every_worker_has_a_rank_of_its_own(engines: int, workers: int) -> None:
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
     infos = init_infos(Rendezvous("10.0.0.1", 4711, 1 + engines * workers), workers)
     parsed = [NCCLWeightTransferEngine.init_info_cls(**info) for info in infos]
     assert len(parsed) == engines
@@ -125,6 +127,9 @@ def test_vllm_takes_the_rendezvous_and_every_worker_has_a_rank_of_its_own(engine
 
 @pytest.mark.parametrize("bucket_bytes", [700, 2**20])
 def test_vllm_finds_its_own_gpu_s_bucket_among_the_handles(monkeypatch: pytest.MonkeyPatch, bucket_bytes: int) -> None:
+    from vllm.distributed.weight_transfer import packed_tensor
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     packers = [Packer(CPU, bucket_bytes) for _ in range(2)]
     expected = dict(weights())
@@ -162,6 +167,7 @@ def test_vllm_finds_its_own_gpu_s_bucket_among_the_handles(monkeypatch: pytest.M
 def test_an_engine_is_started_with_the_backend_of_the_trainer(
     monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path, backend: SyncBackend
 ) -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.v1.engine.async_llm import AsyncLLM
 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "0")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from rollgrad.adapters.data.datasets.loading import load_dataset, split_configuration
@@ -15,8 +14,14 @@ from rollgrad.domain.errors import DataError
 ROWS = [{"input": "3+4?", "answer": "7"}, {"input": "2+2?", "answer": "4"}, {"input": "1+1?", "answer": "2"}]
 
 
-def load(spec: Any, *, split: str = "train", probs: tuple[float, ...] | None = None, **rest: Any) -> datasets.Dataset:
+def load(spec: Any, *, split: str = "train", probs: tuple[float, ...] | None = None, **rest: Any) -> Any:
     return load_dataset(str(spec), split=split, probs=probs, seed=0, max_samples=rest.get("max_samples"))
+
+
+def table(rows: list[dict[str, Any]]) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
@@ -32,7 +37,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "jsonl": jsonl,
     "json": lambda path: path.write_text(json.dumps(ROWS)),
     "csv": as_csv,
-    "parquet": lambda path: datasets.Dataset.from_list(ROWS).to_parquet(str(path)),
+    "parquet": lambda path: table(ROWS).to_parquet(str(path)),
 }
 
 
@@ -47,7 +52,7 @@ def test_each_file_format_is_read_with_the_stem_as_datasource(kind: str, tmp_pat
 
 def test_a_saved_folder_and_its_arrow_file(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(folder))
+    table(ROWS).save_to_disk(str(folder))
     assert load(folder)[1] == {**ROWS[1], "datasource": "saved"}
     assert load(next(folder.glob("*.arrow")))[1]["input"] == ROWS[1]["input"]
 
@@ -58,8 +63,10 @@ def test_a_datasource_column_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_split_asked_for_is_read(tmp_path: Path) -> None:
-    parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
-    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
+    parts = {"train": table(ROWS), "test": table(ROWS[:1])}
+    from datasets import DatasetDict
+
+    DatasetDict(parts).save_to_disk(str(tmp_path / "d"))
     assert (len(load(tmp_path / "d")), len(load(tmp_path / "d", split="test"))) == (3, 1)
     with pytest.raises(DataError, match=r"no split 'dev'.*train, test"):
         load(tmp_path / "d", split="dev")
@@ -163,7 +170,7 @@ def test_configurations_are_listed_where_one_is_missing(configured: Path, suffix
 
 
 def test_a_saved_dataset_has_no_configurations(tmp_path: Path) -> None:
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    table(ROWS).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match="leave :main out"):
         load(f"{tmp_path / 'saved'}:main")
 

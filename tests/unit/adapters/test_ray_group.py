@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
 
 from rollgrad.adapters.models.ray import worker_group as group_module
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
@@ -82,9 +81,13 @@ class Dying(Model):
 
     def gather(self) -> None:
         assert self.gates["failed"].wait(SECONDS)
+        from ray.exceptions import RayActorError
+
         raise RayActorError
 
     def score(self) -> str:
+        from ray.exceptions import RayActorError
+
         raise RayActorError
 
 

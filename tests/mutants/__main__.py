@@ -1,0 +1,86 @@
+"""Applies each mutant of mutants.yaml to a copy of the tree, and says whether the tests that should find it do.
+
+    python -m tests.mutants                 # all, some minutes
+    python -m tests.mutants --only 3 7      # the third and the seventh
+    python -m tests.mutants --write         # and keeps the result in results.yaml
+
+Exit code 1 if a mutant stays alive, or if the tests fail without one.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+from tests.mutants.table import ROOT, Mutant, mutants
+
+RESULTS = Path(__file__).with_name("results.yaml")
+SECONDS = 600
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".models", ".*_cache", "__pycache__", "shared")
+
+
+def copied_tree(directory: Path) -> Path:
+    tree = directory / "tree"
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=LEFT_OUT)
+    for name in (".venv", ".models"):
+        if (ROOT / name).exists():
+            (tree / name).symlink_to((ROOT / name).resolve())
+    return tree
+
+
+def failure(tree: Path, tests: list[str]) -> str | None:
+    """The first test that fails, or why there is no telling; None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--timeout=120", "-p", "no:cacheprovider"]
+    try:
+        run = subprocess.run([*command, *tests], cwd=tree, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return "hangs"
+    if run.returncode == 0:
+        return None
+    if run.returncode != 1 and "Timeout" not in run.stdout + run.stderr:  # nothing was tested
+        raise SystemExit(f"pytest ended with {run.returncode}:\n{run.stdout}{run.stderr}")
+    names = [line.split(" - ")[0].split(" ", 1)[1] for line in run.stdout.splitlines() if line.startswith("FAILED ")]
+    return names[0] if names else "hangs"
+
+
+def judge(tree: Path, mutant: Mutant) -> str | None:
+    file = tree / mutant.file
+    whole = file.read_text()
+    file.write_text(whole.replace(mutant.old, mutant.new))
+    try:
+        return failure(tree, mutant.tests)
+    finally:
+        file.write_text(whole)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of mutants, from 1")
+    parser.add_argument("--write", action="store_true", help="keep the result in results.yaml")
+    arguments = parser.parse_args()
+    chosen = list(enumerate(mutants(), start=1))
+    if arguments.only:
+        chosen = [(number, mutant) for number, mutant in chosen if number in arguments.only]
+    results: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        tree = copied_tree(Path(directory))
+        unwell = failure(tree, sorted({test for _, mutant in chosen for test in mutant.tests}))
+        if unwell is not None:
+            raise SystemExit(f"The tests fail without a mutant: {unwell}.")
+        for number, mutant in chosen:
+            killer = judge(tree, mutant)
+            results[mutant.name] = "ALIVE" if killer is None else f"killed by {killer}"
+            print(f"{number:3} {mutant.name}: {results[mutant.name]}", flush=True)
+    alive = list(results.values()).count("ALIVE")
+    print(f"{len(results) - alive} of {len(results)} killed")
+    if arguments.write:
+        RESULTS.write_text(yaml.safe_dump(results, sort_keys=False, width=120))
+    sys.exit(1 if alive else 0)
+
+
+if __name__ == "__main__":
+    main()
