@@ -1,0 +1,90 @@
+"""Learning from examples: a batch of them becomes one optimizer step, or is measured without one.
+
+Does not own: the order in which examples come (`application/pipelines/epochs`), nor losses.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from rollgrad.application.learning.microbatch import split
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.ports.checkpoint_store import CheckpointStore
+from rollgrad.domain.ports.example_source import ExampleSource
+from rollgrad.domain.ports.models import PolicyModel, PolicyObjective
+
+Example = TypeVar("Example")
+
+Pack = Callable[[Sequence[Example]], PackedBatch]
+"""Lays the examples of a whole optimizer step end to end, with their weights in it, which add up to 1."""
+
+
+class ExampleLearner(Generic[Example]):
+    """Trains a model on examples; the `TrainedModels` of a run.
+
+    Args:
+        policy: the model.
+        pack: makes the batch of an optimizer step.
+        objective: the loss, whose metrics are weighted sums over micro-batches.
+        max_tokens: token budget of one micro-batch.
+    """
+
+    under_way = False
+    """An update is one optimizer step: it is never half done."""
+
+    def __init__(
+        self, policy: PolicyModel, *, pack: Pack[Example], objective: PolicyObjective, max_tokens: int
+    ) -> None:
+        self._policy = policy
+        self._pack = pack
+        self._objective = objective
+        self._max_tokens = max_tokens
+
+    def learn(self, examples: Sequence[Example]) -> dict[str, float]:
+        """Takes one optimizer step; returns its metrics, as `train/name`.
+
+        Raises:
+            NonFiniteUpdateError: the loss or the gradient is not finite; nothing has changed.
+        """
+        batch = self._pack(examples)
+        metrics = self._policy.update(split(batch, self._max_tokens), self._objective)
+        counts = {"tokens": float(batch.token_count), "trained_tokens": float(batch.action_mask_N.sum())}
+        return {f"train/{name}": value for name, value in (metrics | counts).items()}
+
+    def measure(self, examples: Sequence[Example]) -> dict[str, float]:
+        """Returns the loss and the objective's metrics over all `examples` together, without training."""
+        totals: dict[str, float] = {"loss": 0.0}
+        for part in split(self._pack(examples), self._max_tokens):
+            output = self._objective(self._policy.score(part), part)
+            for name, value in {"loss": output.loss, **output.metrics}.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return totals
+
+    def save(self, checkpoints: CheckpointStore, name: str) -> None:
+        """Writes the model under `name`."""
+        checkpoints.save_model(self._policy, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the model's weights and its optimizer's state."""
+        return {"policy": self._policy.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state`."""
+        self._policy.load_state_dict(state["policy"])
+
+
+class ExampleEvaluation(Generic[Example]):
+    """Measures the model on held-out examples: the `Evaluation` of a run.
+
+    Args:
+        learner: measures them.
+        examples: all are measured, as one batch.
+    """
+
+    def __init__(self, learner: ExampleLearner[Example], examples: ExampleSource[Example]) -> None:
+        self._learner = learner
+        self._examples = examples
+
+    async def run(self) -> dict[str, float]:
+        """Returns the loss and the objective's metrics, as `eval/name`."""
+        examples = [self._examples[index] for index in range(len(self._examples))]
+        return {f"eval/{name}": value for name, value in self._learner.measure(examples).items()}

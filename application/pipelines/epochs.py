@@ -1,0 +1,78 @@
+"""Steps of offline trainers: each takes the next examples of an epoch in its seeded order, and learns from them."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic
+
+from rollgrad.application.learning.examples import Example, ExampleLearner
+from rollgrad.application.pipelines.overlapping import uninterrupted
+from rollgrad.application.pipelines.run import StepReport, StepSource
+from rollgrad.domain.episodes.prompts import PromptCursor
+from rollgrad.domain.ports.clock import Clock
+from rollgrad.domain.ports.example_source import ExampleSource
+
+
+class Epochs(StepSource[Example], Generic[Example]):
+    """A `StepSource` over examples. A step that reaches the end of an epoch goes on in the next; the last step of the
+    run has what is left.
+
+    Args:
+        learner: learns from them.
+        examples: in an order of their own in each epoch.
+        batch_size: examples of a step.
+        total: examples of the whole run; None takes `batch_size` in every step.
+        seed: gives the order of each epoch.
+        clock: measures.
+    """
+
+    def __init__(
+        self,
+        learner: ExampleLearner[Example],
+        examples: ExampleSource[Example],
+        *,
+        batch_size: int,
+        total: int | None,
+        seed: int,
+        clock: Clock,
+    ) -> None:
+        self._learner = learner
+        self._examples = examples
+        self._batch_size = batch_size
+        self._total = total
+        self._clock = clock
+        self._cursor = PromptCursor(seed)
+
+    async def start(self, done: int) -> None:
+        """Does nothing: there is no engine to prepare."""
+
+    async def step(self, done: int) -> StepReport[Example]:
+        """Takes the optimizer step after `done` ones."""
+        started = self._clock.monotonic()
+        left = self._batch_size if self._total is None else self._total - done * self._batch_size
+        indices, cursor = self._cursor.take(min(self._batch_size, left), len(self._examples))
+        examples = [self._examples[index] for index in indices]
+        # In a thread, so that signals reach the run while a step is computed.
+        metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learner.learn, examples))
+        self._cursor = cursor
+        seconds = self._clock.monotonic() - started
+        metrics |= {
+            "train/epoch": cursor.epoch + cursor.index / len(self._examples),
+            "time/step_s": seconds,
+            "time/tokens_per_s": metrics["train/tokens"] / max(seconds, 1e-9),
+        }
+        return StepReport(metrics=metrics, ended_by=asyncio.CancelledError() if cancelled else None)
+
+    async def stop(self) -> None:
+        """Does nothing: between two steps nothing is in flight."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the examples."""
+        return self._cursor.state_dict()
+
+    def kept_samples(self) -> list[dict[str, Any]]:
+        """Returns nothing: the place in the examples gives all of them back."""
+        return []
+
+    def load_state_dict(self, state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Continues from `state`."""
+        self._cursor = PromptCursor.from_state_dict(dict(state))

@@ -1,0 +1,173 @@
+"""Epochs over examples: every example once an epoch, the same steps after an interruption, one batch however it is
+split."""
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from rollgrad.application.learning.examples import ExampleEvaluation, ExampleLearner
+from rollgrad.application.pipelines.epochs import Epochs
+from rollgrad.application.pipelines.run import Run, RunOutcome, Schedule
+from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
+from rollgrad.domain.batches.examples import pack_preferences
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.control.findings import LearningSettings, LearningWatch
+from rollgrad.domain.episodes.examples import Preference, WeightedTokens
+from rollgrad.domain.errors import NonFiniteUpdateError
+from rollgrad.domain.ports.models import PolicyObjective
+from tests.fakes.checkpoint_store import FakeCheckpointStore
+from tests.fakes.clock import FakeClock
+from tests.fakes.metric_sink import FakeMetricSink
+from tests.fakes.models import FakePolicy
+
+PAIRS, BATCH, EPOCHS = 5, 2, 2
+TOTAL = PAIRS * EPOCHS
+STEPS = -(-TOTAL // BATCH)
+OBJECTIVE = PreferenceObjective(losses={"simpo": 1.0})
+"""A loss without a reference."""
+
+
+def pair(row: int) -> Preference:
+    """Token `row + 10` is preferred to `row + 50`."""
+    chosen, rejected = (
+        WeightedTokens(
+            token_ids_T=torch.tensor([1, token, 2]), weights_T=torch.tensor([0.0, 1.0, 1.0]), prompt_length=1
+        )
+        for token in (row + 10, row + 50)
+    )
+    return Preference(chosen=chosen, rejected=rejected, row=row)
+
+
+EXAMPLES = [pair(row) for row in range(PAIRS)]
+HELD_OUT = [evolve(pair(row), row=-1) for row in range(2)]
+
+
+class Trained:
+    """A run over `EXAMPLES`; `rows` are those of each step."""
+
+    def __init__(self, path: Path, policy: FakePolicy | None = None, *, max_tokens: int = 100) -> None:
+        self.policy = policy or FakePolicy()
+        self.store, self.sink = FakeCheckpointStore(path), FakeMetricSink()
+        self.rows: list[list[int]] = []
+        learner = ExampleLearner(self.policy, pack=self.pack, objective=OBJECTIVE, max_tokens=max_tokens)
+        self.run = Run(
+            schedule=Schedule(steps=STEPS, eval_steps=2, state_steps=1),
+            steps=Epochs(learner, EXAMPLES, batch_size=BATCH, total=TOTAL, seed=3, clock=FakeClock()),
+            models=learner,
+            evaluation=ExampleEvaluation(learner, HELD_OUT),
+            sink=self.sink,
+            sample_log=None,
+            checkpoints=self.store,
+            clock=FakeClock(),
+            watch=LearningWatch(LearningSettings(steps=STEPS)),
+            description={},
+            less_memory="",
+        )
+
+    def pack(self, pairs: Sequence[Preference]) -> PackedBatch:
+        self.rows.append([pair.row for pair in pairs])
+        return pack_preferences(pairs)
+
+    @property
+    def trained(self) -> list[list[int]]:
+        """Rows of the optimizer steps."""
+        return [rows for rows in self.rows if -1 not in rows]
+
+    @property
+    def table(self) -> torch.Tensor:
+        return dict(self.policy.weights())["logits"]
+
+
+def play(trained: Trained) -> RunOutcome:
+    return asyncio.run(trained.run.run())
+
+
+def test_every_example_is_learned_from_once_an_epoch(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    outcome = play(trained)
+    drawn = [row for rows in trained.trained for row in rows]
+    assert outcome.steps == STEPS
+    assert [len(rows) for rows in trained.trained] == [2, 2, 2, 2, 2]
+    assert sorted(drawn[:PAIRS]) == sorted(drawn[PAIRS:]) == list(range(PAIRS))
+    assert drawn[:PAIRS] != drawn[PAIRS:], "each epoch has an order of its own"
+    losses = [m["eval/loss"] for _, m in trained.sink.records if "eval/loss" in m]
+    assert (outcome.before["eval/loss"], outcome.after["eval/loss"]) == (losses[0], losses[-1])
+    assert losses == sorted(losses, reverse=True)
+    assert outcome.after["eval/accuracy"] == 1.0
+    epochs = [m["train/epoch"] for _, m in trained.sink.records if "train/epoch" in m]
+    assert epochs == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+
+
+def test_the_last_step_has_what_is_left(tmp_path: Path) -> None:
+    trained = Trained(tmp_path)
+    source = trained.run._steps
+    assert isinstance(source, Epochs)
+    source._total = TOTAL - 1
+    play(trained)
+    assert [len(rows) for rows in trained.trained] == [2, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("stops_after", [1, 3])
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, stops_after: int) -> None:
+    whole = Trained(tmp_path / "whole")
+    play(whole)
+
+    class Interrupting(FakePolicy):
+        def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+            metrics = super().update(micro_batches, objective)
+            if len(self.updates) == stops_after:
+                loop.call_soon_threadsafe(task.cancel)
+            return metrics
+
+    first = Trained(tmp_path / "first", Interrupting())
+
+    async def interrupted() -> RunOutcome:
+        nonlocal loop, task
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(first.run.run())
+        return await task
+
+    loop: Any = None
+    task: Any = None
+    outcome = asyncio.run(interrupted())
+    assert (outcome.interrupted, outcome.steps) == (True, stops_after)
+    assert first.store.training is not None
+    second = Trained(tmp_path / "second")
+    second.run.resume(copy.deepcopy(first.store.training))
+    assert play(second).steps == STEPS
+    assert first.trained + second.trained == whole.trained
+    assert torch.equal(second.table, whole.table)
+
+
+def test_a_step_that_fails_leaves_the_place_before_it(tmp_path: Path) -> None:
+    class Breaking(FakePolicy):
+        def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+            if len(self.updates) == 2:
+                raise NonFiniteUpdateError("The loss is nan.")
+            return super().update(micro_batches, objective)
+
+    broken = Trained(tmp_path / "broken", Breaking())
+    with pytest.raises(NonFiniteUpdateError):
+        play(broken)
+    assert broken.store.training is not None
+    healed, whole = Trained(tmp_path / "healed"), Trained(tmp_path / "whole")
+    healed.run.resume(broken.store.training)
+    play(healed)
+    play(whole)
+    assert torch.equal(healed.table, whole.table)
+
+
+def test_micro_batches_change_nothing(tmp_path: Path) -> None:
+    whole, divided = Trained(tmp_path / "whole"), Trained(tmp_path / "divided", max_tokens=6)
+    play(whole)
+    play(divided)
+    assert {len(parts) for parts in whole.policy.updates} == {1}
+    assert {len(parts) for parts in divided.policy.updates} == {2}
+    torch.testing.assert_close(whole.table, divided.table)
+    (_, before), (_, split) = whole.sink.records[0], divided.sink.records[0]
+    assert before == pytest.approx(split)
