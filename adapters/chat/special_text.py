@@ -31,11 +31,19 @@ class Guarded:
 
     def split(self, text: str) -> list[tuple[str, bool]]:
         """`text` in pieces, each with whether it came from a message (and so holds no control token)."""
+        return [(part, literal) for part, literal, _ in self.pieces(text)]
+
+    def pieces(self, text: str) -> list[tuple[str, bool, int]]:
+        """`split`, each piece also with the number of characters that it takes in `text`."""
         if self.mark is None:
-            return [(text, False)]
-        pieces = re.split(f"{self.mark}([0-9]+){self.mark}", text)
-        parts = [(self.texts[int(p)] if i % 2 else p, bool(i % 2)) for i, p in enumerate(pieces)]
-        return [(part, literal) for part, literal in parts if part]
+            return [(text, False, len(text))]
+        parts: list[tuple[str, bool, int]] = []
+        for index, piece in enumerate(re.split(f"{self.mark}([0-9]+){self.mark}", text)):
+            literal = bool(index % 2)
+            part = self.texts[int(piece)] if literal else piece
+            if part:
+                parts.append((part, literal, len(piece) + 2 * len(self.mark) * literal))
+        return parts
 
     def restore(self, text: str) -> str:
         """`text` with the messages' own words in place of the placeholders."""

@@ -5,9 +5,9 @@ already wrote them); what messages spell out never becomes a special token. Does
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import frozen
 
@@ -18,6 +18,8 @@ from rollgrad.adapters.chat.tool_text import as_text
 from rollgrad.domain.episodes.messages import Message, ParsedReply
 from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, ToolSchema
+
+Rendered = TypeVar("Rendered")
 
 
 @frozen
@@ -62,7 +64,7 @@ class TemplateCodec(ChatCodec):
 
     def write(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> WrittenPrompt:
         """`render` without the tokens; raises as it does."""
-        guarded = self._guard(messages, tools)
+        guarded = self.guarded(messages, tools)
         marked = self._apply(guarded.messages, guarded.tools, generation_prompt=True)
         return WrittenPrompt(text=_well_formed(guarded.restore(marked)), guarded=guarded, marked=marked)
 
@@ -103,10 +105,10 @@ class TemplateCodec(ChatCodec):
         conversation with a marked reply both with and without the new messages."""
         reply = messages[-1]
         mark = unused_character([messages, new_messages])
-        marked = self._guard([*messages[:-1], {**reply, "content": mark}, *new_messages], tools)
+        marked = self.guarded([*messages[:-1], {**reply, "content": mark}, *new_messages], tools)
         behind = self._behind(marked, len(messages), mark, thought=bool(reply.get("reasoning_content")))
         if behind is None and reply.get("tool_calls"):  # some templates write the text behind the results of the calls
-            marked = self._guard([*messages, *new_messages], tools)
+            marked = self.guarded([*messages, *new_messages], tools)
             behind = self._behind(marked, len(messages), None, thought=True)
         if behind is None:
             return None
@@ -191,7 +193,8 @@ class TemplateCodec(ChatCodec):
         )
         return text
 
-    def _guard(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Guarded:
+    def guarded(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Guarded:
+        """Returns the messages and tools with placeholders for the control tokens that they spell out."""
         # Arrow fills the fields that a message lacks with None; templates take presence for a value.
         present = [{k: v for k, v in m.items() if v is not None and k != "visible"} for m in messages]
         return guard(present, tools, self._special, self._written)
@@ -203,6 +206,26 @@ class TemplateCodec(ChatCodec):
                 "rendered with it: set --data.chat_template, or --data.apply_chat_template False (and "
                 "--data.input_template for a text around each prompt)."
             )
+
+        def render(candidate: list[Message], schemas: list[ToolSchema] | None) -> str:
+            text: str = self._tokenizer.apply_chat_template(
+                candidate,
+                tools=schemas,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self._template_kwargs,
+            )
+            return text
+
+        return self._accepted(messages, tools, render)
+
+    def _accepted(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema],
+        render: Callable[[list[Message], list[ToolSchema] | None], Rendered],
+    ) -> Rendered:
+        """What `render` makes of the messages in the form that the template takes."""
         from jinja2 import TemplateError
 
         written = list(messages) if self._knows_tools else as_text(messages, tools)
@@ -210,20 +233,114 @@ class TemplateCodec(ChatCodec):
         error: Exception | None = None
         for candidate in (written, _with_text_arguments(written)):
             try:
-                text: str = self._tokenizer.apply_chat_template(
-                    candidate,
-                    tools=schemas,
-                    tokenize=False,
-                    add_generation_prompt=generation_prompt,
-                    **self._template_kwargs,
-                )
-                return text
+                return render(candidate, schemas)
             except (TemplateError, TypeError) as refused:  # some templates want the arguments of calls as JSON text
                 error = error or refused
         raise DataError(
             f"The model's chat template refuses the messages {list(messages)!r}: {error} "
             "(change the messages, or render them yourself with --data.apply_chat_template False)."
         ) from error
+
+    def generation_spans(self, guarded: Guarded, count: int) -> list[tuple[int, int]]:
+        """Returns the characters between the `{% generation %}` marks of a template, in what `apply` writes without a
+        generation prompt."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        def render(candidate: list[Message], schemas: list[ToolSchema] | None) -> list[tuple[int, int]]:
+            _, spans = render_jinja_template(
+                conversations=[candidate],
+                tools=schemas,
+                chat_template=self._tokenizer.get_chat_template(tools=schemas),
+                return_assistant_tokens_mask=True,
+                **{**self._tokenizer.special_tokens_map, **self._template_kwargs},
+            )
+            return [(start, stop) for start, stop in spans[0]]
+
+        return self._accepted(guarded.messages[:count], guarded.tools, render)
+
+    def apply(self, guarded: Guarded, count: int, *, generation_prompt: bool) -> str:
+        """Returns what the template writes of the first `count` guarded messages, placeholders included.
+
+        Raises:
+            ConfigurationError: the tokenizer has no chat template.
+            DataError: the template refuses the messages.
+        """
+        return self._apply(guarded.messages[:count], guarded.tools, generation_prompt=generation_prompt)
+
+    def with_template_kwargs(self, template_kwargs: Mapping[str, Any]) -> "TemplateCodec":
+        """Returns a codec of the same tokenizer whose template is given these variables besides its own."""
+        return TemplateCodec(self._tokenizer, {**self._template_kwargs, **template_kwargs})
+
+    def locate(self, guarded: Guarded, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the tokens of `text`, which the template wrote of `guarded`, and the characters of each from the
+        first to the one behind the last. The ids are those of `render`; all tokens of a placeholder have the whole of
+        it.
+
+        Raises:
+            ConfigurationError: the tokenizer is written in Python, and cannot say where its tokens lie.
+        """
+        token_ids: list[int] = []
+        borders: list[tuple[int, int]] = []
+        place = 0
+        for piece, literal, length in guarded.pieces(text):
+            if literal:
+                found = self._encode_piece(piece, literal=True)
+                token_ids += found
+                borders += [(place, place + length)] * len(found)
+            else:
+                encoded = self._with_offsets(piece, add_special_tokens=False)
+                token_ids += encoded["input_ids"]
+                borders += _tiled(encoded["offset_mapping"], place)
+            place += length
+        return token_ids, borders
+
+    def encode_ended(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the tokens of a whole text, and their characters as `locate` does: it begins as the tokenizer begins
+        one, once, and ends with the end-of-sequence token, once.
+
+        Raises:
+            ConfigurationError: as `locate`.
+        """
+        encoded = self._with_offsets(text, add_special_tokens=True)
+        token_ids, borders = list(encoded["input_ids"]), _tiled(encoded["offset_mapping"], 0)
+        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        if bos is not None and token_ids[:2] == [bos, bos]:  # the text spells it out
+            token_ids, borders = token_ids[1:], borders[1:]
+        if eos is not None and token_ids[-1:] != [eos]:
+            token_ids, borders = [*token_ids, eos], [*borders, (len(text), len(text))]
+        elif eos is not None:
+            borders[-1] = (len(text), len(text))
+        return token_ids, borders
+
+    def _with_offsets(self, text: str, *, add_special_tokens: bool) -> Any:
+        if getattr(self._tokenizer, "backend_tokenizer", None) is None:
+            raise ConfigurationError(
+                f"The tokenizer of {self._tokenizer.name_or_path!r} does not say where its tokens lie in a text, so "
+                "that replies cannot be told from prompts: use a fast tokenizer (one with a tokenizer.json)."
+            )
+        return self._tokenizer(
+            _well_formed(text), add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
+        )
+
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """Texts of the control tokens."""
+        return self._special
+
+    @property
+    def template(self) -> str | None:
+        """The chat template; None without one."""
+        return self._template or None
+
+    @property
+    def eos_token(self) -> str:
+        """Text of the token that ends a sequence; empty without one."""
+        return self._tokenizer.eos_token or ""
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a sequence, if there is one."""
+        return self._tokenizer.bos_token_id  # type: ignore[no-any-return]
 
     def _encode(self, guarded: Guarded, text: str) -> tuple[int, ...]:
         pieces = guarded.split(text)
@@ -258,6 +375,17 @@ class TemplateCodec(ChatCodec):
         literal.no_padding()
         literal.encode_special_tokens = True
         return literal
+
+
+def _tiled(offsets: Sequence[tuple[int, int]], place: int) -> list[tuple[int, int]]:
+    """Offsets from `place` on that leave no character between two tokens: byte-level tokenizers do not count the spaces
+    with which a token begins."""
+    borders: list[tuple[int, int]] = []
+    behind = 0
+    for start, stop in offsets:
+        borders.append((place + min(start, behind), place + stop))
+        behind = stop
+    return borders
 
 
 def _well_formed(text: str) -> str:

@@ -45,7 +45,7 @@ def load_dataset(
     if not names:
         raise DataError("No dataset is set: --data.prompt_dataset needs a file, a saved folder or a hub name.")
     if probs is not None:
-        _check_probs(probs, names)
+        check_probs(probs, names)
     parts = []
     for name in names:
         with foreign_code(lambda words, name=name: DataError(f"The dataset {name[:200]} cannot be used: {words}")):  # type: ignore[misc]
@@ -54,13 +54,16 @@ def load_dataset(
     return merged if max_samples is None else merged.select(range(min(max_samples, len(merged))))
 
 
-def _check_probs(probs: Sequence[float], names: Sequence[str]) -> None:
+def check_probs(probs: Sequence[float], names: Sequence[str], *, flag: str = "--data.prompt_probs") -> None:
+    """Checks that each dataset has a probability; `flag` sets them.
+
+    Raises:
+        DataError: they differ in number, one is not positive, or their sum is not 1.
+    """
     if len(probs) != len(names):
-        raise DataError(
-            f"--data.prompt_probs has {len(probs)} values for {len(names)} datasets: give one for each dataset."
-        )
+        raise DataError(f"{flag} has {len(probs)} values for {len(names)} datasets: give one for each dataset.")
     if any(p <= 0 for p in probs) or not math.isclose(sum(probs), 1.0, abs_tol=_PROBABILITY_SLACK):
-        raise DataError(f"--data.prompt_probs is {tuple(probs)}: each must be positive and together they must be 1.")
+        raise DataError(f"{flag} is {tuple(probs)}: each must be positive and together they must be 1.")
 
 
 def _origin(name: str) -> str:

@@ -1,0 +1,322 @@
+"""Which format a data set has, told by its columns, and how a row of each is read.
+
+Invariant: of several formats that fit none is chosen: that is an error that names them. Does not own: what a message
+may be (`rows`), nor tokens (`preparation`).
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from rollgrad.adapters.data.datasets.columns import has_value, value_at
+from rollgrad.adapters.data.examples.rows import (
+    Conversation,
+    PlainText,
+    Pretokenised,
+    Reason,
+    RowError,
+    Sample,
+    broken,
+    read_messages,
+    read_sharegpt,
+    read_tools,
+    read_weight,
+    text_of,
+    without_none,
+)
+from rollgrad.application.foreign import shown
+from rollgrad.application.settings.examples import ExampleFormat, TrainOn
+from rollgrad.domain.episodes.messages import Message
+from rollgrad.domain.errors import DataError
+
+MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
+"""Columns that say which of `input_ids` are trained."""
+
+COLUMNS: Mapping[ExampleFormat, tuple[str, ...]] = {
+    ExampleFormat.TOKENS: ("input_ids",),
+    ExampleFormat.MESSAGES: ("messages",),
+    ExampleFormat.SHAREGPT: ("conversations",),
+    ExampleFormat.COMPLETION: ("prompt", "completion"),
+    ExampleFormat.ALPACA: ("instruction", "output"),
+    ExampleFormat.TEXT: ("text",),
+}
+"""Columns that each format needs."""
+
+OTHER_TASKS: Mapping[str, tuple[str, ...]] = {
+    "preference pairs": ("chosen", "rejected"),
+    "labelled steps": ("completions", "labels"),
+    "rankings": ("context", "completions"),
+}
+"""Columns of rows that other trainers learn from."""
+
+
+@frozen(kw_only=True)
+class ReadingSettings:
+    """How rows are read: the format, the columns by name where they are not the format's own, whether texts become
+    messages of the chat template, a system message before every conversation, a text with {} around plain prompts, and
+    what is trained."""
+
+    format: ExampleFormat = ExampleFormat.AUTO
+    input_key: str | None = None
+    output_key: str | None = None
+    apply_chat_template: bool = True
+    system_prompt: str | None = None
+    input_template: str | None = None
+    train_on: TrainOn = TrainOn.ASSISTANT
+    known_role: Callable[[str], bool] | None = field(default=None, eq=False)
+
+
+def find_format(columns: Sequence[str], name: str, settings: ReadingSettings) -> ExampleFormat:
+    """The format of a data set with these columns.
+
+    Args:
+        columns: of its rows.
+        name: of the data set, for errors.
+        settings: a format and columns that are set win.
+
+    Raises:
+        DataError: no format or several fit, or columns of the one that is set are missing.
+    """
+    present = set(columns)
+    shown_columns = ", ".join(sorted(present - {"datasource"})) or "none"
+    if settings.format is not ExampleFormat.AUTO:
+        missing = [] if settings.input_key else [c for c in COLUMNS[settings.format] if c not in present]
+        if missing:
+            raise DataError(
+                f"{name!r} has no column {' and no column '.join(map(repr, missing))}, which --data.format "
+                f"{settings.format} needs: its columns are {shown_columns}; set --data.format to another, or auto."
+            )
+        return settings.format
+    if settings.input_key is not None:
+        return ExampleFormat.COMPLETION if settings.output_key else ExampleFormat.MESSAGES
+    found = [kind for kind, needed in COLUMNS.items() if present.issuperset(needed)]
+    if len(found) > 1:
+        readings = " or as ".join(f"{kind} ({', '.join(COLUMNS[kind])})" for kind in found)
+        raise DataError(f"{name!r} can be read as {readings}: set --data.format to {' or '.join(found)}.")
+    if found:
+        return found[0]
+    for task, needed in OTHER_TASKS.items():
+        if present.issuperset(needed):
+            raise DataError(
+                f"{name!r} has {task} ({', '.join(needed)}), which train sft does not learn from: choose other data, "
+                "or name the columns to imitate with --data.input_key and --data.output_key."
+            )
+    known = "; ".join(f"{kind}: {', '.join(needed)}" for kind, needed in COLUMNS.items())
+    raise DataError(
+        f"{name!r} has the columns {shown_columns}, of which no format can be told ({known}): rename columns, or set "
+        "--data.input_key and --data.output_key."
+    )
+
+
+def read_row(row: Mapping[str, Any], kind: ExampleFormat, settings: ReadingSettings) -> tuple[Sample, float]:
+    """What a row of format `kind` says, and the weight of the row in the loss (its column `weight`, or 1).
+
+    Raises:
+        RowError: it cannot be used.
+    """
+    weight = 1.0 if row.get("weight") is None else read_weight(row["weight"], "weight")
+    try:
+        return READERS[kind](row, settings), weight
+    except RecursionError as error:
+        raise broken("A value of the row is nested too deeply.") from error
+
+
+def _value(row: Mapping[str, Any], key: str) -> Any:
+    if not has_value(row, key):
+        raise broken(f"The row has no column {key!r}, as other rows have.")
+    return value_at(row, key)
+
+
+def _tokens(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
+    token_ids = _integers(_value(row, "input_ids"), "input_ids")
+    if not token_ids:
+        raise RowError(Reason.EMPTY, "input_ids has no tokens.")
+    masks = [name for name in MASKS if row.get(name) is not None]
+    if len(masks) > 1 and settings.train_on is not TrainOn.ALL:
+        raise broken(f"The row has {' and '.join(masks)}, each of which says what is trained: keep one of them.")
+    if not masks or settings.train_on is TrainOn.ALL:
+        return Pretokenised(token_ids=token_ids, weights=(1.0,) * len(token_ids))
+    name = masks[0]
+    if name == "labels":
+        weights = tuple(0.0 if label == -100 else 1.0 for label in _integers(row[name], name))
+        other = [
+            i for i, label in enumerate(row[name]) if label != -100 and label != token_ids[min(i, len(token_ids) - 1)]
+        ]
+        if other and len(weights) == len(token_ids):
+            raise broken(
+                f"labels differ from input_ids at place {other[0]}: labels are the tokens themselves, not shifted, "
+                "or -100."
+            )
+    else:
+        if isinstance(row[name], str) or not isinstance(row[name], Sequence):
+            raise broken(f"{name} holds {shown(row[name])}, which is no list of numbers.")
+        weights = tuple(read_weight(float(value) if isinstance(value, bool) else value, name) for value in row[name])
+    if len(weights) != len(token_ids):
+        raise broken(f"{name} has {len(weights)} values for {len(token_ids)} input_ids: each token needs one.")
+    return Pretokenised(token_ids=token_ids, weights=weights)
+
+
+def _integers(value: Any, column: str) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise broken(f"{column} holds {shown(value)}, which is no list of numbers.")
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in value):
+        raise broken(f"{column} holds something that is no whole number.")
+    return tuple(value)
+
+
+def _messages(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
+    column = settings.input_key or "messages"
+    value = _value(row, column)
+    if settings.input_key is not None and isinstance(value, str):
+        return _plain_text(value, column)
+    return _conversation(row, read_messages(value, column, settings.known_role), settings)
+
+
+def _sharegpt(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
+    column = settings.input_key or "conversations"
+    messages = read_sharegpt(_value(row, column), column)
+    system = row.get("system")
+    if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return _conversation(row, messages, settings)
+
+
+def _text(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
+    column = settings.input_key or "text"
+    return _plain_text(text_of(_value(row, column), column), column)
+
+
+def _plain_text(text: str, column: str) -> PlainText:
+    if not text.strip():
+        raise RowError(Reason.EMPTY, f"{column} is empty.")
+    return PlainText(prompt="", completion=text, whole=True)
+
+
+def _completion(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
+    keys = (settings.input_key or "prompt", settings.output_key or "completion")
+    prompt, completion = (_value(row, key) for key in keys)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return _answered(row, [], prompt, completion, settings, keys)
+    if isinstance(prompt, str) and not isinstance(completion, str):
+        prompt = [{"role": "user", "content": prompt}]
+    elif isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    asked = read_messages(prompt, keys[0], settings.known_role)
+    answered = read_messages(completion, keys[1], settings.known_role)
+    return _conversation(row, asked + answered, settings, context=len(asked))
+
+
+def _alpaca(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
+    question = text_of(_value(row, "instruction"), "instruction")
+    more = row.get("input")
+    if isinstance(more, str) and more.strip():
+        question = f"{question}\n{more}"
+    before: list[Message] = []
+    system = row.get("system")
+    if isinstance(system, str) and system:
+        before.append({"role": "system", "content": system})
+    for turn in row.get("history") or ():
+        if isinstance(turn, str) or not isinstance(turn, Sequence) or len(turn) != 2:
+            raise broken(f"history holds {shown(turn)}: it is a list of pairs of question and answer.")
+        before.append({"role": "user", "content": text_of(turn[0], "history")})
+        before.append({"role": "assistant", "content": text_of(turn[1], "history")})
+    answer = text_of(_value(row, "output"), "output")
+    return _answered(row, before, question, answer, settings, ("instruction", "output"))
+
+
+def _answered(
+    row: Mapping[str, Any],
+    before: Sequence[Message],
+    prompt: str,
+    completion: str,
+    settings: ReadingSettings,
+    columns: tuple[str, str],
+) -> Sample:
+    """A prompt and a completion that are texts: messages where there is a chat template, as in rollouts."""
+    for text, column in ((prompt, columns[0]), (completion, columns[1])):
+        if not text.strip():
+            raise RowError(Reason.EMPTY, f"{column} is empty.")
+    if settings.apply_chat_template:
+        asked: list[Message] = [*before, {"role": "user", "content": prompt}]
+        return _conversation(row, [*asked, {"role": "assistant", "content": completion}], settings, context=len(asked))
+    if before:
+        raise broken("The row has a history or a system message, which need the chat template.")
+    template = settings.input_template
+    written = prompt if template is None else template.replace("{}", prompt)
+    return PlainText(prompt=written, completion=completion, whole=settings.train_on is TrainOn.ALL)
+
+
+def _conversation(
+    row: Mapping[str, Any], messages: Sequence[Message], settings: ReadingSettings, *, context: int | None = None
+) -> Sample:
+    """The conversation and what of it is trained; the first `context` messages are a prompt."""
+    if settings.system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": settings.system_prompt}, *messages]
+        context = None if context is None else context + 1
+    weights = _weights(messages, settings.train_on, context)
+    for message, weight in zip(messages, weights, strict=True):
+        if weight > 0 and not _says(message):
+            raise RowError(Reason.EMPTY, "A reply that is to be trained is empty.")
+    whole = settings.train_on is TrainOn.ALL
+    if not whole and not any(weights):
+        raise RowError(Reason.UNTRAINED, "No reply in it is trained.")
+    given = row.get("chat_template_kwargs")
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise broken(f"chat_template_kwargs holds text that is no JSON: {error}.") from error
+    if given is not None and not isinstance(given, Mapping):
+        raise broken(f"chat_template_kwargs is {shown(given)}: they are an object.")
+    return Conversation(
+        messages=tuple({k: v for k, v in message.items() if k not in ("train", "weight")} for message in messages),
+        weights=tuple(weights),
+        tools=read_tools(row.get("tools")),
+        template_kwargs=without_none(given or {}),
+        whole=whole,
+    )
+
+
+def _says(message: Message) -> bool:
+    content = message.get("content")
+    text = content.strip() if isinstance(content, str) else content
+    return bool(text or message.get("tool_calls") or message.get("reasoning_content"))
+
+
+def _weights(messages: Sequence[Message], train_on: TrainOn, context: int | None) -> list[float]:
+    replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    asked = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    match train_on:
+        case TrainOn.LAST:
+            trained = set(replies[-1:])
+        case TrainOn.COMPLETION:
+            trained = {place for place in replies if place >= (asked if context is None else context)}
+        case _:
+            trained = {place for place in replies if context is None or place >= context}
+    weights = []
+    for place, message in enumerate(messages):
+        weight = 1.0 if place in trained else 0.0
+        if message.get("weight") is not None:
+            weight = read_weight(message["weight"], "The weight of a message")
+        train = message.get("train")
+        if train is not None and not isinstance(train, bool | int):
+            raise broken(f"A message has train {shown(train)}: it is true or false.")
+        if train is not None:
+            weight = (weight or 1.0) if train else 0.0
+        if weight and message["role"] != "assistant":
+            raise broken(f"A message of the role {message['role']} has a weight: assistant messages alone are trained.")
+        weights.append(weight)
+    return weights
+
+
+READERS: Mapping[ExampleFormat, Callable[[Mapping[str, Any], ReadingSettings], Sample]] = {
+    ExampleFormat.TOKENS: _tokens,
+    ExampleFormat.MESSAGES: _messages,
+    ExampleFormat.SHAREGPT: _sharegpt,
+    ExampleFormat.COMPLETION: _completion,
+    ExampleFormat.ALPACA: _alpaca,
+    ExampleFormat.TEXT: _text,
+}
+"""How a row of each format is read."""

@@ -1,0 +1,293 @@
+"""Preparation: every row of a data set once to tokens and weights, before the first step, and kept for later runs.
+
+Invariants: a row becomes an example or is counted under a reason; the key of the cache holds all that tokens depend on
+(rows, tokenizer, template and its variables, settings, this module's `VERSION`), so that a changed one never finds old
+tokens. Does not own: what rows say (`formats`), nor how templates write (`adapters/chat/training_text`).
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy
+import structlog
+import torch
+from attrs import asdict, field, frozen
+
+from rollgrad.adapters.chat.training_text import shared_prompt
+from rollgrad.adapters.data.examples.preparer import PreparationSettings, PreparedRow, Preparer, Refusal
+from rollgrad.adapters.data.examples.report import DataReport
+from rollgrad.adapters.data.examples.rows import Reason, RowError
+from rollgrad.adapters.data.examples.sources import Mixture
+from rollgrad.application.settings.examples import ExampleFormat, LongRows
+from rollgrad.domain.episodes.examples import Demonstration, WeightedTokens
+from rollgrad.domain.errors import DataError
+
+log = structlog.get_logger(__name__)
+
+VERSION = 1
+"""Raised when the same rows and settings become other tokens."""
+CHUNK = 256
+"""Rows handed to a process together."""
+LARGE = 1000
+"""Rows from which a terminal is shown a progress bar."""
+ARRAYS = ("tokens", "weights", "lengths", "prompt_lengths", "branch_counts", "rows", "row_weights")
+REPORT_FILE = "report.json"
+
+
+@frozen(eq=False)
+class PreparedExamples:
+    """The examples of a data set as arrays, by index; `rows` is the place of each in the data.
+
+    `tokens` int32 and `weights` float32 of all branches end to end, `lengths` and `prompt_lengths` int64 of each
+    branch, `branch_counts` int64 and `row_weights` float32 of each example.
+    """
+
+    tokens: Any
+    weights: Any
+    lengths: Any
+    prompt_lengths: Any
+    branch_counts: Any
+    rows: Any
+    row_weights: Any
+    report: DataReport
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.branch_counts)
+
+    def __getitem__(self, index: int) -> Demonstration:
+        branches = []
+        first = int(self._firsts[index])
+        for branch in range(first, first + int(self.branch_counts[index])):
+            start = int(self._starts[branch])
+            stop = start + int(self.lengths[branch])
+            branches.append(
+                WeightedTokens(
+                    token_ids_T=torch.from_numpy(self.tokens[start:stop].astype(numpy.int64)),
+                    weights_T=torch.from_numpy(numpy.array(self.weights[start:stop])),
+                    prompt_length=int(self.prompt_lengths[branch]),
+                )
+            )
+        return Demonstration(branches=tuple(branches), row=int(self.rows[index]), weight=float(self.row_weights[index]))
+
+    _firsts: Any = field(init=False, repr=False)
+    _starts: Any = field(init=False, repr=False)
+
+    @_firsts.default
+    def _first_branches(self) -> Any:
+        return numpy.cumsum(self.branch_counts) - self.branch_counts
+
+    @_starts.default
+    def _first_tokens(self) -> Any:
+        return numpy.cumsum(self.lengths) - self.lengths
+
+
+def prepare_examples(
+    mixture: Mixture,
+    tokenizer: Any,
+    settings: PreparationSettings,
+    *,
+    cache_dir: Path | None,
+    num_workers: int = 1,
+    setting: str = "data.dataset",
+) -> PreparedExamples:
+    """Prepares all rows, or finds them prepared.
+
+    Args:
+        mixture: the rows.
+        tokenizer: a transformers tokenizer with its chat template.
+        settings: how rows become tokens.
+        cache_dir: where prepared data are kept; None keeps none.
+        num_workers: processes; 1 is this one.
+        setting: names the data in errors.
+
+    Raises:
+        DataError: rows are too long, and that is an error.
+        ConfigurationError: the tokenizer has no chat template, or cannot say where its tokens lie.
+    """
+    key = cache_key(mixture, tokenizer, settings)
+    place = None if cache_dir is None else cache_dir / key
+    if place is not None and (place / REPORT_FILE).is_file():
+        return _load(place, key)
+    arrays, report = _prepare_all(mixture, tokenizer, settings, num_workers, setting)
+    if place is not None:
+        _save(arrays, report, place)
+    return PreparedExamples(**arrays, report=report, fingerprint=key)
+
+
+def cache_key(mixture: Mixture, tokenizer: Any, settings: PreparationSettings) -> str:
+    """Returns a hash of all that the tokens depend on."""
+    template = tokenizer.chat_template
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    dated = "strftime_now" in json.dumps(template)  # templates that write the date write another one tomorrow
+    reading = {key: value for key, value in asdict(settings.reading).items() if key != "known_role"}
+    parts = {
+        "version": VERSION,
+        "rows": mixture.fingerprint,
+        "tokenizer": hashlib.sha256((backend.to_str() if backend else repr(tokenizer)).encode()).hexdigest(),
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "template": template,
+        "template_kwargs": dict(settings.template_kwargs),
+        "reading": reading,
+        "max_tokens": settings.max_tokens,
+        "overlong": settings.overlong,
+        "date": date.today().isoformat() if dated else None,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _prepare_all(
+    mixture: Mixture, tokenizer: Any, settings: PreparationSettings, num_workers: int, setting: str
+) -> tuple[dict[str, Any], DataReport]:
+    report = DataReport(max_tokens=settings.max_tokens)
+    tokens: list[Any] = []
+    weights: list[Any] = []
+    lengths: list[int] = []
+    prompt_lengths: list[int] = []
+    counts: list[int] = []
+    rows: list[int] = []
+    row_weights: list[float] = []
+    row_lengths: list[int] = []
+    results = _results(mixture, tokenizer, settings, num_workers)
+    for index, result in enumerate(_with_bar(results, len(mixture), setting)):
+        report.rows += 1
+        report.over_limit += result.overlong
+        if isinstance(result, Refusal):
+            source, number = mixture.source(index)
+            if result.overlong and settings.overlong is LongRows.ERROR:
+                raise DataError(
+                    f"{source.place(number)}: {result.sentence} Raise --data.max_tokens, or let such rows be dropped "
+                    "or cut (--data.overlong drop or cut)."
+                )
+            report.drop(result.reason, source.place(number), result.sentence)
+            continue
+        shared = shared_prompt(result.branches)
+        for branch in result.branches:
+            tokens.append(numpy.asarray(branch.token_ids, dtype=numpy.int32))
+            weights.append(numpy.asarray(branch.weights, dtype=numpy.float32))
+            lengths.append(len(branch.token_ids))
+            prompt_lengths.append(shared)
+        counts.append(len(result.branches))
+        rows.append(index)
+        row_weights.append(result.weight)
+        row_lengths.append(sum(len(branch.token_ids) for branch in result.branches))
+        report.used += 1
+        report.branches += len(result.branches)
+        report.branched_rows += len(result.branches) > 1
+        report.trained_tokens += sum(branch.trained for branch in result.branches)
+        report.notice(result.anomalies)
+    report.tokens = sum(row_lengths)
+    report.measure(row_lengths)
+    arrays = {
+        "tokens": numpy.concatenate(tokens) if tokens else numpy.empty(0, dtype=numpy.int32),
+        "weights": numpy.concatenate(weights) if weights else numpy.empty(0, dtype=numpy.float32),
+        "lengths": numpy.asarray(lengths, dtype=numpy.int64),
+        "prompt_lengths": numpy.asarray(prompt_lengths, dtype=numpy.int64),
+        "branch_counts": numpy.asarray(counts, dtype=numpy.int64),
+        "rows": numpy.asarray(rows, dtype=numpy.int64),
+        "row_weights": numpy.asarray(row_weights, dtype=numpy.float32),
+    }
+    return arrays, report
+
+
+Task = tuple[Mapping[str, Any] | RowError, ExampleFormat]
+
+
+def _results(
+    mixture: Mixture, tokenizer: Any, settings: PreparationSettings, num_workers: int
+) -> Iterator[PreparedRow | Refusal]:
+    chunks = (range(start, min(start + CHUNK, len(mixture))) for start in range(0, len(mixture), CHUNK))
+    if num_workers <= 1 or len(mixture) <= CHUNK:
+        preparer = Preparer(tokenizer, settings)
+        for chunk in chunks:
+            yield from _prepared(preparer, [_read(mixture, index) for index in chunk])
+        return
+    # Not forked: the threads of tokenizers and torch do not survive that.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, context, _begin_worker, (tokenizer, settings)) as pool:
+        waiting: list[Any] = []
+        for chunk in chunks:
+            waiting.append(pool.submit(_work, [_read(mixture, index) for index in chunk]))
+            if len(waiting) > 2 * num_workers:  # no more rows in memory than are worked on
+                yield from waiting.pop(0).result()
+        for future in waiting:
+            yield from future.result()
+
+
+def _read(mixture: Mixture, index: int) -> Task:
+    source, number = mixture.source(index)
+    try:
+        return source.rows[number], source.kind
+    except RowError as error:
+        return error, source.kind
+
+
+def _prepared(preparer: Preparer, tasks: Sequence[Task]) -> list[PreparedRow | Refusal]:
+    results: list[PreparedRow | Refusal] = []
+    for row, kind in tasks:
+        try:
+            if isinstance(row, RowError):
+                raise row
+            results.append(preparer.prepare(row, kind))
+        except RowError as error:
+            overlong = error.reason in (Reason.OVERLONG, Reason.CUT)
+            results.append(Refusal(error.reason, error.sentence, overlong))
+    return results
+
+
+_worker: Preparer | None = None
+
+
+def _begin_worker(tokenizer: Any, settings: PreparationSettings) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker = Preparer(tokenizer, settings)
+
+
+def _work(tasks: Sequence[Task]) -> list[PreparedRow | Refusal]:
+    assert _worker is not None
+    return _prepared(_worker, tasks)
+
+
+def _with_bar(results: Iterable[PreparedRow | Refusal], total: int, setting: str) -> Iterator[PreparedRow | Refusal]:
+    if total < LARGE or not sys.stderr.isatty():
+        yield from results
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    title = f"Preparing {total:,} rows of {setting}"
+    yield from track(results, title, total=total, console=Console(stderr=True), transient=True)
+
+
+def _save(arrays: Mapping[str, Any], report: DataReport, place: Path) -> None:
+    """Keeps prepared data. What cannot be kept is prepared again the next time."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        written = Path(tempfile.mkdtemp(prefix=f"{place.name}.", dir=place.parent))
+        try:
+            for name, array in arrays.items():
+                numpy.save(written / f"{name}.npy", array)
+            (written / REPORT_FILE).write_text(json.dumps(report.to_json()), encoding="utf-8")
+            written.rename(place)
+        finally:
+            shutil.rmtree(written, ignore_errors=True)  # renamed, or left behind by an error or by another run's haste
+    except OSError as error:
+        log.warning("prepared data are not kept", place=str(place), reason=str(error))
+
+
+def _load(place: Path, key: str) -> PreparedExamples:
+    arrays = {name: numpy.load(place / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+    report = DataReport.from_json(json.loads((place / REPORT_FILE).read_text(encoding="utf-8")))
+    log.info("prepared data found", place=str(place))
+    return PreparedExamples(**arrays, report=report, fingerprint=key)

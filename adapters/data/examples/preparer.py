@@ -1,0 +1,115 @@
+"""`Preparer`: one row to tokens and weights, or the reason why not.
+
+Does not own: reading rows and keeping what they become (`preparation`), what rows say (`formats`), nor how templates
+write (`adapters/chat/training_text`).
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.chat.training_text import Anomaly, TokenBranch, TrainingText, TrainingTokens
+from rollgrad.adapters.data.examples.formats import ReadingSettings, read_row
+from rollgrad.adapters.data.examples.rows import Conversation, PlainText, Pretokenised, Reason, RowError, Sample, broken
+from rollgrad.application.settings.examples import ExampleFormat, LongRows
+from rollgrad.domain.errors import ConfigurationError, DataError
+
+
+@frozen(kw_only=True)
+class PreparationSettings:
+    """How rows become tokens: how they are read, the longest branch, what becomes of longer ones, and the template's
+    variables."""
+
+    reading: ReadingSettings = field(factory=ReadingSettings)
+    max_tokens: int = 4096
+    overlong: LongRows = LongRows.DROP
+    template_kwargs: Mapping[str, Any] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class PreparedRow:
+    """A row that can be trained on: its branches, what was noticed, its weight, and whether it was over the limit."""
+
+    branches: tuple[TokenBranch, ...]
+    anomalies: frozenset[Anomaly]
+    weight: float
+    overlong: bool = False
+
+
+@frozen
+class Refusal:
+    """A row that cannot be trained on, and why; `overlong`: for its length."""
+
+    reason: Reason
+    sentence: str
+    overlong: bool
+
+
+class Preparer:
+    """Turns rows into tokens with `tokenizer` (a transformers tokenizer) as `settings` say."""
+
+    def __init__(self, tokenizer: Any, settings: PreparationSettings) -> None:
+        self._codec = TemplateCodec(tokenizer, settings.template_kwargs)
+        self._vocabulary = len(tokenizer)
+        self._settings = evolve(settings, reading=evolve(settings.reading, known_role=self._codec.mentions))
+        self._texts: dict[str, TrainingText] = {"{}": TrainingText(self._codec)}
+
+    def prepare(self, row: Mapping[str, Any], kind: ExampleFormat) -> PreparedRow:
+        """The tokens of a row of format `kind`.
+
+        Raises:
+            RowError: it cannot be trained on.
+            ConfigurationError: no row can, as the settings are.
+        """
+        sample, weight = read_row(row, kind, self._settings.reading)
+        if weight == 0:
+            raise RowError(Reason.UNTRAINED, "The row has the weight 0.")
+        made = self._tokens(sample)
+        limit = self._settings.max_tokens
+        longest = max(len(branch.token_ids) for branch in made.branches)
+        if longest <= limit:
+            return PreparedRow(branches=made.branches, anomalies=made.anomalies, weight=weight)
+        if self._settings.overlong is not LongRows.CUT:
+            raise RowError(Reason.OVERLONG, f"It has {longest} tokens, more than --data.max_tokens {limit}.")
+        cut = [TokenBranch(token_ids=b.token_ids[:limit], weights=b.weights[:limit]) for b in made.branches]
+        left = tuple(branch for branch in cut if branch.trained)
+        if not left:
+            raise RowError(Reason.CUT, f"Nothing that is trained is within its first {limit} of {longest} tokens.")
+        return PreparedRow(branches=left, anomalies=made.anomalies, weight=weight, overlong=True)
+
+    def _tokens(self, sample: Sample) -> TrainingTokens:
+        try:
+            match sample:
+                case Conversation():
+                    text = self._text(sample.template_kwargs)
+                    if sample.whole:
+                        return text.everything(sample.messages, sample.tools)
+                    return text.replies(sample.messages, sample.weights, sample.tools)
+                case PlainText():
+                    return self._text({}).plain(sample.prompt, sample.completion, train_prompt=sample.whole)
+                case Pretokenised():
+                    return self._given(sample)
+        except (ConfigurationError, RowError):
+            raise
+        except DataError as error:
+            raise RowError(Reason.REFUSED, " ".join(str(error).split())[:500]) from error
+        except Exception as error:  # a template is a program of the model's authors: it fails in every way
+            raise RowError(Reason.REFUSED, f"The chat template fails: {type(error).__name__}: {error}"[:500]) from error
+
+    def _text(self, template_kwargs: Mapping[str, Any]) -> TrainingText:
+        key = json.dumps(template_kwargs, sort_keys=True, default=repr)
+        if key not in self._texts:
+            self._texts[key] = TrainingText(self._codec.with_template_kwargs(template_kwargs))
+        return self._texts[key]
+
+    def _given(self, sample: Pretokenised) -> TrainingTokens:
+        wrong = next((token for token in sample.token_ids if not 0 <= token < self._vocabulary), None)
+        if wrong is not None:
+            raise broken(f"input_ids has {wrong}, but the tokenizer's tokens are 0 to {self._vocabulary - 1}.")
+        weights = (0.0, *sample.weights[1:])  # nothing predicts the first token
+        if not any(weights):
+            raise RowError(Reason.UNTRAINED, "None of input_ids is trained.")
+        return TrainingTokens(branches=(TokenBranch(token_ids=sample.token_ids, weights=weights),))

@@ -1,0 +1,218 @@
+"""Where rows come from: files, folders, hub names, alone or mixed.
+
+JSON lines are read one at a time and by Python: no column needs one type for all rows, no key is added that a row does
+not have, and a line that cannot be read is one row that cannot be used. Everything else is read as for prompts
+(`adapters/data/datasets/loading`).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+from attrs import field, frozen
+
+from rollgrad.adapters.data.datasets.loading import check_probs, load_dataset
+from rollgrad.adapters.data.examples.formats import ReadingSettings, find_format
+from rollgrad.adapters.data.examples.rows import RowError, broken
+from rollgrad.application.settings.examples import ExampleFormat
+from rollgrad.domain.errors import DataError
+
+LOOKED_AT = 100
+"""Rows whose columns tell the format."""
+JSON_SUFFIXES = (".jsonl", ".ndjson")
+
+
+class Rows(Protocol):
+    """Rows by index."""
+
+    def __len__(self) -> int:
+        """Returns how many there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]:
+        """Returns row `index`.
+
+        Raises:
+            RowError: it cannot be read.
+        """
+        ...
+
+
+@frozen(eq=False)
+class Source:
+    """One data set: its `rows`, their format, where each stands (`place`), and a hash of all of them."""
+
+    name: str
+    rows: Rows
+    kind: ExampleFormat
+    fingerprint: str
+
+    def place(self, index: int) -> str:
+        """Returns where row `index` stands, for people: FILE:LINE, or the name and number of the row."""
+        if isinstance(self.rows, JsonLines):
+            return f"{self.name}:{self.rows.line(index)}"
+        return f"{self.name} row {index + 1}"
+
+
+@frozen(eq=False)
+class Mixture:
+    """Rows of several sources in one order: row i of the whole is row `rows[i]` of the source `parts[of[i]]`."""
+
+    parts: tuple[Source, ...]
+    of: Sequence[int] = field(repr=False)
+    rows: Sequence[int] = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def source(self, index: int) -> tuple[Source, int]:
+        """Returns the source of row `index`, and the row's number in it."""
+        return self.parts[int(self.of[index])], int(self.rows[index])
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all rows in their order."""
+        whole = hashlib.sha256()
+        for part in self.parts:
+            whole.update(f"{part.kind} {part.fingerprint}\n".encode())
+        whole.update(numpy.asarray(self.of, dtype=numpy.int64).tobytes())
+        whole.update(numpy.asarray(self.rows, dtype=numpy.int64).tobytes())
+        return whole.hexdigest()
+
+
+class JsonLines:
+    """Rows of a file of JSON lines, each read when it is asked for.
+
+    Raises:
+        DataError: there is no such file, or it has no rows.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._starts: list[int] = []
+        self._lines: list[int] = []
+        content = hashlib.sha256()
+        try:
+            with path.open("rb") as file:
+                start = 0
+                for number, line in enumerate(file, 1):
+                    content.update(line)
+                    if line.strip():
+                        self._starts.append(start)
+                        self._lines.append(number)
+                    start += len(line)
+        except OSError as error:
+            raise DataError(f"The dataset file {path} cannot be read ({error.strerror}): check the path.") from error
+        if not self._starts:
+            raise DataError(f"The dataset {path} has no rows: at least one example is needed.")
+        self.fingerprint = content.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def line(self, index: int) -> int:
+        """Returns the number of the line of row `index`, from 1."""
+        return self._lines[index]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        with self._path.open("rb") as file:
+            file.seek(self._starts[index])
+            line = file.readline()
+        try:
+            row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise broken(
+                f"The line is not UTF-8 (byte {error.start}: {line[error.start : error.start + 1]!r})."
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise broken(f"The line is not JSON: {error}.") from error
+        if not isinstance(row, dict):
+            raise broken("The line holds no object ({...}).")
+        return row
+
+
+def open_sources(
+    spec: str,
+    *,
+    split: str,
+    probs: tuple[float, ...] | None,
+    seed: int,
+    max_samples: int | None,
+    settings: ReadingSettings,
+) -> Mixture:
+    """The rows of one or several comma-separated data sets.
+
+    Args:
+        spec: files (.jsonl, .json, .csv, .parquet, .arrow), folders, hub names, as for prompts.
+        split: read where it exists.
+        probs: rows are drawn from the sets by these probabilities until each has been read to its end; None lets sets
+            follow one another.
+        seed: of these draws.
+        max_samples: keeps the first rows; None keeps all.
+        settings: how rows are read.
+
+    Raises:
+        DataError: a set cannot be read, or its format cannot be told.
+    """
+    names = [name.strip() for name in spec.split(",") if name.strip()]
+    if not names:
+        raise DataError("No dataset is set: --data.dataset needs a file, a saved folder or a hub name.")
+    if probs is not None:
+        check_probs(probs, names, flag="--data.probs")
+    parts = tuple(_open(name, split, settings) for name in names)
+    of, rows = _interleaved([len(part.rows) for part in parts], probs, seed)
+    limit = len(of) if max_samples is None else max_samples
+    return Mixture(parts, of[:limit], rows[:limit])
+
+
+def _open(name: str, split: str, settings: ReadingSettings) -> Source:
+    path = Path(name)
+    rows: Rows
+    if path.suffix in JSON_SUFFIXES:
+        lines = JsonLines(path)
+        rows, fingerprint = lines, lines.fingerprint
+    else:
+        dataset = load_dataset(name, split=split, probs=None, seed=0, max_samples=None)
+        rows, fingerprint = dataset, str(dataset._fingerprint)
+    return Source(name, rows, find_format(list(_columns(rows)), name, settings), fingerprint)
+
+
+def _columns(rows: Rows) -> Iterator[str]:
+    """The columns that have a value in one of the first rows."""
+    seen: set[str] = set()
+    for index in range(min(LOOKED_AT, len(rows))):
+        try:
+            row = rows[index]
+        except RowError:  # it is counted when all rows are read
+            continue
+        for name, value in row.items():
+            if value is not None and name not in seen:
+                seen.add(name)
+                yield name
+
+
+def _interleaved(
+    sizes: Sequence[int], probs: tuple[float, ...] | None, seed: int
+) -> tuple[Sequence[int], Sequence[int]]:
+    """The source and the row of each place of the mixture."""
+    if probs is None:
+        of = numpy.repeat(numpy.arange(len(sizes)), sizes)
+        return of.tolist(), numpy.concatenate([numpy.arange(size) for size in sizes]).tolist()
+    generator = numpy.random.default_rng(seed)
+    drawn: list[int] = []
+    counts = [0] * len(sizes)
+    while any(count < size for count, size in zip(counts, sizes, strict=True)):
+        for source in generator.choice(len(sizes), size=1024, p=numpy.asarray(probs) / sum(probs)).tolist():
+            drawn.append(source)
+            counts[source] += 1
+            if all(count >= size for count, size in zip(counts, sizes, strict=True)):
+                break
+    taken = [0] * len(sizes)
+    rows = []
+    for source in drawn:
+        rows.append(taken[source] % sizes[source])
+        taken[source] += 1
+    return drawn, rows

@@ -1,0 +1,446 @@
+"""Rows of data sets become tokens and weights, or are counted by the reason why not."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollgrad.adapters.data.examples import preparation
+from rollgrad.adapters.data.examples.formats import ReadingSettings, find_format, read_row
+from rollgrad.adapters.data.examples.preparation import PreparedExamples, cache_key, prepare_examples
+from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
+from rollgrad.adapters.data.examples.report import DataReport
+from rollgrad.adapters.data.examples.rows import Conversation, PlainText, Pretokenised, Reason, RowError
+from rollgrad.adapters.data.examples.sources import Mixture, open_sources
+from rollgrad.application.settings.examples import ExampleFormat, LongRows, TrainOn
+from rollgrad.domain.errors import ConfigurationError, DataError
+
+CHAT = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": "seven"}]
+READING = ReadingSettings()
+
+ROWS: Mapping[ExampleFormat, Mapping[str, Any]] = {
+    ExampleFormat.TOKENS: {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
+    ExampleFormat.MESSAGES: {"messages": CHAT},
+    ExampleFormat.SHAREGPT: {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    ExampleFormat.COMPLETION: {"prompt": "What is 3 plus 4?", "completion": "seven"},
+    ExampleFormat.ALPACA: {"instruction": "Add.", "input": "3 4", "output": "seven"},
+    ExampleFormat.TEXT: {"text": "The quick brown fox"},
+}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_bytes(b"\n".join(r if isinstance(r, bytes) else json.dumps(r).encode() for r in rows) + b"\n")
+    return path
+
+
+def opened(path: Path | str, reading: ReadingSettings = READING, **more: Any) -> Mixture:
+    values: dict[str, Any] = {"split": "train", "probs": None, "seed": 0, "max_samples": None, **more}
+    return open_sources(str(path), settings=reading, **values)
+
+
+def prepared(
+    mixture: Mixture, tokenizer: Any, cache: Path | None = None, workers: int = 1, **more: Any
+) -> PreparedExamples:
+    return prepare_examples(
+        mixture, tokenizer, PreparationSettings(**more), cache_dir=cache, num_workers=workers, setting="data.dataset"
+    )
+
+
+# Formats
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_each_format_is_known_by_its_columns_and_becomes_tokens(kind: ExampleFormat, tiny_tokenizer: Any) -> None:
+    row = ROWS[kind]
+    assert find_format([*row, "datasource", "id"], "set", READING) is kind
+    made = Preparer(tiny_tokenizer, PreparationSettings()).prepare(row, kind)
+    assert made.weight == 1.0
+    (branch,) = made.branches
+    assert branch.trained > 0
+    assert branch.weights[0] == 0.0
+
+
+def test_several_readings_are_an_error_that_names_them() -> None:
+    with pytest.raises(DataError, match=r"messages \(messages\) or as text \(text\): set --data.format"):
+        find_format(["messages", "text"], "set", READING)
+    assert find_format(["messages", "text"], "set", evolve(READING, format=ExampleFormat.TEXT)) is ExampleFormat.TEXT
+    with pytest.raises(DataError, match=r"'set' has no column 'messages', which --data.format messages needs"):
+        find_format(["text"], "set", evolve(READING, format=ExampleFormat.MESSAGES))
+
+
+def test_data_of_other_trainers_and_unknown_columns_are_named() -> None:
+    with pytest.raises(DataError, match="preference pairs"):
+        find_format(["prompt", "chosen", "rejected"], "set", READING)
+    with pytest.raises(DataError, match="question, response, of which no format can be told"):
+        find_format(["question", "response"], "set", READING)
+    keyed = evolve(READING, input_key="question", output_key="response")
+    assert find_format(["question", "response"], "set", keyed) is ExampleFormat.COMPLETION
+    sample, _ = read_row({"question": "q", "response": "r"}, ExampleFormat.COMPLETION, keyed)
+    assert isinstance(sample, Conversation)
+    assert [message["content"] for message in sample.messages] == ["q", "r"]
+
+
+def test_texts_become_messages_as_in_rollouts_or_stay_plain() -> None:
+    row = ROWS[ExampleFormat.COMPLETION]
+    sample, _ = read_row(row, ExampleFormat.COMPLETION, evolve(READING, system_prompt="Be brief."))
+    assert isinstance(sample, Conversation)
+    assert [message["role"] for message in sample.messages] == ["system", "user", "assistant"]
+    assert sample.weights == (0.0, 0.0, 1.0)
+    plain = evolve(READING, apply_chat_template=False, input_template="Q: {} A:")
+    sample, _ = read_row(row, ExampleFormat.COMPLETION, plain)
+    assert sample == PlainText(prompt="Q: What is 3 plus 4? A:", completion="seven")
+
+
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [
+        (TrainOn.ASSISTANT, (0.0, 1.0, 0.0, 1.0, 1.0)),
+        (TrainOn.LAST, (0.0, 0.0, 0.0, 0.0, 1.0)),
+        (TrainOn.COMPLETION, (0.0, 0.0, 0.0, 1.0, 1.0)),
+    ],
+)
+def test_which_replies_are_trained(train_on: TrainOn, expected: tuple[float, ...]) -> None:
+    messages = [*CHAT, *CHAT, {"role": "assistant", "content": "more"}]
+    sample, _ = read_row({"messages": messages}, ExampleFormat.MESSAGES, evolve(READING, train_on=train_on))
+    assert isinstance(sample, Conversation)
+    assert sample.weights == expected
+
+
+def test_keys_of_messages_win() -> None:
+    messages = [*CHAT, CHAT[0], {**CHAT[1], "train": False}, CHAT[0], {**CHAT[1], "weight": 0.5}]
+    sample, weight = read_row({"messages": messages, "weight": 2}, ExampleFormat.MESSAGES, READING)
+    assert isinstance(sample, Conversation)
+    assert sample.weights == (0.0, 1.0, 0.0, 0.0, 0.0, 0.5)
+    assert weight == 2.0
+    assert all(not {"train", "weight"} & message.keys() for message in sample.messages)
+
+
+def test_what_arrow_fills_in_is_left_out_but_not_in_arguments_of_calls() -> None:
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": {"a": None}}}
+    messages = [
+        {"role": "user", "content": "q", "tool_calls": None, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": None}}}]
+    sample, _ = read_row({"messages": messages, "tools": tools}, ExampleFormat.MESSAGES, READING)
+    assert isinstance(sample, Conversation)
+    assert sample.messages[0] == {"role": "user", "content": "q"}
+    assert sample.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": None}}
+    assert sample.tools == ({"type": "function", "function": {"name": "f", "parameters": {}}},)
+
+
+def test_arguments_as_text_and_as_object_are_the_same_and_no_tools_are_none(tiny_tokenizer: Any) -> None:
+    def row(arguments: Any, tools: Any) -> dict[str, Any]:
+        call = {"name": "f", "arguments": arguments}
+        return {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [call]}], "tools": tools}
+
+    preparer = Preparer(tiny_tokenizer, PreparationSettings())
+    tool = {"name": "f", "parameters": {}}
+    first = preparer.prepare(row({"a": 1}, [tool]), ExampleFormat.MESSAGES)
+    assert preparer.prepare(row('{"a": 1}', json.dumps([tool])), ExampleFormat.MESSAGES) == first
+    none = preparer.prepare(row({"a": 1}, None), ExampleFormat.MESSAGES)
+    assert preparer.prepare(row({"a": 1}, []), ExampleFormat.MESSAGES) == none != first
+
+
+def test_sharegpt_calls_and_alpaca_history() -> None:
+    turns = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+        {"from": "observation", "value": "7"},
+        {"from": "gpt", "value": "seven"},
+    ]
+    sample, _ = read_row({"conversations": turns, "system": "s"}, ExampleFormat.SHAREGPT, READING)
+    assert isinstance(sample, Conversation)
+    assert [message["role"] for message in sample.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert sample.messages[2]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    row = {"instruction": "i", "input": "n", "output": "o", "history": [["q1", "a1"]]}
+    sample, _ = read_row(row, ExampleFormat.ALPACA, READING)
+    assert isinstance(sample, Conversation)
+    assert [message["content"] for message in sample.messages] == ["q1", "a1", "i\nn", "o"]
+    assert sample.weights == (0.0, 0.0, 0.0, 1.0)
+
+
+def test_pretokenised_rows_are_trained_as_given() -> None:
+    for row, expected in (
+        ({"input_ids": [5, 6, 7]}, (1.0, 1.0, 1.0)),
+        ({"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, (0.0, 0.0, 1.0)),
+        ({"input_ids": [5, 6, 7], "loss_mask": [0, 0.5, 1]}, (0.0, 0.5, 1.0)),
+        ({"input_ids": [5, 6, 7], "assistant_masks": [False, True, True]}, (0.0, 1.0, 1.0)),
+    ):
+        sample, _ = read_row(row, ExampleFormat.TOKENS, READING)
+        assert sample == Pretokenised(token_ids=(5, 6, 7), weights=expected)
+
+
+def test_templates_get_the_variables_of_the_row(tiny_tokenizer: Any) -> None:
+    from tests.fakes.chat_templates import tokenizer_with
+
+    tokenizer = tokenizer_with("qwen3", tiny_tokenizer)
+    preparer = Preparer(tokenizer, PreparationSettings())
+    row = {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False, "other": None}}
+    (branch,) = preparer.prepare(row, ExampleFormat.MESSAGES).branches
+    (thinking,) = preparer.prepare({"messages": CHAT}, ExampleFormat.MESSAGES).branches
+    assert branch.token_ids == thinking.token_ids
+    assert branch.trained < thinking.trained  # the generation prompt writes the empty thought, not the model
+
+
+# Rows that cannot be used
+
+BAD: list[tuple[Mapping[str, Any], ExampleFormat, Reason]] = [
+    ({"messages": None}, ExampleFormat.MESSAGES, Reason.EMPTY),
+    ({"messages": []}, ExampleFormat.MESSAGES, Reason.EMPTY),
+    ({}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": "text"}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": [7]}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": [{"role": "user"}]}, ExampleFormat.MESSAGES, Reason.EMPTY),
+    ({"messages": [{"role": 3, "content": "x"}]}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": [CHAT[0], {"role": "assistant", "content": 5}]}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": [CHAT[0], {"role": "assistant", "content": " "}]}, ExampleFormat.MESSAGES, Reason.EMPTY),
+    ({"messages": CHAT[:1]}, ExampleFormat.MESSAGES, Reason.UNTRAINED),
+    ({"messages": [{**CHAT[0], "train": True}, CHAT[1]]}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": CHAT, "weight": -1}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": CHAT, "weight": 0}, ExampleFormat.MESSAGES, Reason.UNTRAINED),
+    ({"messages": CHAT, "weight": float("nan")}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": CHAT, "tools": "{"}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": CHAT, "tools": [3]}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"messages": CHAT, "chat_template_kwargs": 3}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"conversations": [{"from": "elf", "value": "x"}]}, ExampleFormat.SHAREGPT, Reason.BROKEN),
+    ({"conversations": [{"from": "function_call", "value": "{"}]}, ExampleFormat.SHAREGPT, Reason.BROKEN),
+    ({"prompt": "", "completion": "x"}, ExampleFormat.COMPLETION, Reason.EMPTY),
+    ({"prompt": "x", "completion": ""}, ExampleFormat.COMPLETION, Reason.EMPTY),
+    ({"prompt": "x"}, ExampleFormat.COMPLETION, Reason.BROKEN),
+    ({"prompt": "x", "completion": 3}, ExampleFormat.COMPLETION, Reason.BROKEN),
+    ({"instruction": None, "output": "x"}, ExampleFormat.ALPACA, Reason.EMPTY),
+    ({"instruction": "x", "output": "y", "history": [["a"]]}, ExampleFormat.ALPACA, Reason.BROKEN),
+    ({"text": ""}, ExampleFormat.TEXT, Reason.EMPTY),
+    ({"text": 3}, ExampleFormat.TEXT, Reason.BROKEN),
+    ({"input_ids": [5, 6], "labels": [5]}, ExampleFormat.TOKENS, Reason.BROKEN),
+    ({"input_ids": [5, 6], "labels": [6, -100]}, ExampleFormat.TOKENS, Reason.BROKEN),
+    ({"input_ids": [5, 6], "labels": [-100, -100]}, ExampleFormat.TOKENS, Reason.UNTRAINED),
+    ({"input_ids": [5], "labels": [5]}, ExampleFormat.TOKENS, Reason.UNTRAINED),
+    ({"input_ids": [5, 10**9]}, ExampleFormat.TOKENS, Reason.BROKEN),
+    ({"input_ids": [5, 6], "loss_mask": [0, 1], "labels": [5, 6]}, ExampleFormat.TOKENS, Reason.BROKEN),
+    ({"input_ids": "56"}, ExampleFormat.TOKENS, Reason.BROKEN),
+    ({"input_ids": [5, 6], "loss_mask": 3}, ExampleFormat.TOKENS, Reason.BROKEN),
+]
+
+
+@pytest.mark.parametrize(("row", "kind", "reason"), BAD)
+def test_a_bad_row_has_a_reason(
+    row: Mapping[str, Any], kind: ExampleFormat, reason: Reason, tiny_tokenizer: Any
+) -> None:
+    with pytest.raises(RowError) as caught:
+        Preparer(tiny_tokenizer, PreparationSettings()).prepare(row, kind)
+    assert caught.value.reason is reason
+    assert caught.value.sentence.endswith(".")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("\ud800"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "tool_calls", "function", "x"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from([kind for kind in ExampleFormat if kind is not ExampleFormat.AUTO]),
+    noise=st.dictionaries(
+        st.sampled_from(["messages", "conversations", "prompt", "completion", "text", "input_ids", "labels", "tools",
+                         "weight", "instruction", "output", "history", "system", "chat_template_kwargs"]),
+        json_values,
+        max_size=3,
+    ),
+    based=st.booleans(),
+)  # fmt: skip
+def test_no_row_raises_anything_else(
+    kind: ExampleFormat, noise: Mapping[str, Any], based: bool, tiny_tokenizer: Any
+) -> None:
+    row = {**(ROWS[kind] if based else {}), **noise}
+    try:
+        made = Preparer(tiny_tokenizer, PreparationSettings()).prepare(row, kind)
+    except RowError:
+        return
+    assert all(branch.trained for branch in made.branches)
+
+
+def test_large_and_deep_values(tiny_tokenizer: Any) -> None:
+    preparer = Preparer(tiny_tokenizer, PreparationSettings())
+    with pytest.raises(RowError) as caught:
+        preparer.prepare({"messages": [CHAT[0], {"role": "assistant", "content": "x" * 2**19}]}, ExampleFormat.MESSAGES)
+    assert caught.value.reason is Reason.OVERLONG
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(RowError) as caught:
+        preparer.prepare({"messages": deep}, ExampleFormat.MESSAGES)
+    assert len(caught.value.sentence) < 3000
+
+
+# All rows of a data set
+
+
+def test_every_row_is_used_or_counted(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        {"messages": CHAT},
+        b'{"messages": [',
+        b"",
+        {"messages": []},
+        b'{"messages": "\xff"}',
+        [1],
+        {"messages": [CHAT[0], {"role": "assistant", "content": "x" * 500}]},
+        {"messages": CHAT[:1]},
+    )
+    found = prepared(opened(path), tiny_tokenizer, max_tokens=100)
+    report = found.report
+    assert (report.rows, report.used, len(found)) == (7, 1, 1)
+    assert {reason: drop.count for reason, drop in report.dropped.items()} == {
+        Reason.BROKEN: 3,
+        Reason.EMPTY: 1,
+        Reason.OVERLONG: 1,
+        Reason.UNTRAINED: 1,
+    }
+    assert report.dropped[Reason.BROKEN].place == f"{path}:2"  # lines are counted as editors do
+    assert report.dropped[Reason.OVERLONG].place == f"{path}:7"
+    assert report.over_limit == 1
+    assert report.used + report.dropped_rows == report.rows
+    assert DataReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+    with pytest.raises(DataError, match=r"6 of 7 rows of data.dataset cannot be used, more than --data.max_dropped"):
+        report.check(0.5, "data.dataset")
+    report.check(0.9, "data.dataset")
+    assert any(str(report.trained_tokens) in value for _, value in report.lines())
+
+
+def test_nothing_left_is_an_error(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    found = prepared(opened(write(tmp_path / "a.jsonl", {"text": "", "id": 1})), tiny_tokenizer)
+    with pytest.raises(DataError, match=r"No row of data\.dataset can be used: empty: 1"):
+        found.report.check(1.0, "data.dataset")
+
+
+def test_cut_rows_never_teach_a_stop(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": [CHAT[0], {"role": "assistant", "content": "seven " * 50}]})
+    whole = prepared(opened(path), tiny_tokenizer)[0].branches[0]
+    cut = prepared(opened(path), tiny_tokenizer, max_tokens=60, overlong=LongRows.CUT)
+    (branch,) = cut[0].branches
+    stop = tiny_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert branch.token_ids_T.tolist() == whole.token_ids_T.tolist()[:60]
+    assert branch.weights_T[branch.token_ids_T == stop].tolist() == [0.0]  # the user's turn
+    assert cut.report.over_limit == 1
+    nothing = prepared(opened(path), tiny_tokenizer, max_tokens=10, overlong=LongRows.CUT)
+    assert list(nothing.report.dropped) == [Reason.CUT]
+    with pytest.raises(DataError, match=r"a.jsonl:1: .* Raise --data.max_tokens"):
+        prepared(opened(path), tiny_tokenizer, max_tokens=10, overlong=LongRows.ERROR)
+
+
+def test_processes_make_the_same(tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Any] = [{"messages": [CHAT[0], {"role": "assistant", "content": f"{i} " * (i % 7)}]} for i in range(20)]
+    path = write(tmp_path / "a.jsonl", *rows, b"{")
+    monkeypatch.setattr(preparation, "CHUNK", 4)
+    alone, together = (prepared(opened(path), tiny_tokenizer, workers=workers) for workers in (1, 2))
+    assert alone.report == together.report
+    assert alone.tokens.tolist() == together.tokens.tolist()
+    assert alone.rows.tolist() == together.rows.tolist()
+
+
+def test_prepared_data_are_found_again_unless_something_changed(
+    tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": []})
+    cache = tmp_path / "cache"
+    first = prepared(opened(path), tiny_tokenizer, cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "_prepare_all", None)
+        again = prepared(opened(path), tiny_tokenizer, cache)
+    assert again.tokens.tolist() == first.tokens.tolist()
+    assert again.report == first.report
+    assert again[0].branches[0].weights_T.tolist() == first[0].branches[0].weights_T.tolist()
+    assert again.fingerprint == first.fingerprint
+
+    import copy
+
+    other = copy.deepcopy(tiny_tokenizer)
+    other.chat_template = other.chat_template.replace("<|im_end|>", "<|im_end|> ")
+    key = cache_key(opened(path), tiny_tokenizer, PreparationSettings())
+    reading = evolve(READING, train_on=TrainOn.LAST)
+    changed = [
+        cache_key(opened(path), other, PreparationSettings()),
+        cache_key(opened(path), tiny_tokenizer, PreparationSettings(max_tokens=10)),
+        cache_key(opened(path), tiny_tokenizer, PreparationSettings(overlong=LongRows.CUT)),
+        cache_key(opened(path), tiny_tokenizer, PreparationSettings(template_kwargs={"a": True})),
+        cache_key(opened(path), tiny_tokenizer, PreparationSettings(reading=reading)),
+        cache_key(opened(path, max_samples=1), tiny_tokenizer, PreparationSettings()),
+    ]
+    assert len({key, *changed}) == 7
+    write(path, {"messages": CHAT})
+    assert cache_key(opened(path), tiny_tokenizer, PreparationSettings()) != key
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT})
+    (tmp_path / "file").write_text("")
+    assert len(prepared(opened(path), tiny_tokenizer, tmp_path / "file" / "cache")) == 1
+
+
+def test_mixtures(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", *({"text": f"a {i}"} for i in range(30)))
+    second = write(tmp_path / "b.jsonl", *({"messages": CHAT} for _ in range(10)))
+    joined = opened(f"{first}, {second}")
+    assert len(joined) == 40
+    assert [part.kind for part in joined.parts] == [ExampleFormat.TEXT, ExampleFormat.MESSAGES]
+    assert joined.source(39)[0].place(joined.source(39)[1]) == f"{second}:10"
+    drawn = opened(f"{first},{second}", probs=(0.5, 0.5), seed=3)
+    for part in range(2):  # each is read to its end
+        assert {row for of, row in zip(drawn.of, drawn.rows, strict=True) if of == part} == set(range((30, 10)[part]))
+    assert opened(f"{first},{second}", probs=(0.5, 0.5), seed=3).fingerprint == drawn.fingerprint
+    assert opened(f"{first},{second}", probs=(0.5, 0.5), seed=4).fingerprint != drawn.fingerprint
+    with pytest.raises(DataError, match=r"--data\.probs has 1 values for 2 datasets"):
+        opened(f"{first},{second}", probs=(1.0,))
+
+
+def test_other_files_and_missing_ones(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    (tmp_path / "a.csv").write_text("prompt,completion\nWhat?,That.\n")
+    assert len(prepared(opened(tmp_path / "a.csv"), tiny_tokenizer)) == 1
+    for name, match in (("none.jsonl", "cannot be read"), ("none.csv", "does not exist")):
+        with pytest.raises(DataError, match=match):
+            opened(tmp_path / name)
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match="has no rows"):
+        opened(tmp_path / "empty.jsonl")
+
+
+def test_a_tokenizer_that_cannot_say_where_tokens_lie_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    class Slow:
+        backend_tokenizer = None
+        name_or_path = "slow"
+
+        def __len__(self) -> int:
+            return len(tiny_tokenizer)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tiny_tokenizer, name)
+
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT})
+    with pytest.raises(ConfigurationError, match="fast tokenizer"):
+        prepared(opened(path), Slow())
+
+
+def test_branches_of_a_row_share_their_prompt(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    from tests.fakes.chat_templates import tokenizer_with
+
+    tokenizer = tokenizer_with("qwen3", tiny_tokenizer)
+    path = write(tmp_path / "a.jsonl", {"messages": [*CHAT, *CHAT]})
+    found = prepared(opened(path), tokenizer)
+    first, second = found[0].branches
+    assert first.prompt_length == second.prompt_length > 10
+    assert found.report.branched_rows == 1
+    assert found.report.branches == 2
+    assert first.token_ids_T[: first.prompt_length].equal(second.token_ids_T[: first.prompt_length])
