@@ -9,17 +9,18 @@ BIN := $(VENV)/bin
 # order of their names, not of how many tests they have: those of tests/unit, all short, come last and even out the end.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-MARKS := $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),,-m "not gpu")
+GPU := $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),gpu or not gpu,not gpu)
 
-.PHONY: help demo demo-words demo-agent demo-cluster test check lint ci bench clean
+.PHONY: help demo demo-words demo-agent demo-cluster test test-all check lint ci bench clean
 
 help:
 	@echo "make demo          train a small model on sums, and show the result"
 	@echo "make demo-words    train it on word problems in GSM8K's form"
 	@echo "make demo-agent    train it on products, with a Python sandbox as its tool"
 	@echo "make demo-cluster  the first again in several processes: Ray, vLLM and DeepSpeed"
-	@echo "make test          all tests that this machine can run"
 	@echo "make check         linters and the fast tests"
+	@echo "make test          all tests but those of the demos, the benchmarks and deaths of processes"
+	@echo "make ci            linters and all tests that this machine can run"
 	@echo "make lint          format, lint rules, types and layers"
 	@echo "make bench         benchmarks"
 	@echo "make clean         remove caches and build products"
@@ -37,7 +38,10 @@ demo-cluster: $(VENV)/.cluster-stamp
 	@$(BIN)/python examples/sums_cluster.py
 
 test: $(VENV)/.test-stamp
-	$(PYTEST) $(MARKS)
+	$(PYTEST) -m "not chaos and not demo and ($(GPU))"
+
+test-all: $(VENV)/.test-stamp
+	$(PYTEST) -m "$(GPU)"
 
 check: lint
 	$(PYTEST) -m "not slow and not gpu and not chaos"
@@ -48,7 +52,7 @@ lint: $(VENV)/.test-stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-ci: lint test
+ci: lint test-all
 
 bench: $(VENV)/.bench-stamp
 	$(BIN)/pytest benchmarks --benchmark-only

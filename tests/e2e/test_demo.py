@@ -28,6 +28,7 @@ def run_demo(script: Path, output: Path, steps: int) -> tuple[list[dict[str, flo
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()], run.stdout
 
 
+@pytest.mark.demo
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_demo_learns_and_repeats(tmp_path: Path) -> None:
@@ -49,6 +50,7 @@ def test_the_demo_is_evaluated_several_times_on_its_way() -> None:
     assert settings["train"]["max_steps"] // settings["eval"]["steps"] >= 3
 
 
+@pytest.mark.demo
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_demo_of_word_problems_has_gsm8ks_form_and_groups_to_learn_from(tmp_path: Path) -> None:
@@ -78,6 +80,7 @@ def test_word_problems_are_held_out_by_calculation() -> None:
     assert not calculations("train") & calculations("test")
 
 
+@pytest.mark.demo
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_agents_demo_trains_on_its_tool_and_calls_it(tmp_path: Path) -> None:

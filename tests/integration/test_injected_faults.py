@@ -42,6 +42,8 @@ from tests.fakes.fleet_member import FakeFleetMember
 from tests.fakes.reward_server import RewardServer
 from tests.fakes.scripted_engine import ScriptedEngine, serving
 
+pytestmark = pytest.mark.chaos
+
 DEADLINE = 120.0
 """Seconds for a whole scenario: far more than any takes, so that only a wait for nobody reaches it."""
 

@@ -1,5 +1,6 @@
 """LocalCheckpointStore: complete or absent, and the older one until the newer is whole."""
 
+import os
 from pathlib import Path
 from typing import cast
 
@@ -79,6 +80,56 @@ def test_a_model_that_was_being_replaced_is_put_back(tmp_path: Path, monkeypatch
     assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["a", "a"]
     save(store, Policy("c", tmp_path / "model"))
     assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["c", "c"]
+
+
+def test_a_rename_that_fails_leaves_the_older_model_for_this_very_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalCheckpointStore(tmp_path)
+    save(store, Policy("a", tmp_path / "model"))
+    rename = Path.rename
+
+    def refused_once(self: Path, target: Path) -> Path:
+        if self.name == ".model.new":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refused_once)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(store, Policy("b", tmp_path / "model"))
+    assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["a", "a"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.fixture
+def flushed_at_rename(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """What was on the disk, by the names below its place, when a file or directory was renamed; fills as it happens."""
+    flushed: set[str] = set()
+    found: dict[str, set[str]] = {}
+    fsync, replace, rename = os.fsync, os.replace, Path.rename
+
+    def record(source: Path, target: Path) -> None:
+        inside = {str(Path(name).relative_to(source)) for name in flushed if Path(name).is_relative_to(source)}
+        found[Path(target).name] = inside
+
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", lambda source, target: (record(source, target), replace(source, target)))
+    monkeypatch.setattr(Path, "rename", lambda self, target: (record(self, target), rename(self, target))[1])
+    return found
+
+
+def test_what_takes_a_name_is_on_the_disk_before_it_does(
+    tmp_path: Path, flushed_at_rename: dict[str, set[str]]
+) -> None:
+    store = LocalCheckpointStore(tmp_path)
+    save(store, Policy("a", tmp_path / "model"))
+    assert flushed_at_rename["model"] == {".", "one", "two"}
+    store.save_state({"step": 1}, "model")
+    assert flushed_at_rename["model.state.json"] == {"."}
 
 
 def test_errors_of_the_policys_own_pass_through(tmp_path: Path) -> None:

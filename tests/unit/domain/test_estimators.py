@@ -526,6 +526,14 @@ def test_equal_values_whiten_to_0(value: float, count: int, sign: int, std_norm:
     assert torch.equal(found, torch.zeros(count))
 
 
+@pytest.mark.parametrize("value", [1000.7, -12345.678, 0.3])
+def test_values_that_rounding_parted_whiten_to_0(value: float) -> None:
+    values = torch.full((8,), value)
+    values[::3] = torch.nextafter(values[0], torch.tensor(torch.inf))
+    assert len(values.unique()) == 2
+    assert torch.equal(whiten_over(values, None, std_norm=True), torch.zeros(8))
+
+
 @EXAMPLES
 @given(seed=SEEDS, mean=st.sampled_from([0.0, 1.0, -1000.0, 1e4]), spread=st.sampled_from([3e-6, 1e-3, 1.0]))
 def test_whitening_is_exact_however_far_the_mean(seed: int, mean: float, spread: float) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain.algorithms.losses.aggregation import loss_weights
+from rollgrad.domain.algorithms.losses.aggregation import loss_weights, weighted_sum
 from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
@@ -144,6 +144,14 @@ def test_weights_without_actions_are_zero(mode: str) -> None:
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_the_loss_of_a_masked_token_does_not_count(poison: float) -> None:
+    loss_N = torch.tensor([2.0, poison, -1.0], requires_grad=True)
+    total = weighted_sum(loss_N, torch.tensor([0.5, 0.0, 0.25]), torch.tensor([True, False, True]))
+    assert float(total) == 0.75
+    assert torch.autograd.grad(total, loss_N)[0].tolist() == [0.5, 0.0, 0.25]
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @EXAMPLES
 @given(seed=SEEDS)
 def test_what_is_masked_changes_neither_loss_nor_gradient(poison: float, seed: int) -> None:
@@ -175,10 +183,18 @@ def test_what_is_masked_changes_neither_loss_nor_gradient(poison: float, seed: i
 
 @pytest.mark.parametrize(
     ("x", "kind", "wanted"),
-    [(0.5, "k1", 0.5), (0.5, "k2", 0.125), (0.5, "k3", 0.106531), (-0.5, "k3", 0.148721), (0.0, "k3", 0.0)],
+    [
+        (0.5, "k1", 0.5),
+        (0.5, "k2", 0.125),
+        (0.5, "k3", 0.106531),
+        (-0.5, "k3", 0.148721),
+        (0.0, "k3", 0.0),
+        *((12.0, "k1", 10.0), (-12.0, "k1", -10.0), (5.0, "k2", 10.0), (-3.0, "k3", 10.0)),  # beyond the bound
+        (-3.0, "k3_unbiased", 16.085537),  # which has none
+    ],
 )
 def test_kl_by_hand(x: float, kind: str, wanted: float) -> None:
-    assert float(kl_estimate(torch.tensor([x]), torch.zeros(1), kind)) == pytest.approx(wanted, abs=1e-6)
+    assert float(kl_estimate(torch.tensor([x]), torch.zeros(1), kind, torch.ones(1))) == pytest.approx(wanted, abs=1e-6)
 
 
 def test_kl_estimators_agree_in_expectation() -> None:

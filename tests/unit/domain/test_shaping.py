@@ -30,9 +30,9 @@ def outcomes(packed: PackedBatch, rewards_N: torch.Tensor) -> list[float]:
 
 
 def test_overlong_penalty_grows_over_the_buffer() -> None:
-    packed = batch([1.0] * 5, [5, 6, 7, 8, 10])
+    packed = batch([1.0] * 6, [5, 6, 7, 8, 10, 13])
     found = outcomes(packed, shaping.overlong_penalty(packed, limit=10, buffer=4, factor=2.0))
-    assert found == pytest.approx([1.0, 1.0, 0.5, 0.0, -1.0])
+    assert found == pytest.approx([1.0, 1.0, 0.5, 0.0, -1.0, -1.0])
 
 
 @pytest.mark.parametrize("buffer", [0, -1])
