@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from rollgrad.application.learning.microbatch import split
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective
 
 Example = TypeVar("Example")
 
-Pack = Callable[[Sequence[Example]], PackedBatch]
+Pack = Callable[[Sequence[Example]], ExampleBatch]
 """Lays the examples of a whole optimizer step end to end, with their weights in it, which add up to 1."""
 
 
@@ -32,7 +32,7 @@ class ExampleLearner(Generic[Example]):
     """An update is one optimizer step: it is never half done."""
 
     def __init__(
-        self, policy: PolicyModel, *, pack: Pack[Example], objective: PolicyObjective, max_tokens: int
+        self, policy: PolicyModel, *, pack: Pack[Example], objective: PolicyObjective[ExampleBatch], max_tokens: int
     ) -> None:
         self._policy = policy
         self._pack = pack

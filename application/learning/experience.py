@@ -15,7 +15,7 @@ from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParams, estimate
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.settings import Normalise, OldLogprobs
-from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.batches.packed import RolloutBatch, pack
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, ValueModel
@@ -28,7 +28,7 @@ PARTS_SLACK = 1e-4
 class Experience:
     """A batch with advantages, and what was noticed while making it."""
 
-    batch: PackedBatch
+    batch: RolloutBatch
     metrics: dict[str, float]
 
 
@@ -98,7 +98,7 @@ class ExperienceService:
         """Continues from `state`."""
         self._moments = shaping.RunningMoments.from_state_dict(state)
 
-    def _shaped(self, batch: PackedBatch, metrics: dict[str, float]) -> PackedBatch:
+    def _shaped(self, batch: RolloutBatch, metrics: dict[str, float]) -> RolloutBatch:
         """Rewards by length and truncation, then normalised, then clipped."""
         reward = self._reward
         if reward.cosine_length:
@@ -130,7 +130,7 @@ class ExperienceService:
         metrics["reward/shaped_mean"] = float(shaping.outcomes(batch).mean())
         return batch
 
-    def _baselines(self, batch: PackedBatch, baselines: Mapping[int, float]) -> Tensor | None:
+    def _baselines(self, batch: RolloutBatch, baselines: Mapping[int, float]) -> Tensor | None:
         if not baselines:
             return None
         baselines_S = torch.tensor([baselines[int(group)] for group in batch.group_ids_S])
@@ -140,7 +140,7 @@ class ExperienceService:
         baselines_S = (baselines_S - mean) / std
         return baselines_S if reward.clip_range is None else baselines_S.clamp(*reward.clip_range)
 
-    def _with_old_logprobs(self, batch: PackedBatch) -> PackedBatch:
+    def _with_old_logprobs(self, batch: RolloutBatch) -> RolloutBatch:
         """Adds `old_logprobs_N` where the ratio or the KL penalty needs it."""
         source = self._algo.old_logprobs
         if source is OldLogprobs.ROLLOUT:
@@ -150,7 +150,7 @@ class ExperienceService:
             return batch
         return evolve(batch, old_logprobs_N=per_token(batch, self._max_tokens, lambda b: self._score(self._policy, b)))
 
-    def _kl_penalty(self, batch: PackedBatch, kl_coef: float, metrics: dict[str, float]) -> Tensor:
+    def _kl_penalty(self, batch: RolloutBatch, kl_coef: float, metrics: dict[str, float]) -> Tensor:
         """-kl_coef * KL of each action token: KL in the reward (Ziegler et al. 2019, eq. 2)."""
         assert batch.old_logprobs_N is not None
         assert batch.ref_logprobs_N is not None
@@ -158,7 +158,7 @@ class ExperienceService:
         metrics["policy/ref_kl"] = float(kl_N[batch.action_mask_N].mean())
         return torch.where(batch.action_mask_N, -kl_coef * kl_N, 0.0)
 
-    def _with_advantages(self, batch: PackedBatch, token_rewards_N: Tensor, metrics: dict[str, float]) -> PackedBatch:
+    def _with_advantages(self, batch: RolloutBatch, token_rewards_N: Tensor, metrics: dict[str, float]) -> RolloutBatch:
         advantage = self._algo.advantage
         parts_SK = batch.reward_parts_SK
         if parts_SK is None and "reward_parts" in estimator_traits(advantage.estimator).needs:
@@ -204,12 +204,12 @@ class ExperienceService:
         return evolve(batch, advantages_N=result.advantages_N, returns_N=result.returns_N)
 
     @staticmethod
-    def _score(model: PolicyModel | ReferenceModel | None, batch: PackedBatch) -> Tensor:
+    def _score(model: PolicyModel | ReferenceModel | None, batch: RolloutBatch) -> Tensor:
         assert model is not None
         return model.score(batch).logprobs_N
 
 
-def _check_parts(estimator: str, batch: PackedBatch, named_S: Tensor) -> None:
+def _check_parts(estimator: str, batch: RolloutBatch, named_S: Tensor) -> None:
     """Whether each rollout was rewarded by named rewards alone: others the estimator would leave out.
 
     Raises:

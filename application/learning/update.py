@@ -1,4 +1,4 @@
-"""Update: epochs over the rollouts of a batch, minibatches (one optimizer step each), micro-batches within a budget."""
+"""Update: epochs over the units of a batch, minibatches (one optimizer step each), micro-batches within a budget."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from torch import Tensor
 from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.settings import Aggregation
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.batches.partition import minibatches
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
@@ -35,10 +35,10 @@ class UpdateService:
         critic: trained beside it, or None.
         aggregation: how token losses become one number; weights are fixed per optimizer step before it is split.
         max_length: constant length of `Aggregation.CONSTANT_LENGTH`, in tokens.
-        batch_size: rollouts per optimizer step, each with all its branches; None takes all.
-        planned: rollouts of an update as the learning-rate schedule counts them. Where failures leave fewer, steps
+        batch_size: units (rollouts with all their branches) per optimizer step; None takes all.
+        planned: units of an update as the learning-rate schedule counts them. Where failures leave fewer, steps
             become smaller, not fewer, so that the schedule ends with the run; None: as many as there are.
-        epochs: passes over the rollouts.
+        epochs: passes over the units.
         max_tokens: token budget of one micro-batch.
         seed: shuffles samples into minibatches.
         skip_idle: leave samples whose advantages are all 0 out of the policy's passes. Their gradient is exactly 0
@@ -61,7 +61,7 @@ class UpdateService:
         max_tokens: int,
         seed: int,
         skip_idle: bool = False,
-        select: Callable[[PackedBatch], Tensor] | None = None,
+        select: Callable[[RolloutBatch], Tensor] | None = None,
         pass_threshold: float = 1.0,
     ) -> None:
         self._policy = policy
@@ -81,9 +81,9 @@ class UpdateService:
 
     def run(
         self,
-        batch: PackedBatch,
-        objective: PolicyObjective,
-        value_objective: ValueObjective | None = None,
+        batch: RolloutBatch,
+        objective: PolicyObjective[RolloutBatch],
+        value_objective: ValueObjective[RolloutBatch] | None = None,
         *,
         train_policy: bool = True,
     ) -> dict[str, float]:
@@ -102,9 +102,9 @@ class UpdateService:
 
     def _take_steps(
         self,
-        batch: PackedBatch,
-        objective: PolicyObjective,
-        value_objective: ValueObjective | None,
+        batch: RolloutBatch,
+        objective: PolicyObjective[RolloutBatch],
+        value_objective: ValueObjective[RolloutBatch] | None,
         *,
         train_policy: bool,
     ) -> dict[str, float]:
@@ -141,7 +141,7 @@ class UpdateService:
         if self._critic is not None:
             self._critic.load_state_dict(state["critic"])
 
-    def _update_policy(self, step_batch: PackedBatch, objective: PolicyObjective) -> dict[str, float]:
+    def _update_policy(self, step_batch: RolloutBatch, objective: PolicyObjective[RolloutBatch]) -> dict[str, float]:
         """One optimizer step; means are over the tokens that were passed through the model."""
         trained = _with_gradient(step_batch) if self._skip_idle else step_batch
         result = self._policy.update(split(trained, self._max_tokens), objective)
@@ -154,15 +154,15 @@ class UpdateService:
         share = trained.rollouts / step_batch.rollouts
         return metrics | {"policy/trained_share": share} | gradient_share_by_turn(step_batch)
 
-    def _steps(self, batch: PackedBatch) -> Iterator[PackedBatch]:
-        """The samples of each optimizer step, all branches of each, with their loss weights."""
-        rollout_S, rollouts = batch.rollout_ids_S, batch.rollouts
-        planned = max(rollouts, self._planned or 0)
-        parts = min(rollouts, math.ceil(planned / (self._batch_size or planned)))
+    def _steps(self, batch: RolloutBatch) -> Iterator[RolloutBatch]:
+        """Yields the units of each optimizer step with their loss weights."""
+        units = batch.unit_count
+        planned = max(units, self._planned or 0)
+        parts = min(units, math.ceil(planned / (self._batch_size or planned)))
         for _ in range(self._epochs):
-            for indices in minibatches(rollouts, parts, self._generator):
+            for chosen in minibatches(units, parts, self._generator):
                 # Order within a step does not change its gradient; neighbours of one prompt share its forward pass.
-                part = batch.select(torch.isin(rollout_S, torch.tensor(indices)).nonzero()[:, 0])
+                part = batch.select(batch.sequences_of(chosen))
                 yield evolve(
                     part,
                     selected_N=None if self._select is None else self._select(part),
@@ -171,12 +171,12 @@ class UpdateService:
                     value_weights_N=None if self._critic is None else self._weights(part, Aggregation.TOKEN_MEAN),
                 )
 
-    def _positive_weights(self, part: PackedBatch) -> Tensor:
+    def _positive_weights(self, part: RolloutBatch) -> Tensor:
         """A token mean over the replies that passed."""
         passed_N = part.action_mask_N & (part.scores_S >= self._pass_threshold)[part.sequence_ids_N]
         return passed_N.float() / passed_N.sum().clamp(min=1)
 
-    def _weights(self, part: PackedBatch, mode: Aggregation) -> Tensor:
+    def _weights(self, part: RolloutBatch, mode: Aggregation) -> Tensor:
         return loss_weights(
             mode,
             action_mask_N=part.action_mask_N,
@@ -197,7 +197,7 @@ def _over_steps(totals: Mapping[str, float], steps: int) -> dict[str, float]:
     return means
 
 
-def _with_gradient(batch: PackedBatch) -> PackedBatch:
+def _with_gradient(batch: RolloutBatch) -> RolloutBatch:
     """The sequences with an advantage other than 0; the first one if there is none, so that a step is still taken."""
     assert batch.advantages_N is not None
     busy_S = torch.zeros(len(batch), dtype=torch.bool)
@@ -205,12 +205,12 @@ def _with_gradient(batch: PackedBatch) -> PackedBatch:
     return batch.select(busy_S.nonzero()[:, 0] if bool(busy_S.any()) else [0])
 
 
-def _weight(batch: PackedBatch) -> float:
+def _weight(batch: RolloutBatch) -> float:
     assert batch.loss_weights_N is not None
     return float(batch.loss_weights_N.sum())
 
 
-def gradient_share_by_turn(batch: PackedBatch) -> dict[str, float]:
+def gradient_share_by_turn(batch: RolloutBatch) -> dict[str, float]:
     """Share of each of the first turns in the sum of |weight x advantage|, the size of the gradient at a ratio of 1;
     empty for batches of one turn."""
     assert batch.advantages_N is not None

@@ -11,6 +11,7 @@ from rollgrad.application.learning.experience import ExperienceService
 from rollgrad.application.learning.update import UpdateService
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.metrics import rollout_metrics, sampled_entropy
+from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.control.entropy_weight import EntropyController
 from rollgrad.domain.control.kl_weight import KLController
 from rollgrad.domain.errors import RewardError
@@ -22,7 +23,7 @@ from rollgrad.domain.ports.weight_channel import WeightChannel
 class ObjectiveFactory(Protocol):
     """Makes the policy's loss for the current weights of its terms and the version under training."""
 
-    def __call__(self, *, kl_coef: float, entropy_coef: float, version: int) -> PolicyObjective:
+    def __call__(self, *, kl_coef: float, entropy_coef: float, version: int) -> PolicyObjective[RolloutBatch]:
         """The objective of one update."""
         ...
 
@@ -52,7 +53,7 @@ class RLLearner:
         policy: PolicyModel,
         channel: WeightChannel,
         objective: ObjectiveFactory,
-        value_objective: ValueObjective | None,
+        value_objective: ValueObjective[RolloutBatch] | None,
         kl: KLController,
         entropy: EntropyController,
         clock: Clock,

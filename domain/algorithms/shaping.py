@@ -12,7 +12,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.packed import RolloutBatch
 
 STD_FLOOR = 1e-8
 """Standard deviation below which normalisation stops dividing by it."""
@@ -40,7 +40,7 @@ class _Outcomes:
     last_R: Tensor
 
     @classmethod
-    def of(cls, batch: PackedBatch) -> "_Outcomes":
+    def of(cls, batch: RolloutBatch) -> "_Outcomes":
         rollout_S = batch.rollout_ids_S
         rollout_A = rollout_S[batch.sequence_ids_N[batch.action_mask_N]]
         count = int(rollout_S.max()) + 1
@@ -58,7 +58,7 @@ class _Outcomes:
             ),
         )
 
-    def replace(self, batch: PackedBatch, reward_R: Tensor) -> Tensor:
+    def replace(self, batch: RolloutBatch, reward_R: Tensor) -> Tensor:
         """Returns `rewards_N` whose sum over each rollout is `reward_R`. Rollouts whose sum stays are left to the
         bit."""
         changed_R = (reward_R != self.reward_R) & (self.length_R > 0)
@@ -67,13 +67,13 @@ class _Outcomes:
         return batch.rewards_N.index_put((last_R,), (reward_R[changed_R] - earlier_R).to(batch.rewards_N.dtype))
 
 
-def clip_outcomes(batch: PackedBatch, limits: tuple[float, float]) -> Tensor:
+def clip_outcomes(batch: RolloutBatch, limits: tuple[float, float]) -> Tensor:
     """Clamps outcomes to `limits`; the difference goes to the rollout's last action token."""
     outcomes = _Outcomes.of(batch)
     return outcomes.replace(batch, outcomes.reward_R.clamp(*limits))
 
 
-def overlong_penalty(batch: PackedBatch, *, limit: int, buffer: int, factor: float) -> Tensor:
+def overlong_penalty(batch: RolloutBatch, *, limit: int, buffer: int, factor: float) -> Tensor:
     """Applies DAPO's soft overlong punishment (Yu et al. 2025, eq. 13): from `limit - buffer` sampled tokens on a
     penalty grows in proportion, up to `factor` at `limit`. Environment tokens do not count.
 
@@ -87,7 +87,7 @@ def overlong_penalty(batch: PackedBatch, *, limit: int, buffer: int, factor: flo
     return outcomes.replace(batch, outcomes.reward_R - factor * excess_R / buffer)
 
 
-def stop_properly(batch: PackedBatch, coef: float) -> Tensor:
+def stop_properly(batch: RolloutBatch, coef: float) -> Tensor:
     """Lowers the outcome of a truncated rollout to `coef` x its reward (0 <= coef <= 1), or to `coef` itself if that is
     negative (ProRL, Liu et al. 2025, section 3). It never raises an outcome: half of a negative reward is more than the
     reward, and would be a bonus for truncation."""
@@ -97,7 +97,7 @@ def stop_properly(batch: PackedBatch, coef: float) -> Tensor:
     return outcomes.replace(batch, torch.where(outcomes.truncated_R, lowered_R, outcomes.reward_R))
 
 
-def cosine_length(batch: PackedBatch, settings: CosineLength, *, limit: int, threshold: float) -> Tensor:
+def cosine_length(batch: RolloutBatch, settings: CosineLength, *, limit: int, threshold: float) -> Tensor:
     """Replaces outcomes by a reward that follows half a cosine, from that of an empty reply to that of one of `limit`
     tokens; replies whose score reaches `threshold` have other ends than the rest (Yeo et al. 2025, eq. 1)."""
     outcomes = _Outcomes.of(batch)
@@ -108,14 +108,14 @@ def cosine_length(batch: PackedBatch, settings: CosineLength, *, limit: int, thr
     return outcomes.replace(batch, torch.where(outcomes.truncated_R, settings.exceeded, reward_R))
 
 
-def normalise(batch: PackedBatch, *, mean: float, std: float) -> Tensor:
+def normalise(batch: RolloutBatch, *, mean: float, std: float) -> Tensor:
     """Subtracts `mean` from outcomes and divides them by `std`; rewards of single turns are divided, too."""
     outcomes = _Outcomes.of(batch)
     scaled_N = batch.rewards_N / max(std, STD_FLOOR)
     return scaled_N.index_add(0, outcomes.last_R, torch.full_like(outcomes.reward_R, -mean / max(std, STD_FLOOR)))
 
 
-def outcomes(batch: PackedBatch) -> Tensor:
+def outcomes(batch: RolloutBatch) -> Tensor:
     """Returns the summed reward of each rollout, [R]."""
     return _Outcomes.of(batch).reward_R
 

@@ -7,50 +7,60 @@ gradient.
 from collections.abc import Sequence
 
 import torch
-from attrs import evolve
+from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
-from rollgrad.domain.episodes.trajectory import NO_VERSION
 
 CHOSEN, REJECTED = 0, 1
 """`sample_ids_S` of the two replies of a pair."""
 
 
+@frozen(kw_only=True, eq=False)
+class ExampleBatch(PackedBatch):
+    """Examples; a unit is one `group_ids_S`.
+
+    `sample_ids_S` int64 tells the sequences of a unit apart; `scores_S` float32 is what the data say of each, a label
+    or a margin, 0 by default. Filled in where a loss needs them: `ref_logprobs_N` (under the reference),
+    `positive_weights_N` (weights of a second term, over the tokens of chosen replies).
+    """
+
+    sample_ids_S: Tensor
+    scores_S: Tensor = field(default=Factory(lambda batch: torch.zeros(len(batch.lengths_S)), takes_self=True))
+    ref_logprobs_N: Tensor | None = None
+    positive_weights_N: Tensor | None = None
+
+
 def pack_sequences(
     sequences: Sequence[WeightedTokens], *, group_ids: Sequence[int], sample_ids: Sequence[int]
-) -> PackedBatch:
+) -> ExampleBatch:
     """Lays sequences end to end; `loss_weights_N` are the tokens' own weights, not yet those of a step.
 
     Args:
         sequences: at least one.
-        group_ids: of each sequence; neighbours of one group with the same prompt share its forward pass.
+        group_ids: of each sequence; the sequences of one group are a unit, and share the forward pass of an equal
+            prompt.
         sample_ids: of each sequence.
     """
     lengths_S = torch.tensor([len(sequence) for sequence in sequences])
     weights_N = torch.cat([sequence.weights_T for sequence in sequences]).float()
     trained_N, total = weights_N > 0, int(lengths_S.sum())
     starts_S = lengths_S.cumsum(0) - lengths_S
-    return PackedBatch(
+    return ExampleBatch(
         tokens_N=torch.cat([sequence.token_ids_T for sequence in sequences]),
         positions_N=torch.arange(total) - torch.repeat_interleave(starts_S, lengths_S),
         action_mask_N=trained_N,
-        turn_ids_N=torch.where(trained_N, 0, -1),
-        rewards_N=torch.zeros(total),
-        rollout_logprobs_N=torch.zeros(total),
-        versions_N=torch.full((total,), NO_VERSION, dtype=torch.int32),
         lengths_S=lengths_S,
         prompt_lengths_S=torch.tensor([sequence.prompt_length for sequence in sequences]),
         group_ids_S=torch.tensor(group_ids),
+        unit_ids_S=torch.tensor(group_ids),
         sample_ids_S=torch.tensor(sample_ids),
-        scores_S=torch.zeros(len(sequences)),
-        truncated_S=torch.zeros(len(sequences), dtype=torch.bool),
         loss_weights_N=weights_N,
     )
 
 
-def pack_preferences(pairs: Sequence[Preference]) -> PackedBatch:
+def pack_preferences(pairs: Sequence[Preference]) -> ExampleBatch:
     """Lays the pairs of one optimizer step end to end, chosen before rejected; `group_ids_S` is the pair's place in
     `pairs`. `loss_weights_N` is, at each trained token, the pair's share in the sum of all pairs' weights;
     `positive_weights_N` that of each chosen token in the weighted mean over the tokens of all chosen replies.

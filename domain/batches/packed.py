@@ -6,90 +6,47 @@ arrays, and no result depends on it. `select` never changes a sample, so any spl
 samples holds the same information.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Self, TypeVar
 
 import torch
-from attrs import frozen
+from attrs import Factory, evolve, field, fields, frozen
 from torch import Tensor
 
 from rollgrad.domain.episodes.trajectory import SegmentKind, Trajectory
 from rollgrad.domain.errors import TrajectoryError
 
-_TOKEN_FIELDS = [
-    "tokens_N",
-    "positions_N",
-    "action_mask_N",
-    "turn_ids_N",
-    "rewards_N",
-    "rollout_logprobs_N",
-    "versions_N",
-    "old_logprobs_N",
-    "ref_logprobs_N",
-    "values_N",
-    "advantages_N",
-    "returns_N",
-    "loss_weights_N",
-    "value_weights_N",
-    "positive_weights_N",
-    "selected_N",
-]
-_SEQUENCE_FIELDS = [
-    "lengths_S",
-    "prompt_lengths_S",
-    "group_ids_S",
-    "sample_ids_S",
-    "scores_S",
-    "truncated_S",
-    "baselines_S",
-    "reward_parts_SK",
-]
+Batch = TypeVar("Batch", bound="PackedBatch")
 
 
 @frozen(kw_only=True, eq=False)
 class PackedBatch:
-    """`S` sequences of `N` tokens in total.
+    """`S` sequences of `N` tokens in total, and the columns that all trainers have.
 
-    From the rollout: `tokens_N` int64, `positions_N` int64 (from 0 in each sequence), `action_mask_N` bool,
-    `turn_ids_N` int64 (turn of each action token within its rollout, over all branches in the order in which they were
-    sampled; -1 elsewhere), `rewards_N` float32 (each turn's reward on the last token of its action segment),
-    `rollout_logprobs_N` float32 (under the sampling distribution), `versions_N` int32, `lengths_S`, `prompt_lengths_S`,
-    `group_ids_S`, `sample_ids_S` int64, `scores_S` float32, `truncated_S` bool, `reward_parts_SK` float32 (named
-    rewards in the order of `part_names`; None if rewards have no parts).
+    `tokens_N` int64, `positions_N` int64 (from 0 in each sequence), `action_mask_N` bool (tokens that are trained),
+    `lengths_S`, `prompt_lengths_S` int64; neighbours of one `group_ids_S` int64 share the forward pass of an equal
+    prompt. `unit_ids_S` int64: sequences with one id are a unit, of which an optimizer step has all or nothing: a
+    preference pair, the branches of one rollout. By default each sequence is one.
 
-    Filled in on the way (None until then): `old_logprobs_N` (policy before the update; None means "equal to the
-    current policy", so that the ratio is exactly 1), `ref_logprobs_N`, `values_N`, `advantages_N`, `returns_N`, and
-    `loss_weights_N` / `value_weights_N`: the weight of each token in the loss of the whole optimizer step, so that
-    a loss is always the plain sum of weight x token loss, however the step is split. `positive_weights_N`: the same for
-    the likelihood of replies that passed; `selected_N` bool: tokens that a loss treats apart, chosen from the whole
-    step; `baselines_S`: reward of the prompt's greedy rollout.
+    `loss_weights_N` float32: the weight of each token in the loss of the whole optimizer step, None until it is known,
+    so that a loss is always the plain sum of weight x token loss, however the step is split.
+
+    A subclass adds columns. The last part of a column's name is its shape, by which `select` knows it: N has an entry a
+    token, S one a sequence, SK a row of K.
     """
+
+    units_divisible: ClassVar[bool] = False
+    """Whether a forward pass may have some sequences of a unit without the others, where all are too long for it: only
+    if no loss compares them."""
 
     tokens_N: Tensor
     positions_N: Tensor
     action_mask_N: Tensor
-    turn_ids_N: Tensor
-    rewards_N: Tensor
-    rollout_logprobs_N: Tensor
-    versions_N: Tensor
     lengths_S: Tensor
     prompt_lengths_S: Tensor
     group_ids_S: Tensor
-    sample_ids_S: Tensor
-    scores_S: Tensor
-    truncated_S: Tensor
-    old_logprobs_N: Tensor | None = None
-    ref_logprobs_N: Tensor | None = None
-    values_N: Tensor | None = None
-    advantages_N: Tensor | None = None
-    returns_N: Tensor | None = None
+    unit_ids_S: Tensor = field(default=Factory(lambda batch: torch.arange(len(batch.lengths_S)), takes_self=True))
     loss_weights_N: Tensor | None = None
-    value_weights_N: Tensor | None = None
-    positive_weights_N: Tensor | None = None
-    selected_N: Tensor | None = None
-    baselines_S: Tensor | None = None
-    reward_parts_SK: Tensor | None = None
-    part_names: tuple[str, ...] = ()
 
     @property
     def starts_S(self) -> Tensor:
@@ -102,6 +59,99 @@ class PackedBatch:
         return torch.repeat_interleave(torch.arange(len(self), device=self.lengths_S.device), self.lengths_S)
 
     @property
+    def units_S(self) -> Tensor:
+        """Unit (0..U-1, in order of first appearance) of each sequence."""
+        return first_appearances(self.unit_ids_S)
+
+    @property
+    def unit_count(self) -> int:
+        """Number of units (U)."""
+        return int(self.units_S.max()) + 1
+
+    @property
+    def token_count(self) -> int:
+        """Number of tokens (N)."""
+        return len(self.tokens_N)
+
+    def filled(self, name: str) -> Tensor:
+        """Returns a column that is filled in after packing.
+
+        Raises:
+            ValueError: it has not been filled in yet.
+        """
+        column: Tensor | None = getattr(self, name, None)
+        if column is None:
+            raise ValueError(f"The batch has no {name}: fill it in before computing the loss.")
+        return column
+
+    def __len__(self) -> int:
+        return len(self.lengths_S)
+
+    def select(self, indices: Sequence[int] | Tensor) -> Self:
+        """Returns the sequences at `indices`, in that order."""
+        index_S = torch.as_tensor(indices, dtype=torch.int64)
+        chosen = {"N": self.token_index(index_S), "S": index_S}
+        changed = {name: column[chosen[axis]] for name, axis, column in self.columns()}
+        return evolve(self, **changed)
+
+    def columns(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yields (name, "N" or "S", column) of each column that is filled in."""
+        for attribute in fields(type(self)):
+            column, axis = getattr(self, attribute.name), attribute.name.rpartition("_")[2][0]
+            if isinstance(column, Tensor):
+                yield attribute.name, axis, column
+
+    def sequences_of(self, units: Sequence[int]) -> Tensor:
+        """Returns the indices of all sequences of some units (by place, see `units_S`), ascending."""
+        return torch.isin(self.units_S, torch.as_tensor(units)).nonzero()[:, 0]
+
+    def token_index(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """Returns the positions in this batch of all tokens of the sequences at `indices`, in that order."""
+        index_S = torch.as_tensor(indices, dtype=torch.int64)
+        lengths_S = self.lengths_S[index_S]
+        offsets_S = self.starts_S[index_S] - (lengths_S.cumsum(0) - lengths_S)
+        return torch.arange(int(lengths_S.sum())) + torch.repeat_interleave(offsets_S, lengths_S)
+
+
+@frozen(kw_only=True, eq=False)
+class RolloutBatch(PackedBatch):
+    """Trajectories with the columns of reinforcement learning; a unit is a rollout with its branches.
+
+    From the rollout: `turn_ids_N` int64 (turn of each action token within its rollout, over all branches in the order
+    in which they were sampled; -1 elsewhere), `rewards_N` float32 (each turn's reward on the last token of its action
+    segment), `rollout_logprobs_N` float32 (under the sampling distribution), `versions_N` int32, `sample_ids_S` int64,
+    `scores_S` float32, `truncated_S` bool, `reward_parts_SK` float32 (named rewards in the order of `part_names`; None
+    if rewards have no parts).
+
+    Filled in on the way (None until then): `old_logprobs_N` (policy before the update; None means "equal to the
+    current policy", so that the ratio is exactly 1), `ref_logprobs_N`, `values_N`, `advantages_N`, `returns_N`, and
+    `value_weights_N`, the critic's `loss_weights_N`. `positive_weights_N`: the same for the likelihood of replies that
+    passed; `selected_N` bool: tokens that a loss treats apart, chosen from the whole step; `baselines_S`: reward of the
+    prompt's greedy rollout.
+    """
+
+    units_divisible = True
+
+    turn_ids_N: Tensor
+    rewards_N: Tensor
+    rollout_logprobs_N: Tensor
+    versions_N: Tensor
+    sample_ids_S: Tensor
+    scores_S: Tensor
+    truncated_S: Tensor
+    old_logprobs_N: Tensor | None = None
+    ref_logprobs_N: Tensor | None = None
+    values_N: Tensor | None = None
+    advantages_N: Tensor | None = None
+    returns_N: Tensor | None = None
+    value_weights_N: Tensor | None = None
+    positive_weights_N: Tensor | None = None
+    selected_N: Tensor | None = None
+    baselines_S: Tensor | None = None
+    reward_parts_SK: Tensor | None = None
+    part_names: tuple[str, ...] = ()
+
+    @property
     def rollout_ids_S(self) -> Tensor:
         """Rollout of each sequence, from 0 to R - 1, as `rollout_ids` numbers them."""
         return rollout_ids(self.group_ids_S, self.sample_ids_S)
@@ -112,51 +162,14 @@ class PackedBatch:
         return int(self.rollout_ids_S.max()) + 1
 
     @property
-    def token_count(self) -> int:
-        """Number of tokens (N)."""
-        return len(self.tokens_N)
-
-    @property
     def start_logprobs_N(self) -> Tensor:
         """Log-probs before the update: `old_logprobs_N` if the trainer computed them, else those of the rollout."""
         return self.rollout_logprobs_N if self.old_logprobs_N is None else self.old_logprobs_N
 
-    def filled(self, name: str) -> Tensor:
-        """Returns a column that is filled in after packing.
 
-        Raises:
-            ValueError: it has not been filled in yet.
-        """
-        column: Tensor | None = getattr(self, name)
-        if column is None:
-            raise ValueError(f"The batch has no {name}: fill it in before computing the loss.")
-        return column
-
-    def __len__(self) -> int:
-        return len(self.lengths_S)
-
-    def select(self, indices: Sequence[int] | Tensor) -> "PackedBatch":
-        """Returns the sequences at `indices`, in that order."""
-        index_S = torch.as_tensor(indices, dtype=torch.int64)
-        index_N = self.token_index(index_S)
-        columns: dict[str, Any] = {"part_names": self.part_names}
-        for names, index in ((_SEQUENCE_FIELDS, index_S), (_TOKEN_FIELDS, index_N)):
-            for name in names:
-                column = getattr(self, name)
-                columns[name] = None if column is None else column[index]
-        return PackedBatch(**columns)
-
-    def token_index(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """Returns the positions in this batch of all tokens of the sequences at `indices`, in that order."""
-        index_S = torch.as_tensor(indices, dtype=torch.int64)
-        lengths_S = self.lengths_S[index_S]
-        offsets_S = self.starts_S[index_S] - (lengths_S.cumsum(0) - lengths_S)
-        return torch.arange(int(lengths_S.sum())) + torch.repeat_interleave(offsets_S, lengths_S)
-
-
-def rollout_ids(group_ids_S: Tensor, sample_ids_S: Tensor) -> Tensor:
-    """Returns the rollout (0..R-1, in order of first appearance) of each sequence; a sample's branches share one."""
-    _, found_S = torch.unique(torch.stack([group_ids_S, sample_ids_S], dim=1), dim=0, return_inverse=True)  # by key
+def first_appearances(*keys_S: Tensor) -> Tensor:
+    """Returns numbers from 0, in order of first appearance, that are equal where all keys are."""
+    _, found_S = torch.unique(torch.stack(keys_S, dim=1), dim=0, return_inverse=True)
     place_S = torch.arange(len(found_S), device=found_S.device)
     first_R = torch.full_like(place_S, len(found_S)).scatter_reduce(0, found_S, place_S, "amin")
     rank_R = torch.empty_like(first_R)
@@ -164,7 +177,12 @@ def rollout_ids(group_ids_S: Tensor, sample_ids_S: Tensor) -> Tensor:
     return rank_R[found_S]
 
 
-def pack(trajectories: Sequence[Trajectory]) -> PackedBatch:
+def rollout_ids(group_ids_S: Tensor, sample_ids_S: Tensor) -> Tensor:
+    """Returns the rollout (0..R-1, in order of first appearance) of each sequence; a sample's branches share one."""
+    return first_appearances(group_ids_S, sample_ids_S)
+
+
+def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
     """Lays trajectories end to end.
 
     Raises:
@@ -192,7 +210,9 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedBatch:
         start += len(trajectory)
     part_names = _part_names(trajectories)
     starts_S = lengths_S.cumsum(0) - lengths_S
-    return PackedBatch(
+    group_ids_S = torch.tensor([t.group_id for t in trajectories])
+    sample_ids_S = torch.tensor([t.sample_id for t in trajectories])
+    return RolloutBatch(
         tokens_N=torch.cat([t.token_ids_T for t in trajectories]),
         positions_N=torch.arange(total) - torch.repeat_interleave(starts_S, lengths_S),
         action_mask_N=action_mask_N,
@@ -202,8 +222,9 @@ def pack(trajectories: Sequence[Trajectory]) -> PackedBatch:
         versions_N=torch.cat([t.versions_T for t in trajectories]),
         lengths_S=lengths_S,
         prompt_lengths_S=torch.tensor([t.prompt_length for t in trajectories]),
-        group_ids_S=torch.tensor([t.group_id for t in trajectories]),
-        sample_ids_S=torch.tensor([t.sample_id for t in trajectories]),
+        group_ids_S=group_ids_S,
+        unit_ids_S=rollout_ids(group_ids_S, sample_ids_S),
+        sample_ids_S=sample_ids_S,
         scores_S=torch.tensor([t.score for t in trajectories], dtype=torch.float32),
         truncated_S=torch.tensor([t.stop_reason.truncated for t in trajectories]),
         part_names=part_names,

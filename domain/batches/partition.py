@@ -1,13 +1,15 @@
-"""Division of a batch: its rollouts into optimizer steps, and the sequences of one step into forward passes."""
+"""Division of a batch: its units into optimizer steps, and those of one step into forward passes."""
 
 import heapq
 from collections.abc import Sequence
 
 import torch
 
+from rollgrad.domain.batches.packed import PackedBatch
+
 
 def minibatches(count: int, parts: int, generator: torch.Generator) -> list[list[int]]:
-    """Divides `count` shuffled rollouts into `parts` whose sizes differ by at most one; a single part is not
+    """Divides `count` shuffled units into `parts` whose sizes differ by at most one; a single part is not
     shuffled."""
     if parts == 1:
         return [list(range(count))]
@@ -15,10 +17,24 @@ def minibatches(count: int, parts: int, generator: torch.Generator) -> list[list
     return [part.tolist() for part in order.tensor_split(parts)]
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Divides samples into consecutive runs of at most `max_tokens` tokens, as few as possible and of similar size.
+def pieces(batch: PackedBatch, largest: int) -> list[list[int]]:
+    """Returns indices of the sequences that stay together in a forward pass, in the order of the batch: those of a
+    unit; but if a unit has more than `largest` tokens and no loss compares its sequences, each of them alone."""
+    members: dict[int, list[int]] = {}
+    for sequence, unit in enumerate(batch.unit_ids_S.tolist()):
+        members.setdefault(unit, []).append(sequence)
+    lengths = batch.lengths_S.tolist()
+    found: list[list[int]] = []
+    for unit in members.values():
+        divided = batch.units_divisible and sum(lengths[sequence] for sequence in unit) > largest
+        found += [[sequence] for sequence in unit] if divided else [unit]
+    return found
 
-    Order is kept, so that samples of one prompt stay neighbours. A sample longer than `max_tokens` is a run of its own.
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Divides units into consecutive runs of at most `max_tokens` tokens, as few as possible and of similar size.
+
+    Order is kept, so that samples of one prompt stay neighbours. A unit longer than `max_tokens` is a run of its own.
     """
     runs = _runs(lengths, max_tokens)
     low, high = max(1, min(max_tokens, -(-sum(lengths) // max(1, len(runs))))), max_tokens

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from attrs import field, frozen
 from torch import Tensor
 
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.packed import Batch, PackedBatch
 
 
 @frozen(kw_only=True, eq=False)
@@ -30,11 +30,12 @@ class LossOutput:
     metrics: Mapping[str, Tensor | float] = field(factory=dict)
 
 
-PolicyObjective = Callable[[TokenScores, PackedBatch], LossOutput]
-"""Function from the current policy's scores and a micro-batch to its share of the step's loss."""
+PolicyObjective = Callable[[TokenScores, Batch], LossOutput]
+"""Function from the current policy's scores and a micro-batch to its share of the step's loss. It reads the
+columns that it needs from its kind of batch, whose units are whole in every micro-batch."""
 
-ValueObjective = Callable[[Tensor, PackedBatch], LossOutput]
-"""Function from the current critic's values_N and a micro-batch to its share of the step's loss."""
+ValueObjective = Callable[[Tensor, Batch], LossOutput]
+"""Function from the current scalar head's values_N and a micro-batch to its share of the step's loss."""
 
 
 @runtime_checkable
@@ -50,7 +51,7 @@ class PolicyModel(Protocol):
         """Returns the log-probs and entropy of the action tokens, without gradient."""
         ...
 
-    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Takes one optimizer step; returns summed metrics plus `loss`, `grad_norm` and `lr`.
 
         In float16 it also returns `loss_scale` and `skipped_steps`: 1 if the gradient overflowed (there is no
@@ -87,7 +88,7 @@ class ValueModel(Protocol):
         """Returns values_N float32, the expected return before each action token is sampled; 0 outside actions."""
         ...
 
-    def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[Batch], objective: ValueObjective[Batch]) -> dict[str, float]:
         """Takes one optimizer step; returns the same as `PolicyModel.update`."""
         ...
 

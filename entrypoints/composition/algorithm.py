@@ -16,7 +16,7 @@ from rollgrad.domain.algorithms.losses.corrections import Correction
 from rollgrad.domain.algorithms.losses.covariance import clip_cov_tokens, kl_cov_tokens, token_keys
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionLevel, KLAgainst, OldLogprobs
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.control.entropy_weight import EntropyController
 from rollgrad.domain.control.findings import LearningSettings, LearningWatch
 from rollgrad.domain.control.kl_weight import KLController
@@ -60,7 +60,9 @@ def _correction(config: RLConfig) -> Correction | None:
     )
 
 
-def make_objective(config: RLConfig, *, kl_coef: float, entropy_coef: float, version: int) -> PolicyObjective:
+def make_objective(
+    config: RLConfig, *, kl_coef: float, entropy_coef: float, version: int
+) -> PolicyObjective[RolloutBatch]:
     """The policy's loss for the current weights of its terms."""
     return PolicyLossObjective(
         loss=config.actor.policy_loss_type,
@@ -75,11 +77,11 @@ def make_objective(config: RLConfig, *, kl_coef: float, entropy_coef: float, ver
     )
 
 
-def make_token_selection(config: RLConfig) -> Callable[[PackedBatch], Tensor] | None:
+def make_token_selection(config: RLConfig) -> Callable[[RolloutBatch], Tensor] | None:
     """What chooses the tokens that clip_cov and kl_cov treat apart."""
     actor = config.actor
 
-    def clip_cov(batch: PackedBatch) -> Tensor:
+    def clip_cov(batch: RolloutBatch) -> Tensor:
         return clip_cov_tokens(
             batch.start_logprobs_N,
             batch.filled("advantages_N"),
@@ -89,7 +91,7 @@ def make_token_selection(config: RLConfig) -> Callable[[PackedBatch], Tensor] | 
             keys_N=token_keys(batch.sample_ids_S, batch.positions_N, batch.lengths_S),
         )
 
-    def kl_cov(batch: PackedBatch) -> Tensor:
+    def kl_cov(batch: RolloutBatch) -> Tensor:
         return kl_cov_tokens(
             batch.start_logprobs_N, batch.filled("advantages_N"), batch.action_mask_N, share=actor.cov_share
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import (
     LossOutput,
@@ -32,9 +32,7 @@ class _Table:
         self._lr = lr
         self.steps = 0
 
-    def step(
-        self, micro_batches: Sequence[PackedBatch], loss_of: Callable[[PackedBatch], LossOutput]
-    ) -> dict[str, float]:
+    def step(self, micro_batches: Sequence[Batch], loss_of: Callable[[Batch], LossOutput]) -> dict[str, float]:
         self.table_V.grad = None
         totals = {"loss": 0.0}
         for batch in micro_batches:
@@ -91,7 +89,7 @@ class FakePolicy(PolicyModel):
         with torch.no_grad():
             return _unigram(self._table.table_V, batch)
 
-    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         self.updates.append(list(micro_batches))
         return self._table.step(micro_batches, lambda batch: objective(_unigram(self._table.table_V, batch), batch))
 
@@ -133,7 +131,7 @@ class FakeValue(ValueModel):
         with torch.no_grad():
             return self._values(batch)
 
-    def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[Batch], objective: ValueObjective[Batch]) -> dict[str, float]:
         self.updates.append(list(micro_batches))
         return self._table.step(micro_batches, lambda batch: objective(self._values(batch), batch))
 

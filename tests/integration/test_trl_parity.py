@@ -18,7 +18,7 @@ from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
 from rollgrad.domain.algorithms.losses.corrections import Correction, correction_weights
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.estimators import EstimatorInput, EstimatorParams, estimate
 from rollgrad.domain.ports.models import TokenScores
 
@@ -294,7 +294,7 @@ def run_ours(
     """(loss, gradient for each token's log-prob): the sum of weight x token loss of `objective`."""
     logprobs_N = case.logprobs_N.clone().requires_grad_()
     total, count = len(case.mask_N), len(case.lengths_S)
-    batch = PackedBatch(
+    batch = RolloutBatch(
         tokens_N=torch.zeros(total, dtype=torch.int64),
         positions_N=torch.arange(total) - case.starts_S[case.sequence_N],
         action_mask_N=case.mask_N,

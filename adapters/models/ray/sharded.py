@@ -20,7 +20,7 @@ from rollgrad.adapters.ray.session import ray_module
 from rollgrad.adapters.rewards.model import Judge
 from rollgrad.adapters.weights.shared_buckets import Assembler, SharedMemory, fill_at
 from rollgrad.adapters.weights.transfer import Send
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.batches.sharding import Shards, shards
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.ports.models import (
@@ -113,7 +113,7 @@ class ShardedPolicy(_Trained, PolicyModel):
         """Implements `PolicyModel.score`."""
         return self._parts.score(batch)
 
-    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Implements `PolicyModel.update`."""
         self.steps += 1
         return self._parts.update(micro_batches, objective)
@@ -156,7 +156,7 @@ class ShardedValue(_Trained, ValueModel):
         """Implements `ValueModel.values`."""
         return self._parts.values(batch)
 
-    def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[Batch], objective: ValueObjective[Batch]) -> dict[str, float]:
         """Implements `ValueModel.update`."""
         return self._parts.update(micro_batches, objective)
 
@@ -205,7 +205,7 @@ class _Parts:
         return divided.merged(self._each("values", [[part] for part in divided.parts]))
 
     def update(
-        self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective | ValueObjective
+        self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch] | ValueObjective[Batch]
     ) -> dict[str, float]:
         """One optimizer step: every process has a part of each micro-batch."""
         divided = [self._divided(batch).parts for batch in micro_batches]
@@ -218,7 +218,7 @@ class _Parts:
                 totals[name] = value if name in SAME_EVERYWHERE else totals.get(name, 0.0) + value
         return totals
 
-    def _divided(self, batch: PackedBatch) -> Shards:
+    def _divided(self, batch: Batch) -> Shards[Batch]:
         return shards(batch, self._group.size // self._width)
 
     def _each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:

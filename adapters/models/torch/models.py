@@ -25,7 +25,7 @@ from rollgrad.adapters.models.torch.lora import (
 )
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, TrainedModule
 from rollgrad.adapters.models.torch.saving import save_pretrained, writing
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import (
     LossOutput,
@@ -51,7 +51,7 @@ GATHERED_BYTES = 64 * 2**20
 
 
 def _optimizer_step(
-    micro_batches: Sequence[PackedBatch], loss_of: Callable[[PackedBatch], LossOutput], trained: TrainedModule
+    micro_batches: Sequence[Batch], loss_of: Callable[[Batch], LossOutput], trained: TrainedModule
 ) -> dict[str, float]:
     """Accumulates the micro-batches' gradients and steps once."""
     totals: dict[str, float] = {"loss": 0.0}
@@ -146,7 +146,7 @@ class TorchPolicy(PolicyModel):
         """Implements `PolicyModel.score`."""
         return self._scores(batch)
 
-    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Implements `PolicyModel.update`."""
         self.steps += 1
         if self._checkpointing:
@@ -167,7 +167,7 @@ class TorchPolicy(PolicyModel):
         tokens_E = torch.stack([self._trained(batch, True)[2] for batch in micro_batches]).sum(0)
         return balance_weights(self._trained.summed(tokens_E), self.module.config.num_experts_per_tok)
 
-    def _balanced(self, batch: PackedBatch, *, objective: PolicyObjective, weights_E: Tensor) -> LossOutput:
+    def _balanced(self, batch: Batch, *, objective: PolicyObjective[Batch], weights_E: Tensor) -> LossOutput:
         """Returns the objective, and the batch's share of the load-balancing loss."""
         *scored, _, probabilities_E = self._trained(batch, True)
         output = objective(_token_scores(scored, batch), batch)
@@ -294,7 +294,7 @@ class TorchValue(ValueModel):
         """Implements `ValueModel.values`."""
         return self._values(batch)
 
-    def update(self, micro_batches: Sequence[PackedBatch], objective: ValueObjective) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[Batch], objective: ValueObjective[Batch]) -> dict[str, float]:
         """Implements `ValueModel.update`."""
         return _optimizer_step(micro_batches, lambda batch: objective(self._values(batch), batch), self._trained)
 

@@ -16,7 +16,7 @@ from rollgrad.domain.algorithms.losses.corrections import Correction, correction
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.losses.ratios import ratio
 from rollgrad.domain.algorithms.losses.value import value_loss
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
 
@@ -41,7 +41,7 @@ class PolicyLossObjective:
     positive_nll_coef: float = 0.0
     version: int | None = None
 
-    def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
+    def __call__(self, scores: TokenScores, batch: RolloutBatch) -> LossOutput:
         """Returns the micro-batch's share; a missing `old_logprobs_N` means a ratio of exactly 1.
 
         Raises:
@@ -113,7 +113,7 @@ class PolicyLossObjective:
             loss = loss + self.positive_nll_coef * metrics["positive_nll"]
         return LossOutput(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
 
-    def _proximal(self, current_N: Tensor, rollout_N: Tensor, batch: PackedBatch) -> Tensor:
+    def _proximal(self, current_N: Tensor, rollout_N: Tensor, batch: RolloutBatch) -> Tensor:
         """Returns the log-probs of the proximal policy, which the loss's ratio divides by."""
         if self.version is not None:
             return interpolated_proximal(current_N, rollout_N, batch.versions_N, self.version)
@@ -126,7 +126,7 @@ class ClippedValueObjective:
 
     clip: float | None
 
-    def __call__(self, values_N: Tensor, batch: PackedBatch) -> LossOutput:
+    def __call__(self, values_N: Tensor, batch: RolloutBatch) -> LossOutput:
         """Returns the micro-batch's share.
 
         Raises:
@@ -143,7 +143,7 @@ class ClippedValueObjective:
         return LossOutput(loss=loss, metrics=metrics)
 
 
-def _column(batch: PackedBatch, name: str) -> Tensor:
+def _column(batch: RolloutBatch, name: str) -> Tensor:
     """Returns the named column, with 0 outside actions."""
     return _masked(batch.filled(name), batch.action_mask_N)
 

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from rollgrad.domain.algorithms.catalogue import PAIR_LOSSES, PairLossTraits
 from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
 IMITATION = "sft"
@@ -211,7 +211,7 @@ def discopop(pairs: Pairs, params: PairLossParams) -> Tensor:
 class PreferenceObjective:
     """Weighted sum of the pairs' losses; a `PolicyObjective` over micro-batches that hold whole pairs.
 
-    A pair is the sequences of one `group_ids_S`: `sample_ids_S` is 0 in the chosen reply's, 1 in the rejected one's.
+    A pair is the sequences of one unit: `sample_ids_S` is 0 in the chosen reply's, 1 in the rejected one's.
     `loss_weights_N` stands at each trained token and is the weight of its pair in the step, `positive_weights_N` that
     of each chosen token in the mean over the step's chosen tokens.
 
@@ -239,7 +239,7 @@ class PreferenceObjective:
             discopop_tau=self.discopop_tau,
         )
 
-    def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
+    def __call__(self, scores: TokenScores, batch: ExampleBatch) -> LossOutput:
         """Returns the micro-batch's share; metrics are means over pairs: `chosen_reward` and `rejected_reward` (beta r,
         without a reference beta s_bar), their `reward_margin`, `accuracy` (the share of margins above 0),
         `chosen_logprob`, `rejected_logprob`, and `chosen_fell_share` (chosen replies less likely than under the
@@ -280,11 +280,10 @@ class PreferenceObjective:
         }
         return columns | ({"chosen_fell_share": (chosen_P < 0).to(chosen_P.dtype)} if with_reference else {})
 
-    def _pairs(self, logprobs_N: Tensor, batch: PackedBatch) -> tuple[Pairs, Tensor]:
+    def _pairs(self, logprobs_N: Tensor, batch: ExampleBatch) -> tuple[Pairs, Tensor]:
         """The pairs of the micro-batch, and their weights_P."""
         mask_N, ref_N = batch.action_mask_N, batch.ref_logprobs_N
-        _, pair_S = torch.unique(batch.group_ids_S, return_inverse=True)
-        count = int(pair_S.max()) + 1
+        pair_S, count = batch.units_S, batch.unit_count
         cell_N = (2 * pair_S + batch.sample_ids_S)[batch.sequence_ids_N]
 
         def sums(values_N: Tensor) -> Tensor:

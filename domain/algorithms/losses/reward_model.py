@@ -5,7 +5,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.ports.models import LossOutput
 
 
@@ -32,20 +32,20 @@ class RewardObjective:
     """Weighted sum of the pairs' losses, from the reward at each reply's last trained token; a `ValueObjective` over
     micro-batches that hold whole pairs.
 
-    A pair is the two sequences of one `group_ids_S`: `sample_ids_S` is 0 in the chosen reply's, 1 in the rejected
+    A pair is the two sequences of one unit: `sample_ids_S` is 0 in the chosen reply's, 1 in the rejected
     one's, `scores_S` is the margin in both, and `loss_weights_N` stands at each trained token and is the weight of its
     pair in the step."""
 
     centring: float = 0.0
 
-    def __call__(self, values_N: Tensor, batch: PackedBatch) -> LossOutput:
+    def __call__(self, values_N: Tensor, batch: ExampleBatch) -> LossOutput:
         """Returns the micro-batch's share; metrics are means over pairs: `accuracy` (the chosen reply has the higher
         reward), `reward_gap`, `chosen_reward`, `rejected_reward`.
 
         Raises:
             ValueError: the batch lacks weights.
         """
-        order_S = torch.argsort(2 * torch.unique(batch.group_ids_S, return_inverse=True)[1] + batch.sample_ids_S)
+        order_S = torch.argsort(2 * batch.units_S + batch.sample_ids_S)
         last_S = last_trained(batch)[order_S]
         rewards_P2 = values_N[last_S].view(-1, 2)
         weights_P = batch.filled("loss_weights_N")[last_S].view(-1, 2)[:, 0]
@@ -62,7 +62,7 @@ class RewardObjective:
         return LossOutput(loss=(weights_P * loss_P).sum(), metrics=metrics)
 
 
-def last_trained(batch: PackedBatch) -> Tensor:
+def last_trained(batch: ExampleBatch) -> Tensor:
     """Returns the index of each sequence's last trained token, [S]."""
     places_N = torch.where(batch.action_mask_N, torch.arange(batch.token_count), -1)
     return torch.full((len(batch),), -1).scatter_reduce(0, batch.sequence_ids_N, places_N, "amax")

@@ -7,7 +7,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
 UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired")
@@ -71,7 +71,7 @@ class UnpairedObjective:
     undesirable_weight: float = 1.0
     kl: float = 0.0
 
-    def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
+    def __call__(self, scores: TokenScores, batch: ExampleBatch) -> LossOutput:
         """Returns the micro-batch's share. Metrics are sums over replies, weighted as in the step: `desirable_reward`
         and `undesirable_reward` (beta r), each to be divided by `desirable_share` or `undesirable_share`; `accuracy`
         (the share of replies on the right side of the reference point).

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.batches.packed import Batch
 from rollgrad.domain.control.staleness import StalenessBound
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import CheckpointError, EngineError, NonFiniteUpdateError, OutOfMemory, RewardError
@@ -30,7 +30,7 @@ class BreakingPolicy(FakePolicy):
         super().__init__(torch.linspace(-0.5, 0.5, VOCABULARY))
         self.after = after
 
-    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         if len(self.updates) == self.after:
             raise NonFiniteUpdateError("The loss is nan.")
         return super().update(micro_batches, objective)
@@ -158,7 +158,7 @@ def test_optimizer_steps_of_an_unfinished_update_are_saved_in_the_model_alone(tm
 class HungryPolicy(BreakingPolicy):
     """Asks for more memory than any machine has."""
 
-    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         if len(self.updates) == self.after:
             torch.empty(2**60)
         return super().update(micro_batches, objective)

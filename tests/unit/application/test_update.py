@@ -13,7 +13,7 @@ from rollgrad.application.learning.update import UpdateService
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.algorithms.settings import Aggregation
-from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.batches.packed import Batch, PackedBatch, pack
 from rollgrad.domain.ports.models import PolicyObjective
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.models import FakePolicy, FakeValue
@@ -195,7 +195,7 @@ class Skipping(FakePolicy):
         self._skips = skips
         self.norms: list[float] = []
 
-    def update(self, micro_batches: Sequence[PackedBatch], objective: PolicyObjective) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         metrics = super().update(micro_batches, objective) | {"loss_scale": 8.0, "skipped_steps": 0.0}
         if len(self.updates) <= self._skips:
             del metrics["grad_norm"]

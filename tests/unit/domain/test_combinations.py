@@ -22,7 +22,7 @@ from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
 from rollgrad.domain.algorithms.losses.corrections import Correction
 from rollgrad.domain.algorithms.losses.covariance import clip_cov_tokens, kl_cov_tokens, token_keys
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
-from rollgrad.domain.batches.packed import PackedBatch, rollout_ids
+from rollgrad.domain.batches.packed import RolloutBatch, rollout_ids
 from rollgrad.domain.batches.partition import balanced_partitions
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.references import random_batch
@@ -39,7 +39,7 @@ TRIPLES = [
 ]
 
 
-def make_batch(seed: int, estimator: str, loss: str, aggregation: str) -> tuple[PackedBatch, Tensor]:
+def make_batch(seed: int, estimator: str, loss: str, aggregation: str) -> tuple[RolloutBatch, Tensor]:
     """(a batch ready for the loss, log-probs of the current policy)."""
     generator = torch.Generator().manual_seed(seed)
     negative = "rewards_from_0" not in ESTIMATORS[estimator].needs
@@ -75,7 +75,7 @@ def make_batch(seed: int, estimator: str, loss: str, aggregation: str) -> tuple[
     theta_N = noisy(torch.full((total,), -1.5, dtype=torch.float64), 0.5)
     old_N = noisy(theta_N, 0.3)
     positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
-    batch = PackedBatch(
+    batch = RolloutBatch(
         tokens_N=torch.arange(total),
         positions_N=positions,
         action_mask_N=mask,
@@ -104,7 +104,7 @@ def make_batch(seed: int, estimator: str, loss: str, aggregation: str) -> tuple[
     return evolve(batch, selected_N=select(batch, loss)), theta_N
 
 
-def select(batch: PackedBatch, loss: str) -> Tensor | None:
+def select(batch: RolloutBatch, loss: str) -> Tensor | None:
     if not policy_loss_traits(loss).selects:
         return None
     arguments = batch.start_logprobs_N, batch.filled("advantages_N"), batch.action_mask_N
@@ -126,7 +126,7 @@ def make_objective(loss: str, correction: Correction | None) -> PolicyLossObject
     )
 
 
-def gradient(objective: PolicyLossObjective, batch: PackedBatch, theta_N: Tensor) -> tuple[Tensor, Tensor]:
+def gradient(objective: PolicyLossObjective, batch: RolloutBatch, theta_N: Tensor) -> tuple[Tensor, Tensor]:
     """(loss, its gradient at the log-probs, the entropy being a function of them)."""
     leaf = theta_N.clone().requires_grad_()
     loss = objective(TokenScores(logprobs_N=leaf, entropy_N=-2 * leaf), batch).loss
@@ -202,7 +202,7 @@ def test_masked_tokens_change_nothing(
     assert not poisoned_N[~mask_N].any()
 
 
-def spans(batch: PackedBatch) -> list[Tensor]:
+def spans(batch: RolloutBatch) -> list[Tensor]:
     return list(torch.arange(batch.token_count).split(batch.lengths_S.tolist()))
 
 

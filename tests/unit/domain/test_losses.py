@@ -14,7 +14,7 @@ from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.algorithms.losses.value import value_loss
-from rollgrad.domain.batches.packed import PackedBatch, rollout_ids
+from rollgrad.domain.batches.packed import RolloutBatch, rollout_ids
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.references import random_batch
 
@@ -23,7 +23,7 @@ EXAMPLES = settings(max_examples=30, deadline=None)
 SEEDS = st.integers(0, 10**6)
 
 
-def batch_of(seed: int, mode: str) -> PackedBatch:
+def batch_of(seed: int, mode: str) -> RolloutBatch:
     """A random batch with every column filled in."""
     sequences = random_batch(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -43,7 +43,7 @@ def batch_of(seed: int, mode: str) -> PackedBatch:
         rollout_ids_S=rollout_ids(groups, samples),
         max_length=20,
     )
-    return PackedBatch(
+    return RolloutBatch(
         tokens_N=torch.zeros(total, dtype=torch.int64),
         positions_N=torch.zeros(total, dtype=torch.int64),
         action_mask_N=mask,
@@ -75,7 +75,7 @@ OBJECTIVE = PolicyLossObjective(
 )
 
 
-def policy_gradient(batch: PackedBatch, theta_N: Tensor, objective: PolicyLossObjective = OBJECTIVE) -> Tensor:
+def policy_gradient(batch: RolloutBatch, theta_N: Tensor, objective: PolicyLossObjective = OBJECTIVE) -> Tensor:
     """Gradient at the log-probs, with the entropy a (linear) function of them."""
     leaf = theta_N.clone().requires_grad_()
     loss = objective(TokenScores(logprobs_N=leaf, entropy_N=-2 * leaf), batch).loss

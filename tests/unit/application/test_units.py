@@ -1,0 +1,121 @@
+"""Units: what stays together however a batch is divided."""
+
+import pytest
+import torch
+from attrs import frozen
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollgrad.application.learning.microbatch import per_token, split
+from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
+from rollgrad.domain.batches.examples import ExampleBatch, pack_preferences
+from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch, pack
+from rollgrad.domain.batches.sharding import shards
+from rollgrad.domain.episodes.examples import Preference, WeightedTokens
+from rollgrad.domain.ports.models import TokenScores
+from tests.fakes.agent_executor import make_trajectory
+
+
+def reply(length: int) -> WeightedTokens:
+    weights_T = torch.ones(length + 2)
+    weights_T[:2] = 0
+    return WeightedTokens(token_ids_T=torch.arange(length + 2), weights_T=weights_T, prompt_length=2)
+
+
+def pairs(lengths: list[tuple[int, int]]) -> ExampleBatch:
+    return pack_preferences(
+        [
+            Preference(chosen=reply(chosen), rejected=reply(chosen + more), row=row)
+            for row, (chosen, more) in enumerate(lengths)
+        ]
+    )
+
+
+def units_of(batch: PackedBatch) -> dict[int, int]:
+    """Sequences of each unit."""
+    ids, counts = torch.unique(batch.unit_ids_S, return_counts=True)
+    return dict(zip(ids.tolist(), counts.tolist(), strict=True))
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=7)
+
+
+@given(LENGTHS, st.integers(1, 60), st.integers(1, 4))
+def test_no_forward_pass_or_process_has_half_a_pair(
+    lengths: list[tuple[int, int]], budget: int, processes: int
+) -> None:
+    batch = pairs(lengths)
+    passes = split(batch, budget)
+    assert sum(map(len, passes)) == len(batch)
+    for part in passes:
+        assert set(units_of(part).values()) == {2}
+        assert part.token_count <= budget or len(part) == 2
+        shared = shards(part, processes)
+        assert all(set(units_of(shard).values()) == {2} for shard in shared.parts)
+        found_N = shared.merged([shard.tokens_N for shard in shared.parts])
+        assert torch.equal(found_N, part.tokens_N)
+
+
+@given(LENGTHS, st.integers(1, 60), st.integers(1, 4))
+def test_a_loss_of_pairs_is_the_same_in_any_division(
+    lengths: list[tuple[int, int]], budget: int, processes: int
+) -> None:
+    batch, objective = pairs(lengths), PreferenceObjective(losses={"simpo": 1.0})
+
+    def loss(part: ExampleBatch) -> float:
+        logprobs_N = -(1.0 + part.positions_N % 3).double() * part.action_mask_N
+        return float(objective(TokenScores(logprobs_N=logprobs_N, entropy_N=logprobs_N), part).loss)
+
+    divided = sum(loss(shard) for part in split(batch, budget) for shard in shards(part, processes).parts)
+    assert divided == pytest.approx(loss(batch), rel=1e-6)
+
+
+def branched() -> RolloutBatch:
+    """Two rollouts of three branches with 5 tokens each, and one of a single branch."""
+    samples = [0, 0, 0, 1, 1, 1, 2]
+    return pack([make_trajectory([7], [1, 2, 3, 4], group_id=0, sample_id=sample) for sample in samples])
+
+
+@pytest.mark.parametrize(("budget", "sequences"), [(35, [7]), (20, [3, 4]), (15, [3, 3, 1]), (14, [2, 2, 2, 1])])
+def test_branches_share_a_pass_that_has_room_for_them(budget: int, sequences: list[int]) -> None:
+    """A rollout that is longer than the budget would need more memory than the user gave: its branches part."""
+    assert [len(part) for part in split(branched(), budget)] == sequences
+
+
+def test_results_by_token_are_in_the_order_of_the_batch() -> None:
+    batch = branched().select([0, 3, 6, 1, 4, 2, 5])  # branches of a rollout are no neighbours
+    found_N = per_token(batch, 15, lambda part: part.positions_N + 100 * part.sample_ids_S[part.sequence_ids_N])
+    assert torch.equal(found_N, batch.positions_N + 100 * batch.sample_ids_S[batch.sequence_ids_N])
+
+
+@frozen(kw_only=True, eq=False)
+class Extended(PackedBatch):
+    """A trainer's own columns, of each shape."""
+
+    margins_S: Tensor
+    table_SK: Tensor
+    targets_N: Tensor
+    bonus_weights_N: Tensor
+    absent_N: Tensor | None = None
+
+
+def test_a_new_column_needs_no_list() -> None:
+    lengths_S = torch.tensor([2, 3])
+    batch = Extended(
+        tokens_N=torch.arange(5),
+        positions_N=torch.tensor([0, 1, 0, 1, 2]),
+        action_mask_N=torch.ones(5, dtype=torch.bool),
+        lengths_S=lengths_S,
+        prompt_lengths_S=torch.ones_like(lengths_S),
+        group_ids_S=torch.zeros_like(lengths_S),
+        margins_S=torch.tensor([0.5, 1.5]),
+        table_SK=torch.arange(6.0).view(2, 3),
+        targets_N=torch.arange(5) * 10,
+        bonus_weights_N=torch.ones(5),
+    )
+    second = batch.select([1])
+    assert (second.margins_S.tolist(), second.table_SK.tolist()) == ([1.5], [[3.0, 4.0, 5.0]])
+    assert (second.targets_N.tolist(), second.absent_N) == ([20, 30, 40], None)
+    idle = shards(second, 2)
+    assert [float(part.bonus_weights_N.sum()) for part in idle.parts] == [3.0, 0.0]
