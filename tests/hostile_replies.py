@@ -1,13 +1,15 @@
 """Replies that attack who judges them, and the full run of them: every reply through every built-in judge.
 
 `python -m tests.hostile_replies` takes about half an hour of two cores, prints what it measured, and fails if a reply
-had an effect beyond its verdict. tests/integration/test_hostile_replies.py has the short form.
+had an effect beyond its verdict; with names of tasks it asks the scorers of those alone.
+tests/integration/test_hostile_replies.py has the short form.
 """
 
 import asyncio
 import contextlib
 import os
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -18,6 +20,7 @@ from typing import Any
 from attrs import define, field
 
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymReward
+from rollgrad.adapters.rewards.judge_pool import _Worker
 from rollgrad.adapters.rewards.verifiers import VerifierReward
 from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.domain.episodes.generation import StopReason
@@ -255,19 +258,39 @@ def forms(reply: str) -> tuple[str, ...]:
     return (reply, f"\\boxed{{{reply}}}", f"$${reply}$$", f"<think>{reply}</think><answer>{reply}</answer>")
 
 
+class Starts:
+    """Counts processes of judges as they start: verdicts wait for them, or for the other one meanwhile."""
+
+    def __init__(self) -> None:
+        self.begun = self.under_way = 0
+        start = _Worker._start
+
+        def counted(worker: _Worker) -> None:
+            self.begun += 1
+            self.under_way += 1
+            try:
+                start(worker)
+            finally:
+                self.under_way -= 1
+
+        _Worker._start = counted  # type: ignore[method-assign]
+
+
 def main(timeout: float = 2.0) -> None:
     """Sends all replies to all judges and prints what came of it."""
     os.environ["ROLLGRAD_TEST_SECRET"] = "hunter2"
-    slowest, counts = 0.0, {"verdicts": 0, "timed out": 0, "failed": 0, "earned": 0}
+    counts = {"verdicts": 0, "timed out": 0, "failed": 0, "earned": 0}
+    slowest = {"else": 0.0, "while a process started": 0.0}
+    starts = Starts()
     with traps() as set_traps:
         all_replies = replies(set_traps)
         print(f"{len(all_replies)} replies, {len(tasks())} tasks of reasoning-gym, {len(Verifier)} verifiers")
 
         async def timed(judge: RewardSource, request: RewardRequest) -> Reward:
-            nonlocal slowest
-            begin = time.monotonic()
+            begin, before, starting = time.monotonic(), starts.begun, starts.under_way > 0
             reward = (await judge.score([request]))[0]
-            slowest = max(slowest, time.monotonic() - begin)
+            when = "while a process started" if starting or starts.begun > before else "else"
+            slowest[when] = max(slowest[when], time.monotonic() - begin)
             counts["verdicts"] += 1
             counts["timed out"] += int(reward.metrics.get("judge_timed_out", 0))
             counts["failed"] += int(reward.metrics.get("judge_failed", 0))
@@ -295,12 +318,13 @@ def main(timeout: float = 2.0) -> None:
             assert certain(judge, ask(right, "7")).value == 1.0
             assert certain(judge, ask(wrong, "7")).value == 0.0
             judge.close()  # type: ignore[attr-defined]
-        for task in tasks():
+        for task in set(sys.argv[1:]) or tasks():
             made = entry(task)
             asked = [ask(f"<answer>{reply}</answer>", made["answer"], task=task, entry=made) for reply in all_replies]
             asyncio.run(attack(task, gym, asked))
         gym.close()
-    print(f"{counts}; the slowest verdict took {slowest:.1f} s of {timeout:g} s and its process' start")
+    told = ", ".join(f"{when} {seconds:.1f} s" for when, seconds in slowest.items())
+    print(f"{counts}; {starts.begun} processes started; the slowest verdicts of {timeout:g} s: {told}")
 
 
 if __name__ == "__main__":

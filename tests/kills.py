@@ -1,32 +1,51 @@
-"""Kills runs at random moments, continues them, and compares them with runs that nothing disturbed.
+"""Kills runs, continues them, and compares them with runs that nothing disturbed.
 
     python -m tests.kills                    # 60 kills of runs in one process, about ten minutes on two cores
     python -m tests.kills --only cluster --kills 8
     python -m tests.kills --only grpo --kills 4 --seed 7
 
-A run in one process is killed either after a random share of the time that it takes, or before a random one of its
-operations on files, which are few and decide what is left. The runs are forks of this process, which has imported what
-they need, and computed nothing.
+In turn, each at a random moment: in an update and while a training state is saved, both after the first state; while
+a model is saved; and anywhere. In a cluster one of its processes is also killed, which ends the run by an error. While
+something is saved, half of the kills fall before one of the operations on files, which are few and decide what is left.
+The runs in one process are forks of this one, which has imported what they need, and computed nothing.
 """
 
 import argparse
+import importlib
+import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from attrs import asdict, frozen
+
+from tests.fakes.cluster import processes
 
 STEPS, BATCH, SAMPLES = 5, 4, 2
 OPERATIONS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink")
 """Functions of `os` by which files appear and go."""
+STORE = "rollgrad.adapters.checkpoints.local", "LocalCheckpointStore"
+PLACES = {
+    "update": ("rollgrad.application.learning.update", "UpdateService", "run"),
+    "training state": (*STORE, "save_training"),
+    "model": (*STORE, "save_model"),
+}
+"""Module, class and method of what is worth to be killed in."""
+WORKER = "ray::RankWorker"
+"""Title of the processes among which a cluster divides a model."""
 DEADLINE_SECONDS = 900.0
 """Of one run, on a machine that other work keeps busy."""
 
@@ -58,8 +77,6 @@ CLUSTER: dict[str, Any] = {
     "actor": {"num_gpus_per_node": 2},
     "ds": {"zero_stage": 3},
 }
-REPEATABLE = {"grpo", "ppo", "asynchronous", "cluster"}
-"""Groups that over-sampling keeps for the next rollout are played again, under the weights that are then in place."""
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -84,30 +101,35 @@ def make_workspace(directory: Path) -> None:
         (directory / f"{kind}.yaml").write_text(yaml.safe_dump(config))
 
 
+@frozen
+class Doom:
+    """A run is killed in call number `call` of `place` (see `PLACES`; None: of the run itself), after `seconds` of it
+    or before operation number `operation` on files in it. With `worker` one of its processes is killed instead."""
+
+    place: str | None = None
+    call: int = 0
+    operation: int | None = None
+    seconds: float | None = None
+    worker: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.place or 'anywhere'}{' of a worker' if self.worker else ''}"
+
+
 class Runs:
     """Runs of one kind in `directory`; each goes on from what is in its output directory."""
 
     def __init__(self, directory: Path, kind: str) -> None:
         self.directory, self.kind = directory, kind
 
-    def start(self, output: Path, doomed_at: int | None = None) -> int:
-        """The process of a run; it kills itself before its operation `doomed_at`, if that is not None, and writes down
-        how many there were."""
-        command = [
-            "train",
-            "rl",
-            "--config",
-            str(self.directory / f"{self.kind}.yaml"),
-            "--ckpt.output_dir",
-            str(output),
-        ]
+    def start(self, output: Path, doom: Doom | None = None) -> int:
+        """The process of a run, which ends by `doom`, and if it does not writes down how it went, see `Watch`."""
+        sys.stdout.flush()
+        arguments = [str(self.directory / f"{self.kind}.yaml"), str(output), json.dumps(asdict(doom) if doom else None)]
         if self.kind == "cluster":
             with (self.directory / "log").open("a") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *command], stdout=log, stderr=log
-                )
-            return process.pid
-        sys.stdout.flush()
+                code = "import sys; from tests.kills import run; sys.exit(run(*sys.argv[1:]))"
+                return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=log, stderr=log).pid
         child = os.fork()
         if child:
             return child
@@ -116,18 +138,14 @@ class Runs:
             with (self.directory / "log").open("a") as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
-            done = count_operations(doomed_at)
-            from rollgrad.entrypoints.cli.main import main
-
-            status = main(command)
-            (self.directory / "operations").write_text(str(done()))
+            status = run(*arguments)
         finally:
             os._exit(status)
         raise AssertionError
 
-    def finish(self, process: int, seconds: float = DEADLINE_SECONDS) -> int | None:
-        """The status of a run, None if it was killed: after so many seconds, or by itself."""
-        end = time.monotonic() + seconds
+    def finish(self, process: int) -> int | None:
+        """The status of a run, None if it killed itself."""
+        end = time.monotonic() + DEADLINE_SECONDS
         while time.monotonic() < end:
             found, status = os.waitpid(process, os.WNOHANG)
             if found:
@@ -135,82 +153,186 @@ class Runs:
             time.sleep(0.005)
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-        if seconds == DEADLINE_SECONDS:
-            raise TimeoutError(f"A run of {self.kind} was not over after {seconds} seconds.")
-        return None
+        raise TimeoutError(f"A run of {self.kind} was not over after {DEADLINE_SECONDS} seconds.")
+
+    def record(self) -> dict[str, Any]:
+        """What the last run that came to its end wrote down."""
+        found: dict[str, Any] = json.loads((self.directory / f"{self.kind}.record").read_text())
+        return found
 
 
-def count_operations(doomed_at: int | None) -> Callable[[], int]:
-    done = 0
+def run(config: str, output: str, doom: str) -> int:
+    """One run in this process; returns its exit status, if it is not killed."""
+    watch = Watch(Doom(**found) if (found := json.loads(doom)) else None)
+    from rollgrad.entrypoints.cli.main import main
 
-    def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
+    status = main(["train", "rl", "--config", config, "--ckpt.output_dir", output])
+    Path(config).with_suffix(".record").write_text(json.dumps(watch.record()))
+    return status
+
+
+class Watch:
+    """Counts and times what a run does, and kills it where `doom` says."""
+
+    def __init__(self, doom: Doom | None) -> None:
+        self._doom = doom
+        self._began = time.monotonic()
+        self._operations = 0
+        self._calls: dict[str, list[dict[str, float]]] = {place: [] for place in PLACES}
+        self._place: tuple[str | None, int] = None, 0
+        if doom is not None and doom.place is None and doom.seconds is not None:
+            self._kill_after(doom.seconds)
+        for name in OPERATIONS:
+            setattr(os, name, self._counted(getattr(os, name)))
+        for place, (module, owner, method) in PLACES.items():
+            found = getattr(importlib.import_module(module), owner)
+            setattr(found, method, self._watched(place, getattr(found, method)))
+
+    def record(self) -> dict[str, Any]:
+        """`seconds` and `operations` of the whole run, and of each call of each place."""
+        return {"seconds": time.monotonic() - self._began, "operations": self._operations, "calls": self._calls}
+
+    def _counted(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         def perform(*arguments: Any, **options: Any) -> Any:
-            nonlocal done
-            if done == doomed_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            done += 1
+            doom, (place, call) = self._doom, self._place
+            done = self._calls[place][call]["operations"] if place else self._operations
+            if doom is not None and doom.operation is not None:
+                here = place if doom.place else None
+                before = done if doom.place else self._operations
+                if (here, call if doom.place else 0, before) == (doom.place, doom.call, doom.operation):
+                    self._kill()
+            self._operations += 1
+            if place:
+                self._calls[place][call]["operations"] += 1
             return operation(*arguments, **options)
 
         return perform
 
-    for name in OPERATIONS:
-        setattr(os, name, counted(getattr(os, name)))
-    return lambda: done
+    def _watched(self, place: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            doom, calls, began = self._doom, self._calls[place], time.monotonic()
+            self._place = place, len(calls)
+            calls.append({"operations": 0, "seconds": 0.0})
+            seconds = doom.seconds if doom is not None and (doom.place, doom.call) == self._place else None
+            if seconds is not None:
+                self._kill_after(seconds)
+            try:
+                return method(*arguments, **options)
+            finally:
+                if seconds is not None:  # the call was faster than the one that was measured
+                    self._kill()
+                self._place = None, 0
+                calls[-1]["seconds"] = time.monotonic() - began
+
+        return watched
+
+    def _kill_after(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._kill)
+        timer.daemon = True
+        timer.start()
+
+    def _kill(self) -> None:
+        doom, self._doom = self._doom, None
+        if doom is None:  # it was killed before
+            return
+        os.kill(processes(WORKER)[-1].pid if doom.worker else os.getpid(), signal.SIGKILL)
 
 
-def differences(runs: Runs, output: Path, whole: Path) -> Iterator[str]:
+def differences(output: Path, whole: Path) -> Iterator[str]:
     """In what a run that was killed and continued differs from one that nothing disturbed."""
-    rows, expected = (
-        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (output, whole)
-    )
-    if [row["step"] for row in rows] != [row["step"] for row in expected]:
-        yield f"steps {[row['step'] for row in rows]}"
     left = [path.name for path in output.iterdir() if path.suffix in (".new", ".old")]
     if left:
         yield f"left over: {left}"
     names = {path.relative_to(whole) for path in whole.rglob("*") if path.is_file()}
     if names != {path.relative_to(output) for path in output.rglob("*") if path.is_file()}:
         yield "other files"
-    state = json.loads((output / "model.state.json").read_text())
-    if state["step"] != STEPS or state["next_group"] != STEPS * BATCH or state.get("kept") or state.get("pending"):
-        yield f"accounts {state['step']} {state['next_group']} {state.get('kept')} {state.get('pending')}"
-    if runs.kind not in REPEATABLE:
-        return
     for name in sorted(names):
-        if name.suffix == ".safetensors" and (output / name).read_bytes() != (whole / name).read_bytes():
-            yield f"other weights: {name}"
-    if timeless(rows) != timeless(expected):
-        yield "other metrics"
-    if (output / "samples.jsonl").read_text() != (whole / "samples.jsonl").read_text():
-        yield "other samples"
+        if (output / name).is_file() and not same(output / name, whole / name):
+            yield f"other content: {name}"
 
 
-def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{key: value for key, value in row.items() if not key.startswith(("time/", "sync/"))} for row in rows]
+def same(one: Path, other: Path) -> bool:
+    """Whether two files of runs are alike, but for times, and where they are."""
+    if one.suffix in (".safetensors", ".json") and one.name not in ("manifest.json", "description.json"):
+        return one.read_bytes() == other.read_bytes()
+    if one.name == "metrics.jsonl":
+        rows = [[json.loads(line) for line in path.read_text().splitlines()] for path in (one, other)]
+        return timeless(rows[0]) == timeless(rows[1])
+    if one.name == "samples.jsonl":
+        return one.read_text() == other.read_text()
+    if one.suffix == ".pt":
+        states = [torch.load(path, weights_only=True) for path in (one, other)]
+        return alike(timeless(states[0]), timeless(states[1]))
+    return True
+
+
+def timeless(value: Any) -> Any:
+    """The same without entries that say how long something took."""
+    if isinstance(value, dict):
+        return {key: timeless(below) for key, below in value.items() if not str(key).startswith(("time/", "sync/"))}
+    return [timeless(below) for below in value] if isinstance(value, list | tuple) else value
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two nested values are the same to the bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+def dooms(record: dict[str, Any], cluster: bool, draw: random.Random) -> Iterator[Doom]:
+    """Ends of runs that go as `record` says: kills without end, each place in turn."""
+    calls = record["calls"]
+    for turn in itertools.count():
+        by_operation = draw.random() < 0.5
+        for place in ("update", "training state", "model"):
+            number = draw.randrange(place != "model", len(calls[place]))  # a state is there from the second call on
+            call = calls[place][number]
+            if place != "update" and by_operation:
+                yield Doom(place, number, operation=draw.randrange(call["operations"]))
+            else:
+                worker = cluster and place == "update" and turn % 2 == 1
+                yield Doom(place, number, seconds=draw.uniform(0, call["seconds"]), worker=worker)
+        yield (
+            Doom(operation=draw.randrange(record["operations"]))
+            if by_operation
+            else Doom(seconds=draw.uniform(0, record["seconds"]))
+        )
 
 
 def chaos(directory: Path, kind: str, kills: int, draw: random.Random) -> list[str]:
     """Kills runs until there were so many kills; returns what went wrong."""
     runs, whole = Runs(directory, kind), directory / f"{kind}-whole"
-    began = time.monotonic()
-    wrong = [] if runs.finish(runs.start(whole)) == 0 else ["the undisturbed run failed"]
-    duration = time.monotonic() - began
-    operations = int((directory / "operations").read_text()) if kind != "cluster" else 0
-    killed = completed = 0
-    while killed < kills and not wrong:
+    if runs.finish(runs.start(whole)) != 0:
+        return [f"{kind}: the undisturbed run failed"]
+    ends = itertools.islice(dooms(runs.record(), kind == "cluster", draw), draw.randrange(len(PLACES) + 1), None)
+    wrong: list[str] = []
+    places: Counter[str] = Counter()
+    completed = continued = 0
+    doom: Doom | None = next(ends)
+    while doom is not None and not wrong:
         output = directory / f"{kind}-{completed}"
-        while True:
-            by_operation = operations > 0 and draw.random() < 0.5
-            doomed_at = draw.randrange(operations) if by_operation else None
-            enough = killed >= kills  # what was killed last is still to be continued to its end
-            limit = DEADLINE_SECONDS if enough or by_operation else draw.uniform(0, duration)
-            status = runs.finish(runs.start(output, None if enough else doomed_at), limit)
-            if status is not None:
+        while True:  # runs of one directory, until one is not killed: it had less to do than it takes
+            status = runs.finish(runs.start(output, doom))
+            if status is None or (status and doom is not None and doom.worker):
+                places[str(doom)] += 1
+                continued += any(output.glob("training_state_*"))
+                doom = next(ends) if places.total() < kills else None
+            else:
                 break
-            killed += 1
         completed += 1
-        wrong += [f"exit status {status}"] if status else list(differences(runs, output, whole))
-    print(f"{kind}: {killed} kills, {completed} runs completed, {'; '.join(wrong) or 'nothing differs'}", flush=True)
+        wrong += [f"exit status {status}"] if status else list(differences(output, whole))
+        shutil.rmtree(output)
+    told = ", ".join(f"{count} {place}" for place, count in places.items())
+    print(
+        f"{kind}: {places.total()} kills ({told}; {continued} of them after a training state), {completed} runs "
+        f"completed, {'; '.join(wrong) or 'nothing differs'}",
+        flush=True,
+    )
     return wrong
 
 

@@ -55,7 +55,9 @@ class Assistant:
         self._tools = tools
         self._params = params
         self._system_prompt = system_prompt
-        self._runtime = AgentRuntime(engine, codec, max_turns=max_turns, max_tokens=max_tokens)
+        self._runtime = AgentRuntime(
+            engine, codec, max_turns=max_turns, max_tokens=max_tokens, renderer=self.service.renderer
+        )
 
     def conversation(self, messages: Sequence[Message] = ()) -> "Conversation":
         """A new conversation, which goes on after `messages`."""

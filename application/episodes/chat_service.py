@@ -82,8 +82,8 @@ class ChatService:
         self._max_waiting = max_waiting
         self.max_tokens = max_tokens
         """See the class."""
-        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-render")
-        """A long conversation takes seconds to tokenise: they are not the event loop's."""
+        self.renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-render")
+        """Tokenises conversations: a long one takes seconds, which are not the event loop's."""
         self._in_flight = 0
         self._sessions: dict[str, RecordedSession] = {}
 
@@ -151,7 +151,7 @@ class ChatService:
             with foreign_code(ForeignError):
                 return render(request.messages, request.tools)
 
-        return await asyncio.get_running_loop().run_in_executor(self._renderer, told)
+        return await asyncio.get_running_loop().run_in_executor(self.renderer, told)
 
     @contextmanager
     def place(self) -> Iterator[None]:

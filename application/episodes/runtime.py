@@ -1,15 +1,20 @@
 """`AgentRuntime`: the loop of sampling and answering that training and serving share."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from typing import Any
 
 from attrs import evolve, frozen
 
 from rollgrad.application.episodes.ledger import Prepared, TokenLedger
 from rollgrad.application.episodes.reply import OnPiece, sample_reply, sample_tokens
 from rollgrad.application.episodes.session import AgentSession
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 from rollgrad.domain.episodes.messages import Action, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.errors import ForeignError
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.environment import StepResult, WholePrompt
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
@@ -34,15 +39,24 @@ class AgentRuntime:
         codec: between messages and tokens.
         max_turns: replies of an episode at most.
         max_tokens: tokens of one history, prompt included; None is as many as the model takes.
+        renderer: the threads that tokenise histories. None: the event loop, so that in which order requests reach the
+            engine follows from the episodes alone.
     """
 
     def __init__(
-        self, engine: RolloutEngine, codec: ChatCodec, *, max_turns: int, max_tokens: int | None = None
+        self,
+        engine: RolloutEngine,
+        codec: ChatCodec,
+        *,
+        max_turns: int,
+        max_tokens: int | None = None,
+        renderer: Executor | None = None,
     ) -> None:
         self._engine = engine
         self._codec = codec
         self._max_turns = max_turns
         self._max_tokens = max_tokens
+        self._renderer = renderer
 
     async def play(
         self,
@@ -59,7 +73,7 @@ class AgentRuntime:
         messages as they are sampled.
         """
         await session.start(prompt)
-        prepared, seed = self._opening(session, ledger, prompt), params.seed
+        prepared, seed = await self._rendered(self._opening, session, ledger, prompt), params.seed
         for turn in range(self._max_turns):
             room = prepared.room(params.max_new_tokens, self._max_tokens)
             if room < 1:
@@ -72,7 +86,7 @@ class AgentRuntime:
             following = None
             stop = self._ended(action, result, last=turn + 1 == self._max_turns)
             if stop is None:
-                following = self._next(session, ledger, result)
+                following = await self._rendered(self._next, session, ledger, result)
                 stop = StopReason.LENGTH if following.room(1, self._max_tokens) < 1 else None
             yield PlayedTurn(prompt_token_ids=prepared.token_ids, action=action, result=result, stop_reason=stop)
             if following is None or stop is not None:
@@ -102,6 +116,16 @@ class AgentRuntime:
             )
         ledger.commit(prepared, action.generation, action.message)
         return action
+
+    async def _rendered(self, prepare: Callable[..., Prepared], *arguments: Any) -> Prepared:
+        if self._renderer is None:
+            return prepare(*arguments)
+
+        def told() -> Prepared:
+            with foreign_code(ForeignError):  # of a template or a tokenizer; no future takes a StopIteration
+                return prepare(*arguments)
+
+        return await asyncio.get_running_loop().run_in_executor(self._renderer, told)
 
     def _opening(self, session: AgentSession, ledger: TokenLedger, prompt: Prompt) -> Prepared:
         if session.messages is None:

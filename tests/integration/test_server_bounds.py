@@ -4,6 +4,7 @@ import asyncio
 import json
 import ssl
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,39 @@ def test_requests_for_the_servers_own_tools_are_in_flight() -> None:
             engine.free.set()
             assert [answer.status_code for answer in await asyncio.gather(*first)] == [200, 200]
             assert (await http.get("/health")).json()["in_flight"] == 0
+        await server.stop()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("own_tools", [[], [FakeTool()]], ids=["no tools", "the server's own tools"])
+def test_who_tokenises_a_conversation_lets_others_be_answered(
+    own_tools: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it takes: here until another request was answered."""
+    codec, entered, other_answered = FakeChatCodec(), threading.Event(), threading.Event()
+    render = FakeChatCodec.render
+
+    def slow(*arguments: Any) -> Any:
+        entered.set()
+        assert other_answered.wait(WAIT_SECONDS)
+        return render(*arguments)
+
+    monkeypatch.setattr(FakeChatCodec, "render", slow)
+
+    async def tools() -> list[Any]:
+        return own_tools
+
+    async def body() -> None:
+        engine = ScriptedEngine(codec, EOS, lambda prompt: "yes")
+        assistant = Assistant(engine, codec, tools, params=SamplingParams(max_new_tokens=20))
+        server = Server(AgentServer(assistant.service, codec, model="m", answer=assistant.answer).app(), name="server")
+        async with httpx2.AsyncClient(base_url=await server.start(), timeout=2 * WAIT_SECONDS) as http:
+            asked = asyncio.ensure_future(http.post(CHAT, json={"messages": [{"role": "user", "content": "go"}]}))
+            await asyncio.to_thread(entered.wait, WAIT_SECONDS)
+            assert (await http.get("/health")).json()["in_flight"] == 1
+            other_answered.set()
+            assert (await asked).status_code == 200
         await server.stop()
 
     asyncio.run(body())
