@@ -27,7 +27,7 @@ from rollgrad.adapters.data.examples.rows import (
     without_none,
 )
 from rollgrad.application.foreign import shown
-from rollgrad.application.settings.examples import ExampleFormat, TrainOn
+from rollgrad.application.settings.sections.examples import ExampleFormat, TrainOn
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.errors import DataError
 

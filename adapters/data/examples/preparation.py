@@ -28,7 +28,7 @@ from rollgrad.adapters.data.examples.preparer import PreparationSettings, Prepar
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.adapters.data.examples.rows import Reason, RowError
 from rollgrad.adapters.data.examples.sources import Mixture
-from rollgrad.application.settings.examples import ExampleFormat, LongRows
+from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.episodes.examples import Demonstration, WeightedTokens
 from rollgrad.domain.errors import DataError
 

@@ -14,7 +14,7 @@ from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.chat.training_text import Anomaly, TokenBranch, TrainingText, TrainingTokens
 from rollgrad.adapters.data.examples.formats import ReadingSettings, read_row
 from rollgrad.adapters.data.examples.rows import Conversation, PlainText, Pretokenised, Reason, RowError, Sample, broken
-from rollgrad.application.settings.examples import ExampleFormat, LongRows
+from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.errors import ConfigurationError, DataError
 
 

@@ -17,7 +17,7 @@ from attrs import field, frozen
 from rollgrad.adapters.data.datasets.loading import check_probs, load_dataset
 from rollgrad.adapters.data.examples.formats import ReadingSettings, find_format
 from rollgrad.adapters.data.examples.rows import RowError, broken
-from rollgrad.application.settings.examples import ExampleFormat
+from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.errors import DataError
 
 LOOKED_AT = 100

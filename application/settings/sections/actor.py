@@ -66,11 +66,11 @@ class LoraConfig:
 
 
 @define(kw_only=True)
-class ActorConfig:
-    """The policy that is trained."""
+class ModelConfig:
+    """A model that is trained, and its optimizer."""
 
     model_name_or_path: str = setting("", "Hugging Face name or directory of the model. Required.")
-    num_nodes: int = setting(1, "Machines that the actor is trained on, with cluster.enable.", COUNT)
+    num_nodes: int = setting(1, "Machines that the model is trained on, with cluster.enable.", COUNT)
     num_gpus_per_node: int = setting(1, "Processes on each of them, with one GPU each where there are any.", COUNT)
     dtype: DType = setting(
         DType.AUTO,
@@ -87,6 +87,30 @@ class ActorConfig:
     gradient_checkpointing: bool = setting(
         False, "Recompute activations in the backward pass: less memory, about a third more compute."
     )
+    aux_loss_coef: float = setting(
+        0.0,
+        "Weight of the load-balancing loss of a mixture of experts (Switch Transformers), over all tokens of an "
+        "optimizer step; above 0 it takes one more forward pass.",
+        NOT_NEGATIVE,
+    )
+    lora: LoraConfig = section(LoraConfig, "Low-rank adapters; with a rank above 0 they alone are trained.")
+    optim: Optim = setting(
+        Optim.ADAM, "adam steps everything by AdamW, muon hidden matrices by Muon and the rest by AdamW."
+    )
+    adam: AdamConfig = section(AdamConfig, "AdamW.")
+    muon: MuonConfig = section(MuonConfig, "Muon.")
+    lr_scheduler: LRScheduler = setting(LRScheduler.CONSTANT, "Learning rate after warm-up.")
+    lr_warmup_ratio: float = setting(0.0, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
+    min_lr_ratio: float = setting(0.1, "Floor of the decaying schedules, as a share of the peak.", SHARE)
+    max_norm: float = setting(
+        1.0, "Gradient norm above which gradients are scaled down; 0 turns clipping off.", NOT_NEGATIVE
+    )
+
+
+@define(kw_only=True)
+class ActorConfig(ModelConfig):
+    """The policy that is trained."""
+
     policy_loss_type: str = setting(
         "ppo",
         "ppo, gspo, gspo_token, sequence_ppo, gmpo, cispo, sapo, clip_cov, kl_cov, dppo_tv, dppo_kl, "
@@ -132,26 +156,8 @@ class ActorConfig:
     positive_nll_coef: float = setting(
         0.0, "Weight of the likelihood of replies that passed, as an additional loss (VAPO).", NOT_NEGATIVE
     )
-    aux_loss_coef: float = setting(
-        0.0,
-        "Weight of the load-balancing loss of a mixture of experts (Switch Transformers), over all tokens of an "
-        "optimizer step; above 0 it takes one more forward pass.",
-        NOT_NEGATIVE,
-    )
     loss_aggregation: Aggregation | None = setting(
         None,
         "How token losses become one number; default: the loss's own (ppo token_mean, gspo sequence_mean, ...); "
         "constant_length is Dr. GRPO's form.",
-    )
-    lora: LoraConfig = section(LoraConfig, "Low-rank adapters; with a rank above 0 they alone are trained.")
-    optim: Optim = setting(
-        Optim.ADAM, "adam steps everything by AdamW, muon hidden matrices by Muon and the rest by AdamW."
-    )
-    adam: AdamConfig = section(AdamConfig, "AdamW.")
-    muon: MuonConfig = section(MuonConfig, "Muon.")
-    lr_scheduler: LRScheduler = setting(LRScheduler.CONSTANT, "Learning rate after warm-up.")
-    lr_warmup_ratio: float = setting(0.0, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
-    min_lr_ratio: float = setting(0.1, "Floor of the decaying schedules, as a share of the peak.", SHARE)
-    max_norm: float = setting(
-        1.0, "Gradient norm above which gradients are scaled down; 0 turns clipping off.", NOT_NEGATIVE
     )

@@ -17,7 +17,7 @@ from rollgrad.adapters.data.examples.preparer import PreparationSettings, Prepar
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.adapters.data.examples.rows import Conversation, PlainText, Pretokenised, Reason, RowError
 from rollgrad.adapters.data.examples.sources import Mixture, open_sources
-from rollgrad.application.settings.examples import ExampleFormat, LongRows, TrainOn
+from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows, TrainOn
 from rollgrad.domain.errors import ConfigurationError, DataError
 
 CHAT = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": "seven"}]

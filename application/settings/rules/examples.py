@@ -1,0 +1,149 @@
+"""Rules of runs that learn from examples. See `validation`."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from rollgrad.application.settings.rules.cluster import cluster_problems
+from rollgrad.application.settings.rules.inputs import (
+    PROBABILITY_TOLERANCE,
+    dataset_names,
+    model_problems,
+    optimizer_problems,
+    prompt_form_problems,
+)
+from rollgrad.application.settings.rules.lora import lora_problems
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import ActorConfig, LoraConfig, ModelConfig
+from rollgrad.application.settings.sections.cluster import ClusterConfig
+from rollgrad.application.settings.sections.data import DataConfig
+from rollgrad.application.settings.sections.ds import DeepSpeedConfig
+from rollgrad.application.settings.sections.examples import (
+    ExampleDataConfig,
+    ExampleEvalConfig,
+    ExampleFormat,
+    ExampleTrainConfig,
+)
+from rollgrad.application.settings.sections.train import TrainConfig
+from rollgrad.application.settings.sft import SFTRun
+from rollgrad.application.settings.validation import broken_rules
+from rollgrad.domain.errors import ConfigurationError
+
+
+class ExampleRun(Protocol):
+    """The sections that runs over examples have in common."""
+
+    @property
+    def actor(self) -> ModelConfig:
+        """Returns the section `actor`."""
+        ...
+
+    @property
+    def data(self) -> ExampleDataConfig:
+        """Returns the section `data`."""
+        ...
+
+    @property
+    def train(self) -> ExampleTrainConfig:
+        """Returns the section `train`."""
+        ...
+
+    @property
+    def eval(self) -> ExampleEvalConfig:
+        """Returns the section `eval`."""
+        ...
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """Returns the section `cluster`."""
+        ...
+
+    @property
+    def ds(self) -> DeepSpeedConfig:
+        """Returns the section `ds`."""
+        ...
+
+
+def sft_errors(run: SFTRun) -> list[ConfigurationError]:
+    """Returns every rule that the settings of a run of supervised fine-tuning break."""
+
+    def rules(run: SFTRun) -> Iterator[Iterator[str]]:
+        yield example_problems(run)
+        yield shared_problems(run)
+
+    return broken_rules(run, rules)
+
+
+def example_problems(run: ExampleRun) -> Iterator[str]:
+    """Yields what is wrong with the examples and the length of the run."""
+    data, train = run.data, run.train
+    names = dataset_names(data.dataset)
+    if not names:
+        yield "No examples are set: name a dataset with --data.dataset."
+    if data.probs is not None:
+        if len(data.probs) != len(names):
+            yield (
+                f"data.probs has {len(data.probs)} numbers for {len(names)} datasets: give one for each dataset of "
+                "--data.dataset."
+            )
+        total = sum(data.probs)
+        if min(data.probs, default=0) <= 0 or abs(total - 1) > PROBABILITY_TOLERANCE:
+            yield (
+                f"data.probs is {data.probs} with sum {total:g}, but probabilities are greater than 0 and sum to 1: "
+                "change --data.probs."
+            )
+    if data.output_key is not None and data.input_key is None:
+        yield (
+            f"data.output_key is {data.output_key!r}, but no column with its prompt is named: set --data.input_key, or "
+            "leave --data.output_key out."
+        )
+    if data.input_key is not None and data.format in (ExampleFormat.TOKENS, ExampleFormat.ALPACA):
+        yield (
+            f"data.input_key is {data.input_key!r}, but data.format {data.format} has columns of its own: leave "
+            "--data.input_key or --data.format out."
+        )
+    if train.max_steps is not None and train.num_epochs != ExampleTrainConfig().num_epochs:
+        yield (
+            f"train.max_steps is {train.max_steps} and train.num_epochs is {train.num_epochs}, but a run has one "
+            "length: leave out --train.max_steps or --train.num_epochs."
+        )
+    if run.eval.dataset is None and run.eval.steps != ExampleEvalConfig().steps:
+        yield (
+            f"eval.steps is {run.eval.steps}, but there is nothing to evaluate on: set --eval.dataset, or leave "
+            "--eval.steps out."
+        )
+    if run.actor.lora.sync != LoraConfig().sync:
+        yield (
+            f"actor.lora.sync is {run.actor.lora.sync}, but no engine samples in this run: leave --actor.lora.sync out."
+        )
+
+
+def shared_problems(run: ExampleRun) -> Iterator[str]:
+    """Yields what is wrong with settings that reinforcement learning has as well, by its rules."""
+    same = as_rl(run)
+    for rule in (model_problems, lora_problems, optimizer_problems, cluster_problems, prompt_form_problems):
+        yield from rule(same)
+
+
+def as_rl(run: ExampleRun) -> RLConfig:
+    """Returns the settings of a reinforcement-learning run that has the same model, processes and chat template."""
+    actor, data, train = run.actor, run.data, run.train
+    names = (field for field in ModelConfig.__annotations__ if field != "lora")
+    lora = LoraConfig(
+        rank=actor.lora.rank,
+        alpha=actor.lora.alpha,
+        target_modules=actor.lora.target_modules,
+        load_in_4bit=actor.lora.load_in_4bit,
+    )
+    return RLConfig(
+        actor=ActorConfig(**{name: getattr(actor, name) for name in names}, lora=lora),
+        data=DataConfig(
+            apply_chat_template=data.apply_chat_template,
+            chat_template=data.chat_template,
+            chat_template_kwargs=data.chat_template_kwargs,
+            system_prompt=data.system_prompt,
+            input_template=data.input_template,
+        ),
+        train=TrainConfig(enable_ema=train.enable_ema, ema_beta=train.ema_beta),
+        cluster=run.cluster,
+        ds=run.ds,
+    )

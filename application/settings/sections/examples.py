@@ -1,0 +1,142 @@
+"""The sections `data`, `train` and `eval` of trainers that learn from examples."""
+
+from enum import StrEnum
+
+from attrs import define
+
+from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, PERIOD, SHARE, Range, setting
+
+
+class ExampleFormat(StrEnum):
+    """What the rows of a data set are."""
+
+    AUTO = "auto"
+    """Told by the columns."""
+    TOKENS = "tokens"
+    """`input_ids`, with `labels` (-100: not trained), `loss_mask`, `completion_mask` or `assistant_masks`."""
+    MESSAGES = "messages"
+    """`messages`: a conversation."""
+    SHAREGPT = "sharegpt"
+    """`conversations`: a conversation with `from` and `value`."""
+    COMPLETION = "prompt_completion"
+    """`prompt` and `completion`, both texts or both messages."""
+    ALPACA = "alpaca"
+    """`instruction`, `input` and `output`."""
+    TEXT = "text"
+    """`text`, all of which is trained."""
+
+
+class TrainOn(StrEnum):
+    """Which tokens carry loss."""
+
+    ASSISTANT = "assistant"
+    """Every reply; of a prompt and a completion the completion."""
+    LAST = "last"
+    """The last reply."""
+    COMPLETION = "completion"
+    """What follows the last user message; of a prompt and a completion the completion."""
+    ALL = "all"
+    """All tokens but the one that begins the sequence."""
+
+
+class LongRows(StrEnum):
+    """What becomes of rows that are longer than data.max_tokens."""
+
+    DROP = "drop"
+    """They are not trained on, and counted."""
+    CUT = "cut"
+    """Their first data.max_tokens tokens are; no end is put where they are cut."""
+    ERROR = "error"
+    """They are an error."""
+
+
+@define(kw_only=True)
+class ExampleDataConfig:
+    """The examples, and how they become tokens."""
+
+    dataset: str = setting(
+        "",
+        "File (.jsonl, .json, .csv, .parquet), saved dataset folder, or hub name (NAME:CONFIGURATION where it has "
+        "several); several separated by commas. Required.",
+    )
+    probs: tuple[float, ...] | None = setting(None, "Mixing probabilities, one for each dataset; default: concatenate.")
+    split: str = setting("train", "Split to read.")
+    format: ExampleFormat = setting(
+        ExampleFormat.AUTO,
+        "What a row is: tokens (input_ids with labels or a mask), messages, sharegpt (conversations), "
+        "prompt_completion, alpaca (instruction, input, output) or text; auto tells it by the columns.",
+    )
+    input_key: str | None = setting(
+        None,
+        "Column with the prompt, the messages or the text, where it is not the format's own; a dot leads into a "
+        "nested column.",
+    )
+    output_key: str | None = setting(None, "Column with the completion of input_key's prompt.")
+    train_on: TrainOn = setting(
+        TrainOn.ASSISTANT,
+        "Tokens that carry loss: of every assistant message, of the last one, of the completion (what follows the "
+        "last user message), or all. The keys train and weight of a message win.",
+    )
+    max_tokens: int = setting(
+        4096,
+        "Longest example, in tokens; of a conversation whose template rewrites the history, longest branch.",
+        Range(lambda tokens: tokens >= 2, "at least 2, for a prompt and a reply"),
+    )
+    overlong: LongRows = setting(
+        LongRows.DROP,
+        "What becomes of longer examples: drop them, cut them to their first tokens (nothing is trained to stop "
+        "there), or error.",
+    )
+    max_dropped: float = setting(
+        0.05, "Share of rows that may be dropped, for whatever reason; more is an error.", SHARE
+    )
+    max_samples: int | None = setting(None, "Read at most this many rows.", COUNT)
+    apply_chat_template: bool = setting(
+        True, "Render texts of prompt and completion with the model's chat template, as rollouts do."
+    )
+    chat_template: str | None = setting(
+        None,
+        "Chat template in place of the model's: a Jinja file, or the template itself. It is saved with the trained "
+        "model.",
+    )
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = setting(
+        None,
+        "Variables for the chat template, such as enable_thinking False: name value name value; the values true and "
+        "false are booleans. A row's own chat_template_kwargs win.",
+    )
+    system_prompt: str | None = setting(None, "System message put before every conversation that has none.")
+    input_template: str | None = setting(None, "Text with {} where the prompt goes; only without the chat template.")
+    num_workers: int = setting(1, "Processes that prepare the data; 1 is the run's own.", COUNT)
+    cache_dir: str | None = setting(
+        None,
+        "Directory where prepared data are kept for later runs; default: rollgrad in XDG_CACHE_HOME or ~/.cache.",
+    )
+
+
+@define(kw_only=True)
+class ExampleTrainConfig:
+    """How examples become optimizer steps."""
+
+    batch_size: int = setting(128, "Examples per optimizer step, each with all its branches.", COUNT)
+    num_epochs: int = setting(1, "Passes over the examples when max_steps is not set.", COUNT)
+    max_steps: int | None = setting(None, "Optimizer steps; default: num_epochs passes over the examples.", COUNT)
+    max_tokens_per_micro_batch: int = setting(16384, "Token budget of one forward and backward pass.", COUNT)
+    seed: int = setting(42, "Seeds the order of the examples.", NOT_NEGATIVE)
+    enable_ema: bool = setting(
+        False,
+        "Keep a moving average of the model's weights, in the CPU's memory; every saved model has it in the "
+        "directory ema.",
+    )
+    ema_beta: float = setting(0.992, "Its decay per optimizer step.", BELOW_ONE)
+
+
+@define(kw_only=True)
+class ExampleEvalConfig:
+    """Evaluation on held-out examples, before, during and after training."""
+
+    dataset: str | None = setting(
+        None, "Held-out examples, in the same forms as data.dataset; none turns evaluation off."
+    )
+    split: str = setting("test", "Split to read.")
+    steps: int = setting(-1, "Steps between evaluations; -1 evaluates only at the start and the end.", PERIOD)
+    max_samples: int | None = setting(None, "Evaluate at most this many examples.", COUNT)
