@@ -8,6 +8,7 @@ from rollgrad.entrypoints.cli.chat import ChatArguments
 from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, flag_kinds
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments
+from rollgrad.entrypoints.cli.sft import SFTArguments
 
 KINDS: tuple[type[Any], ...] = (
     TrainArguments,
@@ -16,8 +17,9 @@ KINDS: tuple[type[Any], ...] = (
     ChatArguments,
     ServeAgentArguments,
     ServeRewardArguments,
+    SFTArguments,
 )
-EVERY = {name: kind for arguments in KINDS for name, kind in flag_kinds(arguments).items()}
+EVERY = {name: kind for arguments in reversed(KINDS) for name, kind in flag_kinds(arguments).items()}
 
 
 def negative(name: str) -> str:
