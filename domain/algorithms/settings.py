@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from attrs import define
 
-from rollgrad.domain.settings import NOT_NEGATIVE, POSITIVE, SHARE, setting
+from rollgrad.domain.settings import NOT_NEGATIVE, POSITIVE, SHARE, Range, setting
 
 
 class KLEstimator(StrEnum):
@@ -151,3 +151,46 @@ class OldLogprobs(StrEnum):
     RECOMPUTE = "recompute"
     ROLLOUT = "rollout"
     INTERPOLATE = "interpolate"
+
+
+@define(kw_only=True)
+class PreferenceSettings:
+    """The loss of preference pairs."""
+
+    loss: tuple[str, ...] = setting(
+        ("sigmoid",),
+        "Losses that are added up: sigmoid (DPO; with label_smoothing cDPO), robust, ipo, ipo_sum, hinge, "
+        "sigmoid_norm, simpo, orpo, apo_zero, apo_down, nca_pair, bco_pair, exo_pair, sppo_hard, discopop, or sft, "
+        "the negative log-likelihood of the chosen replies.",
+        Range(lambda names: bool(names) and len(set(names)) == len(names), "at least one name, and each once"),
+    )
+    loss_weights: tuple[float, ...] | None = setting(
+        None,
+        "Weight of each loss (MPO: sigmoid bco_pair sft with 0.8 0.2 1); default: 1 each.",
+        Range(lambda weights: min(weights, default=0.0) >= 0, "numbers of at least 0"),
+    )
+    beta: float | None = setting(
+        None,
+        "Scale of the log-ratios against the reference, in orpo the weight of the odds ratio; default: the loss's own "
+        "(0.1, simpo 2, sigmoid_norm 5).",
+        POSITIVE,
+    )
+    label_smoothing: float = setting(
+        0.0,
+        "Share of pairs that are taken for mislabelled: cDPO with sigmoid, and what robust and exo_pair reckon with.",
+        Range(lambda share: 0 <= share < 0.5, "at least 0 and below 0.5"),
+    )
+    simpo_gamma: float = setting(1.0, "Margin that simpo asks for between the two replies' beta x mean log-prob.")
+    discopop_tau: float = setting(0.05, "Temperature of discopop's mixture.", POSITIVE)
+    ld_alpha: float = setting(
+        1.0,
+        "What a token beyond the length of the pair's shorter reply counts in the sums of log-probs (LD-DPO); 1 is as "
+        "much as the others.",
+        SHARE,
+    )
+
+    @property
+    def mixture(self) -> dict[str, float]:
+        """Weight of each loss, by name."""
+        weights = self.loss_weights or (1.0,) * len(self.loss)
+        return dict(zip(self.loss, weights, strict=True))

@@ -62,8 +62,9 @@ def pack_sequences(
 
 def pack_preferences(pairs: Sequence[Preference]) -> ExampleBatch:
     """Lays the pairs of one optimizer step end to end, chosen before rejected; `group_ids_S` is the pair's place in
-    `pairs`. `loss_weights_N` is, at each trained token, the pair's share in the sum of all pairs' weights;
-    `positive_weights_N` that of each chosen token in the weighted mean over the tokens of all chosen replies.
+    `pairs`. `ref_logprobs_N` is filled in if all pairs have theirs. `loss_weights_N` is, at each trained token, the
+    pair's share in the sum of all pairs' weights; `positive_weights_N` that of each chosen token in the weighted mean
+    over the tokens of all chosen replies.
 
     Raises:
         ValueError: all pairs have the weight 0.
@@ -76,8 +77,14 @@ def pack_preferences(pairs: Sequence[Preference]) -> ExampleBatch:
     weights_P = torch.tensor([pair.weight for pair in pairs], dtype=torch.float64)
     weights_N = weights_P[batch.group_ids_S][batch.sequence_ids_N]
     chosen_N = batch.action_mask_N & (batch.sample_ids_S == CHOSEN)[batch.sequence_ids_N]
+    references = [pair.ref_logprobs_A for pair in pairs if pair.ref_logprobs_A is not None]
+    ref_logprobs_N = None
+    if len(references) == len(pairs):
+        ref_logprobs_N = torch.zeros(batch.token_count)
+        ref_logprobs_N[batch.action_mask_N] = torch.cat(references)
     return evolve(
         batch,
+        ref_logprobs_N=ref_logprobs_N,
         loss_weights_N=_shares(weights_N, weights_P.sum(), batch.action_mask_N),
         positive_weights_N=_shares(weights_N, weights_N[chosen_N].sum(), chosen_N),
     )

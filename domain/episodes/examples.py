@@ -68,7 +68,8 @@ class Demonstration:
 @frozen(kw_only=True, eq=False)
 class Preference:
     """A pair of replies to one prompt, of which `chosen` is better, by `margin` where the data say so (reward models).
-    `weight` multiplies the pair's loss; `row` is its place in the data.
+    `weight` multiplies the pair's loss; `row` is its place in the data. `ref_logprobs_A` float32: log-probs under a
+    reference of the trained tokens, those of the chosen reply first; None until they are known.
 
     Raises:
         DataError: both have the same trained tokens, so that nothing tells them apart.
@@ -79,6 +80,7 @@ class Preference:
     row: int
     margin: float = 0.0
     weight: float = 1.0
+    ref_logprobs_A: Tensor | None = None
 
     def __attrs_post_init__(self) -> None:
         if torch.equal(self.chosen.token_ids_T, self.rejected.token_ids_T):

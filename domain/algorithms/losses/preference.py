@@ -5,7 +5,7 @@ a bar (s_bar, r_bar, h_bar) is the mean over the reply's trained tokens. Each do
 function is registered under its name, which `domain.algorithms.catalogue.PAIR_LOSSES` describes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from attrs import field, frozen
@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from rollgrad.domain.algorithms.catalogue import PAIR_LOSSES, PairLossTraits
 from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
+from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
@@ -215,28 +216,24 @@ class PreferenceObjective:
     `loss_weights_N` stands at each trained token and is the weight of its pair in the step, `positive_weights_N` that
     of each chosen token in the mean over the step's chosen tokens.
 
-    Attributes:
-        losses: weight of each loss of the mixture, by name (MPO, Wang et al. 2024, arXiv:2411.10442).
-        beta: of all of them; None leaves each its own (`catalogue.PAIR_LOSSES`).
-        label_smoothing, simpo_gamma, discopop_tau: see `PairLossParams`.
-        ld_alpha: weight in the sums of log-probs of the tokens beyond the length of the shorter reply of a pair (Liu et
-            al. 2024, "LD-DPO", arXiv:2409.06411); 1 changes nothing.
+    `settings` are those of the losses and their mixture (MPO, Wang et al. 2024, arXiv:2411.10442). Its `ld_alpha`
+    weighs the tokens beyond the length of a pair's shorter reply (Liu et al. 2024, "LD-DPO", arXiv:2409.06411).
     """
 
-    losses: Mapping[str, float] = field(factory=lambda: {"sigmoid": 1.0})
-    beta: float | None = None
-    label_smoothing: float = 0.0
-    simpo_gamma: float = 1.0
-    discopop_tau: float = 0.05
-    ld_alpha: float = 1.0
+    settings: PreferenceSettings = field(factory=PreferenceSettings)
+
+    def beta(self, name: str) -> float:
+        """Returns the scale of the loss `name`: the one that is set, or its own."""
+        return PAIR_LOSSES[name].beta if self.settings.beta is None else self.settings.beta
 
     def params(self, name: str) -> PairLossParams:
         """Returns what the loss `name` is computed with."""
+        settings = self.settings
         return PairLossParams(
-            beta=PAIR_LOSSES[name].beta if self.beta is None else self.beta,
-            label_smoothing=self.label_smoothing,
-            simpo_gamma=self.simpo_gamma,
-            discopop_tau=self.discopop_tau,
+            beta=self.beta(name),
+            label_smoothing=settings.label_smoothing,
+            simpo_gamma=settings.simpo_gamma,
+            discopop_tau=settings.discopop_tau,
         )
 
     def __call__(self, scores: TokenScores, batch: ExampleBatch) -> LossOutput:
@@ -253,7 +250,7 @@ class PreferenceObjective:
         pairs, weights_P = self._pairs(logprobs_N, batch)
         loss = logprobs_N.new_zeros(())
         metrics: dict[str, Tensor] = {}
-        for name, weight in self.losses.items():
+        for name, weight in self.settings.mixture.items():
             if name == IMITATION:
                 metrics["chosen_nll"] = -weighted_sum(logprobs_N, batch.filled("positive_weights_N"), mask_N)
                 loss = loss + weight * metrics["chosen_nll"]
@@ -265,8 +262,8 @@ class PreferenceObjective:
 
     def _columns(self, pairs: Pairs) -> dict[str, Tensor]:
         """What is reported of each pair."""
-        first = next((name for name in self.losses if name != IMITATION), "sigmoid")
-        scale = self.params(first).beta
+        first = next((name for name in self.settings.loss if name != IMITATION), "sigmoid")
+        scale = self.beta(first)
         with_reference = pairs.ref_logprobs_P2 is not None
         chosen_P, rejected_P = (pairs.log_ratios_P2 if with_reference else pairs.mean_logprobs_P2).detach().unbind(1)
         chosen_logprob_P, rejected_logprob_P = pairs.logprobs_P2.detach().unbind(1)
@@ -292,11 +289,11 @@ class PreferenceObjective:
         trained_N = torch.where(mask_N, 1.0, 0.0).to(logprobs_N.dtype)
         lengths_P2 = sums(trained_N)
         shares_N = trained_N
-        if self.ld_alpha != 1.0:
+        if self.settings.ld_alpha != 1.0:
             before_N = trained_N.cumsum(0) - trained_N
             place_N = before_N - before_N[batch.starts_S][batch.sequence_ids_N]
             shorter_N = lengths_P2.amin(1)[pair_S][batch.sequence_ids_N]
-            shares_N = torch.where(place_N < shorter_N, trained_N, self.ld_alpha * trained_N)
+            shares_N = torch.where(place_N < shorter_N, trained_N, self.settings.ld_alpha * trained_N)
         pairs = Pairs(
             logprobs_P2=sums(logprobs_N * shares_N),
             ref_logprobs_P2=None if ref_N is None else sums(torch.where(mask_N, ref_N, 0.0).to(logprobs_N) * shares_N),

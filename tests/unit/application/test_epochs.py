@@ -15,6 +15,7 @@ from rollgrad.application.learning.examples import ExampleEvaluation, ExampleLea
 from rollgrad.application.pipelines.epochs import Epochs
 from rollgrad.application.pipelines.run import Run, RunOutcome, Schedule
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
+from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.control.findings import LearningSettings, LearningWatch
@@ -29,7 +30,7 @@ from tests.fakes.models import FakePolicy
 PAIRS, BATCH, EPOCHS = 5, 2, 2
 TOTAL = PAIRS * EPOCHS
 STEPS = -(-TOTAL // BATCH)
-OBJECTIVE = PreferenceObjective(losses={"simpo": 1.0})
+OBJECTIVE = PreferenceObjective(settings=PreferenceSettings(loss=("simpo",)))
 """A loss without a reference."""
 
 
