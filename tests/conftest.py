@@ -163,8 +163,7 @@ def vllm_engine(_vllm_in_module: Any) -> Any:
 @pytest.fixture
 def algorithms_as_before() -> Iterator[None]:
     """Takes back what a test registers."""
-    from rollgrad.domain import estimators, losses
-    from rollgrad.domain.algorithms import catalogue
+    from rollgrad.domain.algorithms import catalogue, estimators, losses
 
     tables: list[dict[str, Any]] = [
         catalogue.ESTIMATORS,

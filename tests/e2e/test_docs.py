@@ -125,4 +125,5 @@ def test_the_repository_installs_by_its_path(tmp_path: Path) -> None:
         packed = {name for name in archive.namelist() if name.endswith(".py")}
     layers = ("domain", "application", "adapters", "entrypoints")
     there = {f"rollgrad/{path.relative_to(source)}" for layer in layers for path in (source / layer).rglob("*.py")}
-    assert packed == there | {f"rollgrad/{path.name}" for path in (source / "rollgrad").glob("*.py")}
+    own = (*(source / "rollgrad").glob("*.py"), *(source / "rollgrad" / "testing").glob("*.py"))
+    assert packed == there | {str(path.relative_to(source)) for path in own}

@@ -1,16 +1,12 @@
-"""A `Tool` that follows a function, and an MCP server to talk to."""
+"""An MCP server to talk to."""
 
-import asyncio
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollgrad.adapters.tools.text_argument import read_text, text_schema
-from rollgrad.domain.episodes.messages import ToolResult
-from rollgrad.domain.ports.environment import Tool
+from rollgrad.testing.tool import FakeTool as FakeTool
 
 MCP_SERVER = '''
 import os
@@ -57,30 +53,6 @@ def die() -> str:
 if __name__ == "__main__":
     server.run()
 '''
-
-
-class FakeTool(Tool):
-    """`repeat`: answers `text` with what `answer` makes of it; keeps what it was asked."""
-
-    name = "repeat"
-    description = "Says it again."
-    parameters = text_schema("text", "What to say.")
-
-    def __init__(self, answer: Callable[[str], ToolResult] = lambda text: ToolResult(content=text)) -> None:
-        self._answer = answer
-        self.calls: list[str] = []
-        self.closed = False
-
-    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        text = read_text(self.name, "text", arguments)
-        if isinstance(text, ToolResult):
-            return text
-        self.calls.append(text)
-        await asyncio.sleep(0)
-        return self._answer(text)
-
-    async def close(self) -> None:
-        self.closed = True
 
 
 def mcp_command(folder: Path) -> str:
