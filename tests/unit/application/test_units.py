@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rollgrad.application.learning.microbatch import per_token, split
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
+from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import ExampleBatch, pack_preferences
 from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch, pack
 from rollgrad.domain.batches.sharding import shards
@@ -61,7 +62,7 @@ def test_no_forward_pass_or_process_has_half_a_pair(
 def test_a_loss_of_pairs_is_the_same_in_any_division(
     lengths: list[tuple[int, int]], budget: int, processes: int
 ) -> None:
-    batch, objective = pairs(lengths), PreferenceObjective(losses={"simpo": 1.0})
+    batch, objective = pairs(lengths), PreferenceObjective(settings=PreferenceSettings(loss=("simpo",)))
 
     def loss(part: ExampleBatch) -> float:
         logprobs_N = -(1.0 + part.positions_N % 3).double() * part.action_mask_N
