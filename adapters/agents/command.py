@@ -24,7 +24,7 @@ KEPT_VARIABLES = (
     "PYTHONPATH",
     "SSL_CERT_FILE",
 )
-"""What a program sees of this process's environment: no token is among them."""
+"""Environment variables that a program inherits from this process; none of them holds a secret."""
 MAX_OUTPUT = 2**20
 """Bytes of standard output and of standard error that are read; a program that writes more is stopped."""
 SHOWN = 500
@@ -32,22 +32,23 @@ SHOWN = 500
 PROCESSES = 64
 """Programs that play at once, by default: an idle Python with an SDK takes some 60 MB."""
 POLL_SECONDS = 0.2
-"""How often it is looked whether a program has ended whose output others still hold open: asyncio's own `wait` waits
-for them too."""
+"""Seconds between polls for the end of a program. asyncio's own `wait` would also wait for children that hold its
+output open."""
 END_SECONDS = 1.0
-"""How long output stays open behind the end of a program and its children; whoever holds it then has left its group."""
+"""Seconds for which output is still read after the end of a program and its children. A process that holds the output
+open for longer has left the program's process group."""
 
 
 class CommandAgent(AgentProgram):
-    """Runs `command` (split as a shell would, without a shell) in a process group of its own for each episode.
+    """Runs `command` (split as by a shell, but run without one) in a process group of its own for each episode.
 
-    It finds the server in OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ROLLGRAD_MODEL,
-    and on standard input one line of JSON with `prompt` (text) and `messages`; never the label. The last line that it
-    prints is its answer; nothing printed leaves the last reply as the answer.
+    OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and ROLLGRAD_MODEL tell it the server; its
+    standard input is one line of JSON with `prompt` (text) and `messages`, never the label. The last line that it
+    prints is its answer; if it prints nothing, the last reply is.
 
     Args:
         command: the program and its arguments.
-        processes: how many run at once; other episodes wait, which counts as their time.
+        processes: how many run at once; other episodes wait, and the wait counts against their time limit.
 
     Raises:
         ConfigurationError: the command is empty, or a quotation in it does not end.
@@ -69,7 +70,7 @@ class CommandAgent(AgentProgram):
 
         Raises:
             ConfigurationError: there is no such program.
-            RuntimeError: it failed, or wrote too much.
+            RuntimeError: it failed, or its output was too long.
         """
         async with self._slots.here():
             return await self._play(task)
@@ -90,15 +91,15 @@ class CommandAgent(AgentProgram):
                 f"agent.command starts {self._command[0]!r}, which cannot be run ({error.strerror}): correct "
                 "--agent.command."
             ) from error
-        said, complained = await _talk(process, _input(task))
+        said, complained = await _communicate(process, _input(task))
         if process.returncode != 0:
             raise RuntimeError(f"exit status {process.returncode}: {complained.strip()[-SHOWN:] or 'no message'}")
         lines = said.strip().splitlines()
         return AgentResult(answer=lines[-1].strip() if lines else None)
 
 
-async def _talk(process: asyncio.subprocess.Process, given: bytes) -> tuple[str, str]:
-    """What the process writes to its outputs until it ends; its children end with it."""
+async def _communicate(process: asyncio.subprocess.Process, given: bytes) -> tuple[str, str]:
+    """Returns standard output and standard error of the process; its children end with it."""
     assert process.stdout is not None
     assert process.stderr is not None
     said, complained = bytearray(), bytearray()
@@ -110,7 +111,7 @@ async def _talk(process: asyncio.subprocess.Process, given: bytes) -> tuple[str,
             done, pending = await asyncio.wait(pending, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-        while process.returncode is None:  # it goes on without outputs
+        while process.returncode is None:  # it may close its outputs and run on
             await asyncio.sleep(POLL_SECONDS / 10)
         _kill(process)
         if pending:
@@ -144,17 +145,17 @@ async def _read(stream: asyncio.StreamReader, into: bytearray) -> None:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """Ends the program and what it left behind."""
+    """Kills the program's process group, with children that it left behind."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _input(task: AgentTask) -> bytes:
-    said = {"prompt": _question(task), "messages": list(task.prompt.messages)}
+    said = {"prompt": _last_message(task), "messages": list(task.prompt.messages)}
     return json.dumps(said, ensure_ascii=False, default=str).encode() + b"\n"
 
 
-def _question(task: AgentTask) -> str:
+def _last_message(task: AgentTask) -> str:
     """Returns the latest message of the prompt's conversation."""
     return str(task.prompt.messages[-1]["content"]) if task.prompt.messages else task.prompt.text
 

@@ -12,11 +12,11 @@ from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, Agent
 
 
 class FunctionAgent(AgentProgram):
-    """Calls `function(task)`, which may be asynchronous; one that blocks runs in a thread of its own.
+    """Calls `function(task)`, which may be asynchronous; a blocking one runs in a thread of its own.
 
-    It returns its answer (a text), its reward (a number), a mapping with `answer`, `reward` and `metrics`, or None: the
-    last reply is the answer then. A blocking function that is cancelled keeps its thread until it returns; its session
-    answers no more.
+    It returns its answer (a text), its reward (a number), a mapping with `answer`, `reward` and `metrics`, or None:
+    then the last reply is the answer. A blocking function that is cancelled keeps its thread until it returns, but its
+    session refuses further calls.
     """
 
     def __init__(self, function: Callable[[AgentTask], Any]) -> None:

@@ -1,7 +1,7 @@
-"""`FieldStream`: the fields of a reply, piece by piece.
+"""`FieldStream` parses a reply piece by piece into the fields of a message.
 
-Invariant: the pieces put together do not depend on how the text was cut. Calls come with the end, since only whole
-ones can be read.
+Invariant: the joined pieces do not depend on how the text was cut. Tool calls come at the end, since only complete ones
+can be read.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,19 +11,19 @@ from rollgrad.adapters.chat.special_text import SpecialTokens
 from rollgrad.domain.episodes.messages import ToolCall
 
 Pieces = list[tuple[str, str]]
-"""(field, text): the field is `content` or `reasoning_content`."""
+"""Pairs of (field, text); the field is `content` or `reasoning_content`."""
 
 UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
-"""What the parser raises on a region that is not in its format."""
+"""Errors that the parser raises on a region that is not in its format."""
 
 
 class FieldStream:
-    """Texts lose special tokens and their outer white space.
+    """Stream of a reply's fields, without special tokens and outer white space.
 
     Args:
         parser: transformers' parser.
-        special: the tokens to leave out.
-        read_calls: takes what the parser found of calls and the whole reply.
+        special: the tokens to remove.
+        read_calls: makes tool calls from the regions that the parser found and the whole reply.
     """
 
     def __init__(
@@ -35,19 +35,19 @@ class FieldStream:
         self._said: list[str] = []
         self._tails: dict[str, str] = {}
         self._spaces: dict[str, str] = {}
-        self._told: set[str] = set()
+        self._fields_seen: set[str] = set()
         self.failed = False
         """Whether a part could not be read."""
         self.tool_calls: tuple[ToolCall, ...] = ()
         """The calls, after `finish`."""
 
     def feed(self, text: str) -> Pieces:
-        """Pieces of `content` and `reasoning_content` that `text` completes."""
+        """Returns the pieces of `content` and `reasoning_content` that `text` completes."""
         self._said.append(text)
         return [] if self.failed else self._guarded(lambda: self._parser.feed(text))
 
     def finish(self) -> Pieces:
-        """Returns the pieces still held back. A reply of which nothing could be read is all content."""
+        """Returns the pieces still held back. A reply that could not be parsed at all is content."""
         calls: Sequence[Any] = ()
 
         def finalize() -> Sequence[Any]:
@@ -62,8 +62,8 @@ class FieldStream:
         whole = "".join(self._said)
         self.tool_calls = self._read_calls(calls, whole)
         unread = all(call.arguments is None for call in self.tool_calls)
-        nothing_else = bool(self.tool_calls) or self.failed or "reasoning_content" not in self._told
-        if "content" not in self._told and unread and nothing_else:
+        nothing_else = bool(self.tool_calls) or self.failed or "reasoning_content" not in self._fields_seen
+        if "content" not in self._fields_seen and unread and nothing_else:
             pieces.extend(self._trimmed("content", self._special.remove(whole).strip()))
         return pieces
 
@@ -82,12 +82,12 @@ class FieldStream:
         return pieces
 
     def _trimmed(self, name: str, text: str) -> Pieces:
-        """Holds white space back until something follows it, and drops it in front."""
+        """Drops leading white space, and holds white space back until other text follows it."""
         whole = self._spaces.get(name, "") + text
         body = whole.rstrip()
         self._spaces[name] = whole[len(body) :]
         if not body:
             return []
-        first = name not in self._told
-        self._told.add(name)
+        first = name not in self._fields_seen
+        self._fields_seen.add(name)
         return [(name, body.lstrip() if first else body)]

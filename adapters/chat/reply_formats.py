@@ -1,6 +1,6 @@
-"""How the replies of model families look, for transformers' response parser.
+"""Formats of replies of model families, for transformers' response parser.
 
-No pattern may look further than a bounded stretch for what it needs, or a long reply would take quadratic time.
+Every pattern looks a bounded distance ahead: an unbounded one would take quadratic time on a long reply.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 THINKING = {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"}
 VERBATIM = {"name": "text", "args": {"strip": False}}
-"""White space around an argument may be code's indentation."""
+"""Parser of an argument whose white space is kept, because it may be the indentation of code."""
 TEXT = {"content": "text", "repeats": True, "join": ""}
 CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 
@@ -101,7 +101,7 @@ FORMATS: Sequence[tuple[str, Mapping[str, Any]]] = (
     ("<|python_tag|>", LLAMA),
     ('"parameters": ', LLAMA),
 )
-"""A mark in the chat template, and how replies of such models look; the first that is found."""
+"""Marks in chat templates, and the format of replies of such models; the first mark found decides."""
 
 MARKS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-"""Stand around all calls and say nothing; like special tokens they are left out of texts."""
+"""Marks around all calls, which carry no information; like special tokens they are removed from texts."""

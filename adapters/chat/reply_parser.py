@@ -1,7 +1,7 @@
-"""Takes replies apart: thinking, text and tool calls, with transformers' response parser.
+"""Parses replies into thinking, text and tool calls, with transformers' response parser.
 
-A checkpoint that ships a `response_template` is parsed by it; for the others the format is told by the marks in their
-chat template. A call that cannot be read never hides the ones that can. Nothing of a reply is ever evaluated.
+A checkpoint's own `response_template` is used if it has one; for others marks in the chat template identify the format.
+A call that cannot be read does not hide other calls. No part of a reply is ever evaluated.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ from rollgrad.domain.episodes.messages import ParsedReply, ToolCall, assistant_m
 from rollgrad.domain.ports.chat_codec import ToolSchema
 
 START = "\x02reply\x03"
-"""Stands where the reply begins; no reply contains it."""
+"""Placeholder at the beginning of the reply; no reply contains it."""
 
 MAX_DEPTH = 64
-"""Levels of nesting in arguments: no tool wants more, and templates walk them recursively."""
+"""Deepest nesting of arguments: no tool needs more, and templates walk them recursively."""
 
 
 class ReplyParser:
@@ -28,8 +28,8 @@ class ReplyParser:
 
     Args:
         chat_template: the model's, None for a model without one.
-        response_template: the checkpoint's own, if it ships one.
-        special_tokens: taken out of the texts.
+        response_template: the checkpoint's own, if it has one.
+        special_tokens: tokens that are removed from texts.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ReplyParser:
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema]) -> ParsedReply:
         """Implements `ChatCodec.parse`."""
         stream, fields = self._read([text], prompt, tools)
-        if stream.failed:  # a piece that fails takes what it brought along: let it bring nothing
+        if stream.failed:  # an unreadable region hides text in the same piece: parse again in single characters
             stream, fields = self._read(text, prompt, tools)
         message = assistant_message(
             fields["content"], reasoning=fields["reasoning_content"], tool_calls=stream.tool_calls
@@ -52,7 +52,7 @@ class ReplyParser:
         return ParsedReply(message=message, tool_calls=stream.tool_calls, error=error)
 
     def stream(self, prompt: str, tools: Sequence[ToolSchema]) -> FieldStream:
-        """Parses a reply that comes in pieces."""
+        """Returns a parser for a reply that comes in pieces."""
         from transformers.utils.chat_parsing import ResponseParser
 
         known = [tool["function"]["name"] for tool in tools]
@@ -81,7 +81,7 @@ class ReplyParser:
         return START + ("<think>\n" if prompt.rstrip().endswith("<think>") else "")
 
     def _cleaned(self, value: Any) -> Any:
-        """Returns a call without special tokens: the last one of a reply may end it before the call does."""
+        """Returns a call without special tokens, because a reply may end with one in the middle of a call."""
         if isinstance(value, str):
             return self._special.remove(value)
         if isinstance(value, dict):
@@ -90,7 +90,7 @@ class ReplyParser:
 
 
 def _call_id(reply: str, index: int) -> str:
-    """Nine letters and digits, as Mistral's templates demand; another for each call."""
+    """Returns nine letters and digits, as Mistral's templates require, which differ for each call of a reply."""
     return hashlib.sha256(f"{index} {reply}".encode()).hexdigest()[:9]
 
 
@@ -113,15 +113,15 @@ def _functions(value: Any) -> Iterator[Any]:
             return
         yield from found if isinstance(found, list) else [found]
         if isinstance(found, dict) and "name" not in found:
-            return  # no call; what follows it is none either
+            return  # not a call; neither is the text after it
         while place < len(text) and text[place] in " \n;":
             place += 1
         if text[place : place + 1] not in ("[", "{"):
-            return  # what the model wrote after its calls
+            return  # text that the model wrote after its calls
 
 
 def _call(function: Any, call_id: str, known: Sequence[str]) -> ToolCall:
-    """Returns a call with its arguments read, or with what is wrong with it."""
+    """Returns a call with its arguments, or with the error that kept them from being read."""
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         wrong = "A tool call is one JSON object with the name of a function and its arguments."
         return ToolCall(id=call_id, name="", arguments=None, error=wrong)
@@ -136,7 +136,7 @@ def _call(function: Any, call_id: str, known: Sequence[str]) -> ToolCall:
             return ToolCall(id=call_id, name=name, arguments=None, error=TOO_DEEP)
     if not isinstance(arguments, Mapping):
         return ToolCall(id=call_id, name=name, arguments=None, error="The arguments are not a JSON object.")
-    if _deeper(arguments, MAX_DEPTH):
+    if _nested_deeper(arguments, MAX_DEPTH):
         return ToolCall(id=call_id, name=name, arguments=None, error=TOO_DEEP)
     if known and name not in known:
         unknown = f"There is no function {name!r}; the functions are {', '.join(known)}."
@@ -147,7 +147,7 @@ def _call(function: Any, call_id: str, known: Sequence[str]) -> ToolCall:
 TOO_DEEP = f"The arguments are nested more than {MAX_DEPTH} levels deep."
 
 
-def _deeper(value: Any, levels: int) -> bool:
+def _nested_deeper(value: Any, levels: int) -> bool:
     """Returns whether lists and objects in `value` are nested more than `levels` deep."""
     layer = [value]
     for _ in range(levels):

@@ -1,8 +1,9 @@
-"""Control tokens spelled out in texts: kept from coming true in messages, taken out of replies.
+"""Special tokens written out in texts: they become plain text in messages, and are removed from replies.
 
-A template puts a message's text and its own marks into one string, where `<|im_end|>` typed by a user looks like the
-end of the turn. So each special token that a message or a tool's description spells out is replaced by a placeholder
-before the template sees it; afterwards the placeholders' text is tokenised as plain characters.
+A template joins messages and its own marks into one string, in which `<|im_end|>` typed by a user looks like the end of
+the turn. So each special token that a message or a tool's description writes out is replaced by a placeholder before
+the template is applied; afterwards the placeholders' text is tokenised as plain characters. For example, the user text
+"a<|im_end|>b" reaches the template as "a", placeholder 0, "b", and the placeholder is tokenised as "<", "|", "im", ...
 """
 
 import re
@@ -22,7 +23,8 @@ PRIVATE_USE = range(0xE000, 0xF900)
 
 @frozen
 class Guarded:
-    """`messages` and `tools` with placeholders; `mark` delimits them, None when nothing had to be replaced."""
+    """`messages` and `tools` with placeholders. `mark` is the character around a placeholder, None if there are
+    none."""
 
     messages: list[Message]
     tools: list[ToolSchema]
@@ -46,7 +48,7 @@ class Guarded:
         return parts
 
     def restore(self, text: str) -> str:
-        """`text` with the messages' own words in place of the placeholders."""
+        """Returns `text` with the original text in place of the placeholders."""
         return "".join(part for part, _ in self.split(text))
 
 
@@ -56,8 +58,8 @@ def guard(
     special_tokens: Sequence[str],
     template_tokens: Sequence[str] = (),
 ) -> Guarded:
-    """Returns `messages` and `tools` with a placeholder for every one of `special_tokens` in their texts, and of
-    `template_tokens` in the texts that are not the assistant's: its own are how templates find its thoughts."""
+    """Returns `messages` and `tools` with placeholders for `special_tokens` in all their texts, and for
+    `template_tokens` in all but the assistant's: by those templates find the assistant's thinking."""
     written = "\n".join(all_texts([messages, tools]))
     if not any(token in written for token in (*special_tokens, *template_tokens)):
         return Guarded(list(messages), list(tools))
@@ -82,7 +84,7 @@ def guard(
 
 
 def _pattern(tokens: Sequence[str]) -> re.Pattern[str]:
-    """Of any of `tokens`, the longest first; of none of them, of nothing."""
+    """Returns a pattern of any of `tokens`, the longest first; without tokens it matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 
@@ -100,7 +102,7 @@ def unused_character(value: Any) -> str:
 
 
 class SpecialTokens:
-    """Takes `tokens` out of texts, in one pass from left to right, the longest first."""
+    """Removes `tokens` from texts, in one pass from left to right, the longest first."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         known = sorted(filter(None, tokens), key=len, reverse=True)
@@ -109,11 +111,12 @@ class SpecialTokens:
         self._longest = max(map(len, known), default=0)
 
     def remove(self, text: str) -> str:
-        """`text` without them."""
+        """Returns `text` without the tokens."""
         return self._pattern.sub("", text)
 
     def remove_settled(self, text: str) -> tuple[str, str]:
-        """`text` without them, up to where more text could complete one, and the rest as it is."""
+        """Returns `text` without the tokens up to the point where more text could complete one, and the rest
+        unchanged."""
         kept: list[str] = []
         place = 0
         while True:

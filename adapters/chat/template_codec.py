@@ -1,7 +1,7 @@
-"""`TemplateCodec`: the chat template and the tokenizer that come with a model.
+"""`TemplateCodec`: a model's chat template and tokenizer.
 
-Invariant: the template is applied to text, and that text is tokenised once without adding special tokens (the template
-already wrote them); what messages spell out never becomes a special token. Does not own: which messages make a prompt.
+Invariant: the template is applied to text, and that text is tokenised once without adding special tokens, which the
+template has written already; text of messages never becomes a special token. Does not own: the choice of messages.
 """
 
 import json
@@ -24,8 +24,8 @@ Rendered = TypeVar("Rendered")
 
 @frozen
 class WrittenPrompt:
-    """A conversation that the template has written, and that is not yet tokenised. `marked` has placeholders of
-    `guarded` for what the messages spell out."""
+    """A conversation written by the template, not yet tokenised. `marked` is its text, with the placeholders of
+    `guarded`."""
 
     text: str
     guarded: Guarded
@@ -33,8 +33,9 @@ class WrittenPrompt:
 
 
 class TemplateCodec(ChatCodec):
-    """Renders, encodes, decodes and parses with `tokenizer`, a transformers tokenizer. A template that knows no tools
-    is told of them in Hermes' format, in the system message. `template_kwargs`: variables that the template is given.
+    """Renders, encodes, decodes and parses with `tokenizer`, a transformers tokenizer. If the template has no
+    place for tools, they are described in the system message, in Hermes' format. `template_kwargs`: variables for the
+    template.
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -45,7 +46,7 @@ class TemplateCodec(ChatCodec):
         self._knows_tools = "tools" in (text or "")
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         self._special = sorted({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)})
-        # <tool_response> and <think> are often no special tokens, and mean as much to the model.
+        # <tool_response> and <think> often are not special tokens, but mean as much to the model.
         self._written = sorted({token.content for token in added if token.content in (text or "")} - {*self._special})
         self._template = text or ""
         self._parser = ReplyParser(
@@ -73,23 +74,23 @@ class TemplateCodec(ChatCodec):
         return self._encode(written.guarded, written.marked)
 
     def mentions(self, role: str) -> bool:
-        """Returns whether the template names a role, as some do that have more than the usual ones."""
+        """Returns whether the template names a role; some have roles beside the usual ones."""
         return any(f"{mark}{role}{mark}" in self._template.replace("\\", "") for mark in "'\"")
 
     def lengths(self, prompts: Sequence[WrittenPrompt]) -> list[int]:
-        """Returns how many tokens each prompt has; tokenised together, which the tokenizer divides over the cores."""
+        """Returns the number of tokens of each prompt. All are tokenised in one call, which uses all cores."""
         whole = iter(self._count([p.text for p in prompts if p.guarded.mark is None], add_special_tokens=False))
         return [next(whole) if p.guarded.mark is None else len(self.tokens(p)) for p in prompts]
 
     def text_lengths(self, texts: Sequence[str]) -> list[int]:
-        """Returns how many tokens `encode_prompt` makes of each text; tokenised together."""
+        """Returns the number of tokens that `encode_prompt` makes of each text, in one call of the tokenizer."""
         return self._count(texts, add_special_tokens=True)
 
     def _count(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[int]:
         if not texts:
             return []
         written = [_well_formed(text) for text in texts]
-        # Not verbose: a text longer than the model takes is what is looked for here.
+        # Not verbose: the tokenizer would warn of long texts, which the caller counts on purpose.
         batch = self._tokenizer(written, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         return [len(token_ids) for token_ids in batch]
 
@@ -101,30 +102,32 @@ class TemplateCodec(ChatCodec):
         *,
         reply_token_ids: Sequence[int],
     ) -> tuple[int, ...] | None:
-        """Implements `ChatCodec.extend`: the text that the template writes behind the reply, found by writing the
-        conversation with a marked reply both with and without the new messages."""
+        """Implements `ChatCodec.extend`. The text after the reply is found by applying the template to the conversation
+        with a marked reply twice, with and without the new messages, and comparing."""
         reply = messages[-1]
         mark = unused_character([messages, new_messages])
         marked = self.guarded([*messages[:-1], {**reply, "content": mark}, *new_messages], tools)
-        behind = self._behind(marked, len(messages), mark, thought=bool(reply.get("reasoning_content")))
+        behind = self._text_after(marked, len(messages), mark, thought=bool(reply.get("reasoning_content")))
         if behind is None and reply.get("tool_calls"):  # some templates write the text behind the results of the calls
             marked = self.guarded([*messages, *new_messages], tools)
-            behind = self._behind(marked, len(messages), None, thought=True)
+            behind = self._text_after(marked, len(messages), None, thought=True)
         if behind is None:
             return None
         end, following = behind
         last = self._tokenizer.convert_ids_to_tokens(int(reply_token_ids[-1])) if reply_token_ids else ""
-        if last not in self._special:  # cut off
+        if last not in self._special:  # truncated: the model has not ended its turn
             return self._encode(marked, end + following)
         close = last if last in end else max(self._special, key=end.rfind)
         place = end.rfind(close)
         lacking = end[place + len(close) :] if place >= 0 else end
-        # Where the next turn's mark ends this one, the model sampled it.
+        # In some templates the next turn's mark also ends this turn; the model has then sampled it already.
         return self._encode(marked, lacking + (following if last in end else following.removeprefix(last)))
 
-    def _behind(self, guarded: Guarded, known: int, mark: str | None, *, thought: bool) -> tuple[str, str] | None:
-        """Returns how the template ends the last of the `known` first messages, whose text is `mark` (None: it has
-        none), and what it writes behind it; None if it changes what stands before."""
+    def _text_after(self, guarded: Guarded, known: int, mark: str | None, *, thought: bool) -> tuple[str, str] | None:
+        """Returns the text that ends the last of the first `known` messages, and the text that follows it.
+
+        `mark` is the text of that message, None if it has none. Returns None if the template changes earlier text.
+        """
         try:
             before = self._apply(guarded.messages[:known], guarded.tools, generation_prompt=False)
             after = self._apply(guarded.messages, guarded.tools, generation_prompt=True)
@@ -134,11 +137,11 @@ class TemplateCodec(ChatCodec):
         if mark and marked:
             head, _, end = before.rpartition(mark)
             new_head, _, tail = after.rpartition(mark)
-            # The thinking block of an empty thought comes and goes with the place of the message: it was not sampled.
+            # A template may write an empty thinking block only into the last message: nothing sampled changes with it.
             kept = head == new_head if thought else head.startswith(new_head)
-        else:  # the template leaves out the text of a message with calls
+        else:  # the template omits the text of a message with calls
             kept, end, tail = True, before, after
-        if kept and not tail.startswith(end):  # some templates end every conversation, not turn, with this token
+        if kept and not tail.startswith(end):  # some templates write this token at the end of the conversation alone
             end = end.removesuffix(self._tokenizer.eos_token or "")
             kept = any(token in end for token in self._special)
         if not kept or not tail.startswith(end):
@@ -146,14 +149,14 @@ class TemplateCodec(ChatCodec):
         following = tail[len(end) :]
         if end is before or guarded.messages[known - 1].get(
             "tool_calls"
-        ):  # the calls were sampled, the last token behind
+        ):  # the calls were sampled, the token after them was not
             place = max(map(end.rfind, self._special), default=-1)
             end = end[place:] if place >= 0 else ""
         return end, following
 
     @cached_property
     def end_of_turn(self) -> str:
-        """Implements `ChatCodec.end_of_turn`; of a tokenizer without a chat template its end-of-sequence token."""
+        """Implements `ChatCodec.end_of_turn`; without a chat template it is the tokenizer's end-of-sequence token."""
         closing = self._tokenizer.eos_token or ""
         if not self._tokenizer.chat_template:
             return closing
@@ -161,11 +164,11 @@ class TemplateCodec(ChatCodec):
         conversation: list[Message] = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
         try:
             text = self._apply(conversation, [], generation_prompt=False)
-        except DataError:  # the template wants other roles
+        except DataError:  # the template requires other roles
             return closing
         behind = text.rpartition(mark)[2]
         written = [token for token in self._special if token and token in behind]
-        # The first one ends the turn; what some templates write behind it (Phi-3's eos) ends the conversation.
+        # The first one ends the turn; a second one (Phi-3's eos) ends the conversation.
         return min(written, key=lambda token: (behind.find(token), -len(token)), default=closing)
 
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
@@ -357,10 +360,10 @@ class TemplateCodec(ChatCodec):
 
     @cached_property
     def _literal(self) -> Any:
-        """A tokenizer of its own that reads no added token in a text; None for one written in Python.
+        """A copy of the tokenizer that finds no added tokens in a text; None for a tokenizer written in Python.
 
-        Nothing but this class asks it, so that threads need not wait for each other's `split_special_tokens`, which
-        would also let through the added tokens that are not special.
+        The setting `split_special_tokens` would not do: it is shared by all threads, and keeps added tokens that are
+        not special.
         """
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -389,7 +392,7 @@ def _tiled(offsets: Sequence[tuple[int, int]], place: int) -> list[tuple[int, in
 
 
 def _well_formed(text: str) -> str:
-    """`text` without halves of surrogate pairs, which JSON can spell and no tokenizer takes."""
+    """Returns `text` without halves of surrogate pairs, which JSON can write and no tokenizer accepts."""
     return text.encode(errors="replace").decode()
 
 

@@ -1,6 +1,6 @@
-"""Tools for models whose chat template knows none: Hermes' format, written into ordinary messages.
+"""Tools for models whose chat template has none: Hermes' format, written into ordinary messages.
 
-The same words as in the templates of Qwen2.5 and Hermes 2 Pro, so that a model which met them understands.
+The wording is that of the templates of Qwen2.5 and Hermes 2 Pro, which a model may know from its training.
 """
 
 import json
@@ -18,7 +18,7 @@ INSTRUCTIONS = (
 
 
 def as_text(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
-    """`messages` without tool roles and calls, and with `tools` in the system message.
+    """Returns `messages` without tool roles and calls, and with `tools` in the system message.
 
     Answers to the calls of one turn go into one user message.
     """

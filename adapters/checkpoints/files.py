@@ -21,7 +21,7 @@ def replace_directory(target: Path, fill: Callable[[Path], None]) -> None:
     Raises:
         Whatever `fill` raises, or OSError.
     """
-    fresh, old = _beside(target, "new"), _beside(target, "old")
+    fresh, old = _temporary(target, "new"), _temporary(target, "old")
     try:
         for left_over in (fresh, old):
             shutil.rmtree(left_over, ignore_errors=True)
@@ -45,7 +45,7 @@ def replace_file(target: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    fresh = _beside(target, "new")
+    fresh = _temporary(target, "new")
     try:
         with fresh.open("wb") as file:
             file.write(content)
@@ -100,7 +100,7 @@ def make_writable(directory: Path, flag: str) -> None:
         ) from error
 
 
-def _beside(target: Path, suffix: str) -> Path:
+def _temporary(target: Path, suffix: str) -> Path:
     return target.with_name(f".{target.name}.{suffix}")
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints, by which a model is known under another name; importable without torch.
+"""Fingerprints, which identify a model whatever its name is; importable without torch.
 
 Does not own: where models come from.
 """
@@ -7,15 +7,16 @@ import hashlib
 from pathlib import Path
 
 PROBES, PROBE_BYTES = 16, 2**16
-"""Places in a file of weights that are looked at, evenly spread, and bytes at each: training changes every weight."""
+"""Number of evenly spread places in a file of weights that are hashed, and bytes at each. A few are enough: training
+changes every weight."""
 
 Fingerprint = dict[str, str | None]
 """`config` and `weights`, each None where there is no such file on this machine."""
 
 
 def model_fingerprint(name_or_path: str) -> Fingerprint:
-    """Returns the sha256 of a model's configuration, and that of names, sizes and probes of its files of weights. Of a
-    hub's model what the cache of this machine holds is looked at."""
+    """Returns the sha256 of a model's configuration, and that of names, sizes and probes of its files of weights. A
+    model of the hub is looked up in this machine's cache."""
     directory = _directory(name_or_path)
     if directory is None:
         return {"config": None, "weights": None}
@@ -44,6 +45,6 @@ def _directory(name_or_path: str) -> Path | None:
 
     try:
         settings = try_to_load_from_cache(name_or_path, "config.json")
-    except HFValidationError:  # no name of the hub: what reads the model says so
+    except HFValidationError:  # not a name of the hub: loading the model reports that
         return None
     return Path(settings).parent if isinstance(settings, str) else None

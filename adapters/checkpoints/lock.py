@@ -67,10 +67,10 @@ def locked(directory: Path, flag: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _let_go() -> None:
+def _close_inherited_locks() -> None:
     """Closes the locks of the parent in a process that was forked, which may outlive it."""
     while _held:
         os.close(_held.pop())
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_inherited_locks)

@@ -52,7 +52,7 @@ def save_state(directory: Path, saved: TrainingState, *, keep: int) -> Path:
         (fresh / DESCRIPTION_FILE).write_bytes(description)
         files = {STATE_FILE: _save_tensors(saved.state, fresh / STATE_FILE), DESCRIPTION_FILE: _sha256(description)}
         content = {"format": FORMAT, "step": saved.step, "sha256": files}
-        (fresh / MANIFEST_FILE).write_text(json.dumps({"content": content, "sha256": _of_manifest(content)}))
+        (fresh / MANIFEST_FILE).write_text(json.dumps({"content": content, "sha256": _manifest_hash(content)}))
 
     replace_directory(target, fill)
     before = [path for step, path in numbered(directory, TRAINING_STATE) if step < saved.step]
@@ -116,7 +116,7 @@ def read_state(path: Path) -> TrainingState:
         CheckpointError: it is of a later version.
     """
     if path.name == OLD_TRAINING_STATE:
-        return _read_old(path)
+        return _read_without_hashes(path)
     description = _read_description(path, whole=True)
     return TrainingState(
         step=int(path.name.removeprefix(TRAINING_STATE)),
@@ -148,7 +148,7 @@ def _manifest(path: Path) -> tuple[int, Mapping[str, str]]:
     try:
         manifest = json.loads((path / MANIFEST_FILE).read_bytes())
         content = manifest["content"]
-        whole = manifest["sha256"] == _of_manifest(content)
+        whole = manifest["sha256"] == _manifest_hash(content)
     except OSError as error:
         raise BrokenStateError(f"{MANIFEST_FILE} of {path.name} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -163,7 +163,7 @@ def _manifest(path: Path) -> tuple[int, Mapping[str, str]]:
     return content["step"], content["sha256"]
 
 
-def _of_manifest(content: Any) -> str:
+def _manifest_hash(content: Any) -> str:
     return _sha256(json.dumps(content, sort_keys=True).encode())
 
 
@@ -222,7 +222,7 @@ def _unpickled(state: Path, file: Path) -> Mapping[str, Any]:
     return found
 
 
-def _read_old(path: Path) -> TrainingState:
+def _read_without_hashes(path: Path) -> TrainingState:
     """Returns a state without hashes; the archive that torch writes has checksums of its own, which torch does not look
     at."""
     try:

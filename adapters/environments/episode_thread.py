@@ -1,7 +1,7 @@
-"""`EpisodeThread`: blocking calls of one environment, all in one thread, each with a deadline.
+"""`EpisodeThread` runs the blocking calls of one environment in one thread, each with a deadline.
 
-Invariant: calls run in order and never at the same time. A call that outlives its deadline keeps its thread, which is
-a daemon and so holds up neither the run nor its end. Does not own: what is called.
+Invariant: calls run in order and never at the same time. A call that exceeds its deadline keeps its thread, which is a
+daemon and so delays neither the run nor its end. Does not own: the calls.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import structlog
 from rollgrad.application.foreign import harmless, told
 
 CLOSE_SECONDS = 5.0
-"""Longest wait for an environment to release what it holds."""
+"""Longest wait for an environment to release its resources."""
 
 log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
@@ -35,22 +35,22 @@ class EpisodeThread:
         self._jobs: SimpleQueue[_Job | None] | None = None
 
     async def call(self, what: str, func: Callable[[], Result]) -> Result:
-        """What `func()` returns or raises; `what` names it.
+        """Returns or raises what `func()` does; `what` names the call in errors.
 
         Raises:
-            TimeoutError: it took longer than the deadline, with the calls before it that still ran.
+            TimeoutError: it took longer than the deadline, including the wait for earlier calls.
         """
         try:
             async with asyncio.timeout(self._timeout) as deadline:
                 result: Result = await self._submit(func)
                 return result
         except TimeoutError as error:
-            if not deadline.expired():  # the environment's own
+            if not deadline.expired():  # the environment raised this TimeoutError itself
                 raise
             raise TimeoutError(f"{self._name} did not finish {what} within {self._timeout:g} s.") from error
 
     async def close(self, release: Callable[[], object] | None = None) -> None:
-        """Runs `release` and ends the thread; idempotent. What goes wrong is logged: the episode is over anyway."""
+        """Runs `release` and ends the thread; idempotent. Errors are only logged: the episode is over anyway."""
         if self._jobs is None:
             return
         try:
@@ -79,5 +79,5 @@ def _work(jobs: "SimpleQueue[_Job | None]") -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(func())
-            except BaseException as error:  # whatever it is, the caller waits for it
+            except BaseException as error:  # of any kind: the caller waits for an outcome
                 future.set_exception(harmless(error))

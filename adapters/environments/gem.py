@@ -1,7 +1,7 @@
 """GEM environments: Gymnasium's five values, with text for observations and actions.
 
 Works by duck typing: whatever has `reset(seed=...) -> (text, info)` and `step(text) -> (text, reward, terminated,
-truncated, info)` will do. GEM draws from the global generators: see `GlobalRandomness`.
+truncated, info)` will do. GEM draws from the global random generators, so its calls run inside `GlobalRandomness`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,8 @@ from rollgrad.domain.ports.environment import Environment, StepResult
 class GemEnvironment(Environment):
     """Plays one episode of what `make()` returns, seeded by the prompt (`prompt_seed`).
 
-    Each observation is a message of its own, between the `prefix` and the `suffix` that the environment's info may
-    have. Give it the environment without GEM's history wrappers: the conversation is the history.
+    Each observation is a message of its own, between the `prefix` and the `suffix` in the environment's info, if there
+    are any. The environment must be without GEM's history wrappers, because the conversation is the history.
 
     Args:
         make: makes a fresh environment, such as `partial(gem.make, "game:GuessTheNumber-v0")`.
@@ -36,7 +36,7 @@ class GemEnvironment(Environment):
         """Returns the prompt's conversation with the first observation.
 
         Raises:
-            TimeoutError: the environment was not there in time.
+            TimeoutError: the environment did not start in time.
         """
         seed = prompt_seed(prompt)
         self._randomness = GlobalRandomness(seed)
@@ -45,12 +45,12 @@ class GemEnvironment(Environment):
             with self._randomness.installed():
                 self._world = self._make()
                 observation, info = self._world.reset(seed=seed)
-            return _worded(observation, info)
+            return _as_text(observation, info)
 
         return opening(prompt, await self._thread.call("reset", start))
 
     async def step(self, action: Action) -> StepResult:
-        """Hands the reply's text to the environment.
+        """Passes the reply's text to the environment.
 
         Raises:
             TimeoutError: the environment did not answer in time.
@@ -60,7 +60,7 @@ class GemEnvironment(Environment):
             with self._randomness.installed():
                 observation, reward, terminated, truncated, info = self._world.step(action.text)
             return StepResult(
-                observation=user_message(_worded(observation, info)),
+                observation=user_message(_as_text(observation, info)),
                 reward=float(reward),
                 terminated=bool(terminated),
                 truncated=bool(truncated),
@@ -79,5 +79,5 @@ class GemEnvironment(Environment):
             world.close()
 
 
-def _worded(observation: str, info: Mapping[str, Any]) -> str:
+def _as_text(observation: str, info: Mapping[str, Any]) -> str:
     return "\n".join(part for part in (info.get("prefix"), observation, info.get("suffix")) if part)

@@ -1,8 +1,8 @@
-"""`GlobalRandomness`: a game's own stream of the process-wide generators of `random` and NumPy.
+"""`GlobalRandomness` gives each game its own stream of the process-wide generators of `random` and NumPy.
 
-Some libraries seed and draw from the global generators, so that episodes played at the same time would disturb each
-other. Here one game at a time, in the whole process, runs with its own state installed, and what was there before comes
-back. Limit: a thread that draws from the global generators just then, without this lock, draws from the game's stream.
+Some libraries seed and draw from the global generators, so that episodes at the same time would disturb each other.
+Here one game at a time, in the whole process, runs with its own state installed; then the state before is restored.
+Limit: a thread that draws from the global generators meanwhile, without this lock, draws from the game's stream.
 """
 
 import random
@@ -15,7 +15,7 @@ _lock = threading.Lock()
 
 
 class GlobalRandomness:
-    """A stream that starts at `seed` (at least 0 and below 2**32) and goes on with each use."""
+    """A random stream that starts at `seed` (at least 0 and below 2**32) and continues with each use."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

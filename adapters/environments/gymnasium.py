@@ -1,8 +1,8 @@
-"""Gymnasium environments whose observations and actions can be put in words.
+"""Gymnasium environments whose observations and actions can be expressed as text.
 
-Invariant: no reply of the model breaks an episode. What cannot be read, or is no action of the environment, is told to
-the model and counted, and the environment is not stepped. Works by duck typing: `make` imports Gymnasium, this does
-not.
+Invariant: no reply of the model breaks an episode. A reply that cannot be read, or is not an action of the environment,
+is answered by a message to the model and counted, and the environment is not stepped. Works by duck typing: `make`
+imports Gymnasium, this module does not.
 """
 
 import re
@@ -23,11 +23,12 @@ class GymnasiumEnvironment(Environment):
     """Plays one episode of what `make()` returns, seeded by the prompt (`prompt_seed`).
 
     Args:
-        make: makes a fresh Gymnasium environment, in the thread that all its calls run in.
-        render: an observation as text.
-        parse: a reply as an action; a ValueError, or None, says that there is none in it. By default the last whole
-            number of the reply for Discrete spaces, the stripped reply for Text spaces.
-        invalid_reward: of a turn without a valid action. Below the cost of a step, or saying nothing pays.
+        make: makes a fresh Gymnasium environment, in the thread in which all its calls run.
+        render: turns an observation into text.
+        parse: turns a reply into an action; it raises ValueError or returns None if the reply has none. By default the
+            last whole number of the reply for Discrete spaces, the stripped reply for Text spaces.
+        invalid_reward: reward of a turn without a valid action. It should be below the cost of a step; else saying
+            nothing pays.
         max_invalid_actions: truncates the episode at that many turns without a valid action; None for no limit.
         timeout: seconds for one call of the environment.
 
@@ -58,7 +59,7 @@ class GymnasiumEnvironment(Environment):
 
         Raises:
             ConfigurationError: the environment's actions need a `parse`, and there is none.
-            TimeoutError: the environment was not there in time.
+            TimeoutError: the environment did not start in time.
         """
 
         def start() -> str:
@@ -72,7 +73,7 @@ class GymnasiumEnvironment(Environment):
         return opening(prompt, await self._thread.call("reset", start))
 
     async def step(self, action: Action) -> StepResult:
-        """Takes the action in the reply, or says what is allowed.
+        """Takes the action in the reply, or returns a message that says which actions are allowed.
 
         Raises:
             TimeoutError: the environment did not answer in time.

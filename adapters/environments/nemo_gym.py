@@ -1,8 +1,9 @@
 """Resources servers of NeMo Gym, over HTTP: their tools, and their verdict on the whole conversation.
 
-The wire: `POST /seed_session` with the task opens a session, which lives in cookies; `POST /<tool>` with the arguments
-runs a tool; `POST /verify` with the task and all that was said and called, as items of OpenAI's Responses API, gives
-`{"reward": ...}`. Calls of one reply run one after another, as sessions have state. Does not own: the server.
+Protocol: `POST /seed_session` with the task opens a session, which is kept in cookies; `POST /<tool>` with the
+arguments runs a tool; `POST /verify` with the task and the whole conversation, as items of OpenAI's Responses API,
+returns `{"reward": ...}`. Calls of one reply run one after another, because sessions have state. Does not own: the
+server.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import httpx2
 
 TASK = "responses_create_params"
-"""Field of a task that has the model's input; a prompt without it in the metadata gets one."""
+"""Field of a task with the model's input; it is added if the prompt's metadata has none."""
 
 
 class _Server:
@@ -50,7 +51,7 @@ class _Server:
         import httpx2
 
         if self._client is None:
-            # asyncio.timeout is the deadline: a read timeout of the client's own would only get in its way.
+            # asyncio.timeout is the deadline; a timeout of the client could only end the call earlier.
             self._client = httpx2.AsyncClient(timeout=None)
         try:
             async with self._turn, asyncio.timeout(self._timeout):
@@ -99,7 +100,7 @@ class NemoGymTool(Tool):
     server: _Server
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """What the server answers, as it is; a status from 400 on makes it an error, which the model may mend.
+        """Returns the server's answer unchanged; a status from 400 on makes it an error that the model can react to.
 
         Raises:
             ConnectionError: the server is not there, or hung up.
@@ -109,7 +110,7 @@ class NemoGymTool(Tool):
         return ToolResult(content=response.text, is_error=response.status_code >= 400)
 
     async def close(self) -> None:
-        """The session belongs to the environment."""
+        """Does nothing: the session belongs to the environment."""
 
 
 class NemoGymEnvironment(ToolEnvironment):
@@ -118,7 +119,7 @@ class NemoGymEnvironment(ToolEnvironment):
     The prompt's metadata is the task, a row of NeMo Gym's data: all of it goes to the server.
 
     Args:
-        url: where the server is (http or https).
+        url: address of the server (http or https).
         tools: schemas of its tools, in the shape of OpenAI's Responses or Chat Completions API.
         timeout: seconds for each answer.
 
@@ -166,7 +167,7 @@ class NemoGymEnvironment(ToolEnvironment):
         """
         self._output += _items(action)
         result = await super().step(action)
-        if self._server.lost is not None:  # a tool's failure is told to the model, but this one is not the model's
+        if self._server.lost is not None:  # no mistake of the model's: the episode fails
             raise self._server.lost
         for message in result.observation:
             if isinstance(message, Mapping) and message["role"] == "tool":
@@ -178,7 +179,7 @@ class NemoGymEnvironment(ToolEnvironment):
         """Returns the server's verdict.
 
         Raises:
-            RuntimeError: it has no finite reward, or says that the reward measures a failure of its own.
+            RuntimeError: it has no finite reward, or says that the server failed.
         """
         task = self._task[TASK]
         response = {

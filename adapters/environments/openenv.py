@@ -1,7 +1,8 @@
 """OpenEnv servers, over their WebSocket `/ws`.
 
-The wire: `{"type": "reset" | "step" | "close", "data": {...}}` asks, `{"type": "observation" | "error", "data": {...}}`
-answers. Each connection is a session of its own, and lasts one episode. Does not own: the server.
+Protocol: requests are `{"type": "reset" | "step" | "close", "data": {...}}`, answers are
+`{"type": "observation" | "error", "data": {...}}`. Each connection is a session, and lasts one episode. Does not own:
+the server.
 """
 
 import asyncio
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
 
 CLOSE_SECONDS = 5.0
-"""Longest wait for the server to take leave."""
+"""Longest wait for the end of the connection."""
 MAX_MESSAGE_BYTES = 100 * 2**20
-"""Largest observation: what OpenEnv's own client takes."""
+"""Largest observation, as in OpenEnv's own client."""
 INVALID = "VALIDATION_ERROR"
-"""The server's code for an action that is not of its schema."""
+"""Error code of the server for an action that does not fit its schema."""
 
 
 def as_message(reply: str) -> Mapping[str, Any]:
@@ -40,12 +41,12 @@ class OpenEnvEnvironment(Environment):
     """Plays one episode on the OpenEnv server at `url`, seeded by the prompt (`prompt_seed`).
 
     Args:
-        url: where the server is (http, https, ws or wss), without `/ws`.
-        parse: a reply as the action's fields; a ValueError says that there is no action in it.
-        render: an observation's fields as text.
+        url: address of the server (http, https, ws or wss), without `/ws`.
+        parse: turns a reply into the action's fields; it raises ValueError if the reply has no action.
+        render: turns an observation's fields into text.
         timeout: seconds for the connection, and for each answer.
 
-    Metrics: `invalid_actions`, replies so far without an action that the server accepts. They are told to the model.
+    Metrics: `invalid_actions`, replies so far without an action that the server accepts. The model is told of them.
 
     Raises:
         ConfigurationError: `url` has another scheme.
@@ -99,7 +100,7 @@ class OpenEnvEnvironment(Environment):
             )
         except TimeoutError:
             raise
-        except Exception as error:  # no socket, no handshake, no WebSocket there
+        except Exception as error:  # connecting fails in many ways: no socket, no handshake, no WebSocket
             raise ConnectionError(f"No connection to the OpenEnv server {self._url}: {error}") from error
         answer = await self._ask("reset", {"seed": prompt_seed(prompt)})
         if answer["type"] == "error":
@@ -107,7 +108,7 @@ class OpenEnvEnvironment(Environment):
         return opening(prompt, self._render(answer["data"]["observation"]))
 
     async def step(self, action: Action) -> StepResult:
-        """Sends the reply's action; a reply without a valid one gets what is wrong with it.
+        """Sends the reply's action; a reply without a valid action is answered by the reason.
 
         Raises:
             ConnectionError: the server hung up.
@@ -122,7 +123,7 @@ class OpenEnvEnvironment(Environment):
         if answer["type"] == "error":
             if answer["data"].get("code") != INVALID:
                 raise self._refused(answer)
-            return self._invalid_action(_complaints(answer["data"]))
+            return self._invalid_action(_validation_errors(answer["data"]))
         data = answer["data"]
         return StepResult(
             observation=user_message(self._render(data["observation"])),
@@ -133,7 +134,7 @@ class OpenEnvEnvironment(Environment):
         )
 
     async def close(self) -> None:
-        """Takes leave of the server, if it still listens, and hangs up."""
+        """Ends the session, if the server still listens, and closes the connection."""
         from websockets.exceptions import ConnectionClosed
 
         connection, self._connection = self._connection, None
@@ -184,7 +185,7 @@ class OpenEnvEnvironment(Environment):
         return StepResult(observation=user_message(text), metrics={"invalid_actions": float(self._invalid)})
 
 
-def _complaints(data: Mapping[str, Any]) -> str:
-    """What Pydantic found wrong, a field each; the error's own message if it names none."""
+def _validation_errors(data: Mapping[str, Any]) -> str:
+    """Returns Pydantic's validation errors, one for each field; the error's own message if it names no field."""
     found = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in data.get("errors") or ()]
     return "; ".join(found) or str(data.get("message"))

@@ -1,4 +1,4 @@
-"""How a prompt opens an episode in an environment that makes its own task: by its seed and its conversation."""
+"""Opening of an episode in an environment that makes its own task: the prompt's seed and conversation."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,14 @@ from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.prompts import Prompt
 
 SEED_RANGE = 2**32
-"""Seeds lie below it: NumPy's global generator takes no larger ones."""
+"""Bound of seeds: NumPy's global generator takes only smaller ones."""
 
 
 def prompt_seed(prompt: Prompt) -> int:
     """Returns the seed of a prompt's episodes, at least 0 and below 2**32: all episodes of a group start alike.
 
-    It is `seed` of the metadata, `seed` of the label, or the label, whichever is a whole number first; a prompt
-    without any gets one that its text and label determine.
+    It is the first whole number among `seed` of the metadata, `seed` of the label, and the label. For other prompts it
+    is computed from text and label.
     """
     label = prompt.label
     for candidate in (prompt.metadata.get("seed"), label.get("seed") if isinstance(label, Mapping) else label):
@@ -27,7 +27,7 @@ def prompt_seed(prompt: Prompt) -> int:
 
 
 def user_message(text: str) -> list[Message]:
-    """What an environment says, as the user's message; nothing when it says nothing."""
+    """Returns an environment's text as the user's message; no message if the text is empty."""
     return [{"role": "user", "content": text}] if text else []
 
 

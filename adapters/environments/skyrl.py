@@ -1,7 +1,7 @@
 """SkyRL-Gym environments: `init(messages) -> (messages, info)`, `step(text) -> {observations, reward, done, metadata}`.
 
-Works by duck typing: `make` imports SkyRL-Gym, this does not. A step's `postprocessed_action` is ignored: it would
-rewrite text that the model has sampled, and what is trained is what was sampled.
+Works by duck typing: `make` imports SkyRL-Gym, this module does not. A step's `postprocessed_action` is ignored: it
+would rewrite sampled text, and only sampled tokens are trained.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +19,10 @@ class SkyRLEnvironment(Environment):
     """Plays one episode of what `make(prompt)` returns.
 
     Args:
-        make: makes a fresh environment for a prompt, whose label and metadata it may need (`extras`).
+        make: makes a fresh environment for a prompt, with whose label and metadata it may fill `extras`.
         timeout: seconds for one call of the environment.
 
-    Metrics: what numbers the environment's `get_metrics()` has, on the last turn.
+    Metrics: the numbers in the environment's `get_metrics()`, on the last turn.
     """
 
     def __init__(self, make: Callable[[Prompt], Any], *, timeout: float = 60.0) -> None:
@@ -34,7 +34,7 @@ class SkyRLEnvironment(Environment):
         """Returns the conversation that the environment makes of the prompt's.
 
         Raises:
-            TimeoutError: the environment was not there in time.
+            TimeoutError: the environment did not start in time.
         """
 
         def start() -> list[Message]:
@@ -45,7 +45,7 @@ class SkyRLEnvironment(Environment):
         return await self._thread.call("init", start)
 
     async def step(self, action: Action) -> StepResult:
-        """Hands the reply's text to the environment.
+        """Passes the reply's text to the environment.
 
         Raises:
             TimeoutError: the environment did not answer in time.

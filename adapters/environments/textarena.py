@@ -1,8 +1,8 @@
 """TextArena games, for one player, or for two with a scripted opponent.
 
 Invariant: the model sits at seat 0, and the reward is what the game's `close()` gives that seat, on the last turn.
-Works by duck typing: `make` imports TextArena, this does not. Games draw from the global generator: see
-`GlobalRandomness`.
+Works by duck typing: `make` imports TextArena, this module does not. Games draw from the global generator, so their
+calls run inside `GlobalRandomness`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +16,9 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.environment import Environment, StepResult
 
 SEAT = 0
-"""The model's."""
+"""Seat of the model."""
 GAME = -1
-"""Who the game itself is, as the sender of a message."""
+"""Sender of the game's own messages."""
 
 
 class TextArenaEnvironment(Environment):
@@ -26,8 +26,8 @@ class TextArenaEnvironment(Environment):
 
     Args:
         make: makes a fresh game, such as `partial(textarena.make, "GuessTheNumber-v0")`.
-        opponent: the second player of a two-player game: from what it is shown to its move. It may use `random`, and
-            is then seeded by the prompt too. None for a game of one player.
+        opponent: the second player of a two-player game, a function from its observation to its move. If it uses
+            `random`, the prompt seeds it too. None for a game of one player.
         timeout: seconds for one turn, the opponent's included.
 
     Metrics: `invalid_move`, 1 if the game ended by an invalid move of the model.
@@ -48,7 +48,7 @@ class TextArenaEnvironment(Environment):
 
         Raises:
             RuntimeError: the game ended before the model's first move.
-            TimeoutError: the game was not there in time.
+            TimeoutError: the game did not start in time.
         """
         seed = prompt_seed(prompt)
         self._randomness = GlobalRandomness(seed)
@@ -81,14 +81,14 @@ class TextArenaEnvironment(Environment):
         return await self._thread.call("a turn", answer)
 
     async def close(self) -> None:
-        """Ends the thread; a game holds nothing else."""
+        """Ends the thread; a game has no other resources."""
         await self._thread.close()
 
     def _until_the_models_turn(self, *, done: bool) -> str | None:
-        """What the model is shown; None when the game is over."""
+        """Plays the opponent's moves; returns the model's next observation, or None if the game is over."""
         while not done:
             player, observation = self._game.get_observation()
-            text = self._news(player, observation)
+            text = self._new_text(player, observation)
             if player == SEAT:
                 return text
             if self._opponent is None:
@@ -96,12 +96,12 @@ class TextArenaEnvironment(Environment):
             done, _ = self._game.step(self._opponent(text))
         return None
 
-    def _news(self, player: int, observation: str | Sequence[tuple[int, str, Any]]) -> str:
-        """What a player has not been shown yet, or has not said."""
+    def _new_text(self, player: int, observation: str | Sequence[tuple[int, str, Any]]) -> str:
+        """Returns the part of the observation that is new to a player: not shown before, and not its own words."""
         if not isinstance(observation, str):
             said = [(sender, text) for sender, text, _ in observation if sender != player]
             return "\n".join(text if sender == GAME else f"[Player {sender}] {text}" for sender, text in said)
-        # The wrapper that makes text repeats the whole game every time; the conversation has the beginning already.
+        # TextArena's text wrapper repeats the whole game every time; the conversation has the beginning already.
         before, self._shown[player] = self._shown.get(player, ""), observation
         return observation.removeprefix(before).strip()
 

@@ -57,7 +57,7 @@ class RaySession:
             settings |= {"num_cpus": max(1, round(cpus + 0.5)), "include_dashboard": False}
         try:
             if address is not None and ":" in address:
-                _knock(address)  # Ray itself would try for minutes
+                _check_reachable(address)  # Ray itself would try for minutes
             with waiting_for("Ray to start on this machine" if address is None else f"the Ray cluster at {address}"):
                 _init(address or "local", settings)
         except (OSError, ValueError, RuntimeError) as error:
@@ -83,6 +83,6 @@ def _init(address: str, settings: Mapping[str, Any]) -> None:
                 raise
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()

@@ -119,8 +119,8 @@ class FunctionReward(RewardSource):
             ) from error
         with foreign_code(lambda words: RewardError(f"{self._name} returned what cannot be read: {words}")):
             if self._signature.convention is Convention.VERL:
-                return [self._one(result) for result in results]
-            return self._noted(self._parser.parse(self._applicable(results[0]), len(requests)), notes)
+                return [self._reward_of(result) for result in results]
+            return self._with_notes(self._parser.parse(self._applicable(results[0]), len(requests)), notes)
 
     async def _run(self, calls: Sequence[Call], refusal: Callable[[str], RewardError]) -> list[Any]:
         async def one(call: Call) -> Any:
@@ -141,7 +141,7 @@ class FunctionReward(RewardSource):
             return ""
         return " (completions are texts, as the rows have their prompts as texts; messages follow prompts in messages)"
 
-    def _one(self, result: Any) -> Reward:
+    def _reward_of(self, result: Any) -> Reward:
         """Returns the reward of one reply, as verl's functions return it."""
         if not isinstance(result, Mapping):
             return self._parser.parse(self._applicable([result]), 1)[0]
@@ -174,7 +174,7 @@ class FunctionReward(RewardSource):
         }
         return {**result, "rewards": filled} if isinstance(rewards, Mapping) else result
 
-    def _noted(self, rewards: list[Reward], notes: Notes) -> list[Reward]:
+    def _with_notes(self, rewards: list[Reward], notes: Notes) -> list[Reward]:
         """Returns the rewards with the numbers that the function logged by TRL's callbacks."""
         columns = {
             name: values

@@ -103,7 +103,7 @@ class ModelReward(RewardSource):
                         self._reward(*verdict) for _, verdict in zip(jobs, judged, strict=True)
                     ]
         except TimeoutError:
-            rewards = [self._late(len(jobs))] * len(jobs)
+            rewards = [self._timeout_error(len(jobs))] * len(jobs)
         except RollgradError as error:
             rewards = [error if isinstance(error, RewardError) else RewardError(str(error))] * len(jobs)
         except BaseException:  # a cancellation
@@ -128,7 +128,7 @@ class ModelReward(RewardSource):
         except RewardError as error:
             return error
 
-    def _late(self, count: int) -> RewardError:
+    def _timeout_error(self, count: int) -> RewardError:
         return RewardError(
             f"The reward model did not score {replies(count)} within {self.timeout:g} s: raise --reward.timeout."
         )

@@ -90,10 +90,10 @@ class Signature:
         by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._names = frozenset(p.name for p in by_name)
         self._required = tuple(p.name for p in by_name if p.default is p.empty)
-        self._all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._by_position = _takes_three(parameters)
         nameless = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
-        self._nameless = nameless or not (self._names or self._all)
+        self._nameless = nameless or not (self._names or self._takes_any)
         if self._nameless and not self._by_position:
             raise ConfigurationError(
                 f"{name} takes {'no parameters' if not parameters else 'parameters without a name'}, but a reward "
@@ -114,23 +114,23 @@ class Signature:
             ConfigurationError: a required parameter is neither known nor a column.
         """
         if self.convention is Convention.VERL:
-            return [Call(keywords=self._chosen(_verl(request), request.prompt)) for request in requests]
+            return [Call(keywords=self._keywords(_verl(request), request.prompt)) for request in requests]
         offered = _offered(requests, notes, self.convention)
         if self._is_positional(offered):
             return [Call(positional=tuple(offered[name] for name in OPENRLHF_NAMES))]
-        return [Call(keywords=self._chosen(offered, requests[0].prompt))]
+        return [Call(keywords=self._keywords(offered, requests[0].prompt))]
 
     def _is_positional(self, offered: Mapping[str, Any]) -> bool:
         """Returns whether the function's names mean nothing, so that it gets queries, prompts and labels in this
         order."""
-        if self._nameless or self._all or not self._by_position:
+        if self._nameless or self._takes_any or not self._by_position:
             return self._nameless
         unknown = self._names - offered.keys()
         return unknown == self._names or (bool(unknown) and set(self._required) == SINGULAR)
 
-    def _chosen(self, offered: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
+    def _keywords(self, offered: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
         missing = [name for name in self._required if name not in offered]
-        if not (missing or self._all or self._names & offered.keys()):
+        if not (missing or self._takes_any or self._names & offered.keys()):
             missing = sorted(self._names)
         if missing:
             columns = ", ".join(sorted(prompt.metadata)) or "none"
@@ -140,9 +140,9 @@ class Signature:
                 f"({', '.join(known)}) nor a column of {prompt.datasource!r} ({columns}): rename it, give it a "
                 "default, or choose a --data.prompt_dataset with such a column."
             )
-        if self._all and self.convention is Convention.VERL:
+        if self._takes_any and self.convention is Convention.VERL:
             return {name: value for name, value in offered.items() if name in VERL_NAMES or name in self._names}
-        return {name: value for name, value in offered.items() if self._all or name in self._names}
+        return {name: value for name, value in offered.items() if self._takes_any or name in self._names}
 
 
 def _takes_three(parameters: Sequence[inspect.Parameter]) -> bool:
@@ -163,7 +163,7 @@ def _offered(requests: Sequence[RewardRequest], notes: Notes, convention: Conven
     own: dict[str, Any] = {
         "queries": [request.query for request in requests],
         "labels": [request.label for request in requests],
-        "messages": [[*_asked(request.prompt), *map(dict, request.completion)] for request in requests],
+        "messages": [[*_prompt_messages(request.prompt), *map(dict, request.completion)] for request in requests],
         "tokens": tokens,
         "metadata": [dict(row) for row in rows],
         "step": step,
@@ -181,7 +181,7 @@ def _offered(requests: Sequence[RewardRequest], notes: Notes, convention: Conven
     return columns | both | own
 
 
-def _asked(prompt: Prompt) -> list[Mapping[str, Any]]:
+def _prompt_messages(prompt: Prompt) -> list[Mapping[str, Any]]:
     return list(map(dict, prompt.messages)) or [{"role": "user", "content": prompt.text}]
 
 

@@ -107,7 +107,7 @@ class AgentServer:
 
         async def endpoint(request: Request) -> Response:
             try:
-                return await answer(wire, await self._asked(wire, request), request)
+                return await answer(wire, await self._read_call(wire, request), request)
             except HttpError as error:
                 return JSONResponse(wire.error(error), error.status_code, headers=error.headers)
 
@@ -132,7 +132,7 @@ class AgentServer:
         page = {"first_id": self._model, "last_id": self._model, "has_more": False}
         return JSONResponse({"object": "list", "data": [{"id": self._model, **openai, **anthropic}], **page})
 
-    async def _asked(self, wire: Wire, request: Request) -> _Asked:
+    async def _read_call(self, wire: Wire, request: Request) -> _Asked:
         session = self._session(request)
         body = await read_json(request)
         call = wire.decode(body)

@@ -56,12 +56,12 @@ class FunctionArguments:
         try:
             values = self._model.model_validate(dict(arguments))
         except ValidationError as error:
-            problems = [self._told(problem) for problem in error.errors(include_url=False, include_input=False)]
+            problems = [self._describe(problem) for problem in error.errors(include_url=False, include_input=False)]
             told = "; ".join(problems[:MAX_PROBLEMS])
             raise ValueError(f"The arguments of {self._tool!r} are wrong: {told}.") from None
         return {self._names[field]: getattr(values, field) for field in self._names if field in values.model_fields_set}
 
-    def _told(self, problem: Any) -> str:
+    def _describe(self, problem: Any) -> str:
         where = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             return f"`{where}` is unknown"

@@ -132,13 +132,13 @@ class PythonTool(Tool):
         output = outcome.output.rstrip("\n")
         if outcome.code == 0:
             return ToolResult(content=output or "(no output)")
-        parts = [output, self._ending(outcome)]
+        parts = [output, self._describe_end(outcome)]
         return ToolResult(content="\n".join(part for part in parts if part), is_error=True)
 
     async def close(self) -> None:
         """Does nothing: each call leaves nothing behind."""
 
-    def _ending(self, outcome: code_run.Outcome) -> str:
+    def _describe_end(self, outcome: code_run.Outcome) -> str:
         """How a run ended that did not end well; nothing where a traceback has said it."""
         if outcome.stopped == "timeout":
             return f"The code was stopped: it may run for {self._seconds:g} s."

@@ -13,15 +13,15 @@ def shared_memory(policy: PolicyModel, engines: Sequence[Life], version: int) ->
     Raises:
         ConfigurationError: /dev/shm is too small.
     """
-    return _passage(policy, engines, adapter=False)
+    return _transfer(policy, engines, adapter=False)
 
 
 def shared_memory_adapter(policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
     """Returns the same of the adapters alone, to engines that take nothing else (`VLLMEngine`'s `lora`)."""
-    return _passage(policy, engines, adapter=True)
+    return _transfer(policy, engines, adapter=True)
 
 
-def _passage(policy: PolicyModel, engines: Sequence[Life], *, adapter: bool) -> Passage:
+def _transfer(policy: PolicyModel, engines: Sequence[Life], *, adapter: bool) -> Passage:
     memory = SharedMemory()
 
     def updates() -> Generator[Update]:

@@ -332,7 +332,7 @@ SERVER_PLACES = [
     (ScriptedEngine, "generate"),
     (TokenLedger, "prepare"),
     (TokenLedger, "commit"),
-    (AgentServer, "_asked"),
+    (AgentServer, "_read_call"),
     (AgentServer, "_decode"),
     (Guard, "_check"),
 ]

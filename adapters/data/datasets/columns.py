@@ -1,7 +1,7 @@
-"""Which columns of a dataset hold its prompts and labels, and values in nested columns.
+"""Columns of a dataset that hold its prompts and labels, and values in nested columns.
 
-Invariant: columns are never guessed between several that fit: that is an error that names them. Does not own: what a
-prompt may be (`PromptBuilder`).
+Invariant: if several columns fit, none is guessed: that is an error which names them. Does not own: the content of
+prompts (`PromptBuilder`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from rollgrad.domain.errors import DataError
 PROMPT_COLUMNS = ("prompt", "question", "problem", "input", "instruction")
 LABEL_COLUMNS = ("answer", "solution", "label", "ground_truth", "final_answer", "target")
 VERL_LABEL = "reward_model.ground_truth"
-"""Where verl's rows hold the label, beside `prompt` (messages), `data_source`, `ability` and `extra_info`."""
+"""Column of the label in verl's rows, beside `prompt` (messages), `data_source`, `ability` and `extra_info`."""
 
 
 @frozen
 class Columns:
-    """Names of the prompt's and the label's column, dotted where they are nested; None is no label."""
+    """Names of the prompt's and the label's column, dotted if they are nested; None for no label."""
 
     prompt: str
     label: str | None
@@ -28,14 +28,14 @@ class Columns:
 def find_columns(
     row: Mapping[str, Any], datasource: str, *, input_key: str | None, label_key: str | None, labels_are_read: bool
 ) -> Columns:
-    """Returns the columns that are named, and else those that a row's columns leave no doubt about.
+    """Returns the columns that are named, or else the only ones that fit.
 
     Args:
         row: any row of the dataset.
         datasource: the dataset's name, for errors.
         input_key: the prompt's column, if it is named.
         label_key: the label's column, if it is named.
-        labels_are_read: whether several possible columns of labels are an error, or none of them is taken.
+        labels_are_read: if several columns may hold labels, whether that is an error; if not, none is taken.
 
     Raises:
         DataError: a named column is missing, none is known to hold prompts, or several may hold them.

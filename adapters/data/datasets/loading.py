@@ -1,7 +1,7 @@
-"""Reading datasets: files, saved folders and the Hugging Face hub, alone or mixed.
+"""Reading of datasets from files, saved folders and the Hugging Face hub, alone or mixed.
 
-Invariant: whatever cannot be read is one `DataError` sentence that names what was asked for. Does not own: what the
-columns mean.
+Invariant: a dataset that cannot be read is one `DataError` sentence that names it. Does not own: the meaning of
+columns.
 """
 
 import math
@@ -30,10 +30,10 @@ def load_dataset(
     """Returns the rows of one or several comma-separated datasets, each row with its `datasource`.
 
     A dataset is a .json, .jsonl, .csv, .parquet or .arrow file, a folder, or a hub name. Folders and hub names may be
-    followed by `:configuration`, and hub names by `@data_dir`. verl's column `data_source` is taken for the origin.
-    `split` is read where it exists, and so is the only split of a dataset that has one. With `probs` rows are drawn
-    from the datasets by these probabilities until each has been read to its end (`seed` fixes the draws); without,
-    datasets follow one another. `max_samples` keeps the first rows of the result.
+    followed by `:configuration`, and hub names by `@data_dir`. verl's column `data_source` names the origin.
+    `split` is read if it exists, else the only split of a dataset that has one. With `probs` rows are drawn from the
+    datasets with these probabilities until each has been read to its end (`seed` fixes the draws); without it datasets
+    follow one another. `max_samples` keeps the first rows of the result.
 
     Raises:
         DataError: a dataset is missing, malformed, empty or out of reach, or `probs` does not fit.
@@ -116,7 +116,7 @@ def _mix(
 
 
 def _read(name: str, split: str) -> "datasets.Dataset":
-    """One dataset, read and reduced to one split."""
+    """Reads one split of one dataset."""
     path = Path(name)
     if path.suffix in _FILE_FORMATS:
         loaded = _read_file(path)
@@ -144,7 +144,7 @@ def _read_file(path: Path) -> Any:
         )
     if path.stat().st_size == 0:
         raise DataError(f"The dataset {path} has no rows: at least one prompt is needed.")
-    _refuse_other_lines(path)
+    _check_json_rows(path)
     try:
         if path.suffix == ".arrow":
             return datasets.Dataset.from_file(str(path))
@@ -155,11 +155,11 @@ def _read_file(path: Path) -> Any:
         ) from error
 
 
-def _refuse_other_lines(path: Path) -> None:
-    """Refuses JSON whose rows are no objects: pyarrow ends the whole process at a line that is `null`.
+def _check_json_rows(path: Path) -> None:
+    """Refuses JSON whose rows are not objects: pyarrow ends the whole process at a line that is `null`.
 
     Raises:
-        DataError: a line of a .jsonl, or the beginning of a .json, is none of theirs.
+        DataError: a line of a .jsonl file, or the beginning of a .json file, is not an object.
     """
     if path.suffix not in (".json", ".jsonl"):
         return
@@ -199,7 +199,7 @@ def _read_hub(name: str) -> Any:
     place, configuration = split_configuration(name)
     hub_name, _, data_dir = place.partition("@")
     try:
-        with _quick_to_give_up():
+        with _short_hub_wait():
             return datasets.load_dataset(hub_name, configuration, data_dir=data_dir or None)
     except ConnectionError as error:
         raise DataError(
@@ -212,7 +212,7 @@ def _read_hub(name: str) -> Any:
 
 
 def _refuse_configuration(name: str, configuration: str | None, error: Exception) -> None:
-    """Says which configurations there are, where that is what `datasets` asks for.
+    """Raises an error that lists the configurations, if `datasets` failed because one has to be chosen.
 
     Raises:
         DataError: a configuration is missing, or is none of the dataset's.
@@ -228,8 +228,8 @@ def _refuse_configuration(name: str, configuration: str | None, error: Exception
 
 
 @contextmanager
-def _quick_to_give_up() -> Iterator[None]:
-    """Reads only the local cache while the hub does not answer, instead of half a minute of retries."""
+def _short_hub_wait() -> Iterator[None]:
+    """Reads only the local cache inside the block if the hub does not answer, instead of half a minute of retries."""
     import datasets
     import huggingface_hub
 
@@ -237,7 +237,7 @@ def _quick_to_give_up() -> Iterator[None]:
     if not before:
         try:
             huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_HUB_PROBE_SECONDS)
-        except Exception:  # however it fails, the hub is out of reach
+        except Exception:  # whatever the error is, the hub cannot be reached
             datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
@@ -261,7 +261,7 @@ def _choose_split(loaded: Any, name: str, split: str) -> "datasets.Dataset":
 
 
 def _root(error: BaseException) -> BaseException:
-    """Returns the first cause: readers wrap the line that tells what is wrong."""
+    """Returns the first cause of an error: readers wrap the line that says what is wrong."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -1,7 +1,8 @@
-"""`PromptBuilder`: from a dataset row to a `Prompt` with token ids.
+"""`PromptBuilder` makes a `Prompt` with token ids from a dataset row.
 
-Invariant: a row becomes a prompt or a `DataError` that names the column and its flag; nothing is cut.
-Does not own: reading rows, the order in which they come, nor how long a prompt may be (`survey`).
+Invariant: a row becomes a prompt or a `DataError` that names the column and its flag; nothing is truncated.
+
+Does not own: reading rows, their order, nor the limit on a prompt's length (`survey`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,21 +22,21 @@ from rollgrad.domain.errors import ConfigurationError, DataError
 log = structlog.get_logger(__name__)
 
 LabelProblem = Callable[[Any, str | None], str | None]
-"""Why the reward cannot compare with a label of the column that is named, as a sentence; None if it can."""
+"""Function from a label and its column to a sentence that says why the reward cannot use the label; None if it can."""
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Of messages, whatever the chat template."""
+"""Roles of messages that every chat template is given."""
 
 
-def _has_words(content: Any) -> bool:
-    """Returns whether a message says something: a text that is not blank, or a part of several kinds."""
+def _has_content(content: Any) -> bool:
+    """Returns whether a message's content is not empty: a text that is not blank, or a list of parts."""
     return bool(content.strip()) if isinstance(content, str) else bool(content)
 
 
 @frozen
 class Draft:
-    """A prompt that is written, but not yet tokenised. `written` is a text where there is no chat template."""
+    """A prompt that is not yet tokenised. `written` is a text if there is no chat template."""
 
     written: WrittenPrompt | str
     label: Any
@@ -43,10 +44,10 @@ class Draft:
 
 
 class PromptBuilder:
-    """Builds prompts as `data` says: input and label column, chat template or plain text.
+    """Builds prompts by the settings `data`: input and label column, chat template or plain text.
 
-    Columns that `data` does not name are those that the first row leaves no doubt about (`find_columns`), and are
-    logged. `labels_are_read`: several possible columns of labels are an error. `label_problem`: refuses labels.
+    Columns that `data` does not name are found in the first row (`find_columns`), and logged. `labels_are_read`:
+    several possible columns of labels are an error. `label_problem`: refuses labels.
 
     Raises:
         ConfigurationError: settings of the chat template and of plain text are mixed.
@@ -76,16 +77,16 @@ class PromptBuilder:
             )
         self._codec = codec
         self.data = data
-        """What it goes by; read only."""
+        """Settings of the data; read only."""
         self._labels_are_read = labels_are_read
         self._label_problem = label_problem
         self._columns: Columns | None = None
 
     def columns(self, row: Mapping[str, Any], datasource: str) -> Columns:
-        """Returns the columns that are read from all rows, found in the first row that is asked about.
+        """Returns the columns that are read from all rows; the first call finds them.
 
         Raises:
-            DataError: see `find_columns`; or the reward needs labels, and there are none.
+            DataError: they cannot be found (`find_columns`), or the reward needs labels and there are none.
         """
         if self._columns is not None:
             return self._columns
@@ -127,7 +128,7 @@ class PromptBuilder:
         """Returns the prompt that `row` describes, before it is tokenised.
 
         Raises:
-            DataError: as `build`.
+            DataError: a column is missing or of the wrong kind, or the prompt is empty.
         """
         columns = self.columns(row, datasource)
         value = self._value(row, columns.prompt, datasource)
@@ -141,7 +142,7 @@ class PromptBuilder:
         return Draft(self._plain(value, datasource), label, ())
 
     def lengths(self, drafts: Sequence[Draft]) -> list[int]:
-        """Returns the tokens of each draft, tokenised together."""
+        """Returns the number of tokens of each draft, in one call of the tokenizer."""
         if self.data.apply_chat_template:
             return self._codec.lengths([draft.written for draft in drafts if not isinstance(draft.written, str)])
         return self._codec.text_lengths([draft.written for draft in drafts if isinstance(draft.written, str)])
@@ -157,7 +158,7 @@ class PromptBuilder:
             self._refuse_empty(value.strip(), value, datasource)
             messages: list[Message] = [{"role": "user", "content": value}]
         elif isinstance(value, list) and value and all(isinstance(m, Mapping) and "role" in m for m in value):
-            self._refuse_empty(any(_has_words(m.get("content")) for m in value), value, datasource)
+            self._refuse_empty(any(_has_content(m.get("content")) for m in value), value, datasource)
             for message in value:
                 self._check_message(message, datasource)
             messages = list(value)
@@ -171,14 +172,14 @@ class PromptBuilder:
         return messages
 
     def _check_message(self, message: Message, datasource: str) -> None:
-        """Refuses what a template writes as `None` or as a number, or leaves out without a word."""
+        """Refuses messages that a template would write as `None` or as a number, or omit silently."""
         role, content = message["role"], message.get("content")
         problem = None
         if not isinstance(role, str) or not (role in ROLES or self._codec.mentions(role)):
             problem = f"has the role {shown(role)}, which is none of {', '.join(ROLES)} nor in the chat template"
         elif not (isinstance(content, str | list) or (content is None and message.get("tool_calls"))):
             problem = f"has the content {shown(content)}, which is no text"
-        elif role == "user" and not _has_words(content):
+        elif role == "user" and not _has_content(content):
             problem = "of the user is empty"
         if problem is not None:
             raise DataError(

@@ -1,8 +1,8 @@
-"""`DatasetPromptSource`: a stream of prompts over a dataset held by index.
+"""`DatasetPromptSource`: a stream of prompts from a dataset that is read by index.
 
-Invariants: every row is looked at before the first prompt is taken (`survey`), so that none surprises later; the
-position is a `PromptCursor` over all rows, so resuming is arithmetic, and the order of the prompts that are kept does
-not depend on those that are passed over; prompts are built when they are taken.
+Invariants: every row is checked before the first prompt is taken (`survey`), so that no row fails later; the position
+is a `PromptCursor` over all rows, so resuming is arithmetic, and the order of the kept prompts does not depend on the
+rows that are skipped; prompts are built when they are taken.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from rollgrad.domain.ports.prompt_source import PromptSource
 class DatasetPromptSource(PromptSource):
     """Prompts of `dataset`, in a new random order each epoch, or in file order without `shuffle`.
 
-    `max_samples` keeps the first rows only. The column `datasource`, where there is one, names each prompt's origin.
+    `max_samples` keeps the first rows only. The column `datasource`, if there is one, names each prompt's origin.
     `setting` names the dataset in errors.
 
     Raises:
@@ -42,7 +42,7 @@ class DatasetPromptSource(PromptSource):
                 "at least one prompt is needed."
             )
         self.survey = survey(dataset, self._size, builder, setting=setting)
-        """Lengths of all prompts."""
+        """Lengths of all prompts, and which are kept."""
         self._kept = self.survey.kept
         self._dataset = dataset
         self._builder = builder

@@ -1,7 +1,7 @@
-"""A look at every row before the first step: which cannot be read, and which prompts are too long.
+"""Survey of every row before the first step: finds rows that cannot be read, and prompts that are too long.
 
-Invariant: after a survey without an error, each row that was kept becomes a prompt within the limit. Does not own: what
-a prompt is (`PromptBuilder`).
+Invariant: after a survey without an error, each kept row becomes a prompt within the limit. Does not own: making
+prompts (`PromptBuilder`).
 """
 
 import hashlib
@@ -23,25 +23,25 @@ BATCH = 512
 """Rows tokenised together: enough for the tokenizer's threads, and few enough for a smooth bar."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 LARGE = 2000
-"""Rows from which it takes seconds, so that a terminal is shown a progress bar."""
+"""Number of rows from which on a survey takes seconds, so that a terminal gets a progress bar."""
 
 
 class Rows(Protocol):
     """A dataset by index: a `datasets.Dataset`, or a list of mappings."""
 
     def __len__(self) -> int:
-        """Rows there are."""
+        """Returns the number of rows."""
         ...
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]:
-        """Row `index`."""
+        """Returns row `index`."""
         ...
 
 
 @frozen
 class Survey:
-    """`setting` names the dataset; `lengths`: tokens of each row's prompt; `limit`: of the longest that is kept;
-    `fingerprint`: sha256 of all rows in their order, whatever the dataset is called."""
+    """Result of a survey. `setting` names the dataset; `lengths`: tokens of each row's prompt; `limit`: tokens of the
+    longest prompt that is kept; `fingerprint`: sha256 of all rows in their order, which does not depend on the name."""
 
     setting: str
     lengths: tuple[int, ...]
@@ -49,17 +49,17 @@ class Survey:
     fingerprint: str
 
     def keeps(self, index: int) -> bool:
-        """Returns whether row `index` is played."""
+        """Returns whether row `index` is kept."""
         return self.lengths[index] <= self.limit
 
     @property
     def kept(self) -> int:
-        """Rows that are played."""
+        """Number of kept rows."""
         return sum(self.keeps(index) for index in range(len(self.lengths)))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt that is played."""
+        """Number of tokens of the longest kept prompt."""
         return max(length for index, length in enumerate(self.lengths) if self.keeps(index))
 
 
@@ -77,7 +77,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
         drafts: list[Draft] = []
         for index in range(start, min(start + BATCH, size)):
             row = rows[index]
-            content.update(_lasting({key: value for key, value in row.items() if key != "datasource"}).encode())
+            content.update(_stable_text({key: value for key, value in row.items() if key != "datasource"}).encode())
             try:
                 drafts.append(builder.draft(row, datasource_of(row)))
             except DataError as error:
@@ -91,15 +91,15 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     return found
 
 
-def _lasting(value: Any) -> str:
-    """Returns the text of a value that is the same in each process: sets have an order of their own in each, and
-    objects whose text is an address (images of a column that nobody reads) differ."""
+def _stable_text(value: Any) -> str:
+    """Returns a text of a value that is the same in each process. The order of sets differs between processes, and so
+    does the text of objects that contains their address (say, images of a column that is not read)."""
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{_lasting(key)}:{_lasting(item)}' for key, item in value.items())}}}"
+        return f"{{{','.join(f'{_stable_text(key)}:{_stable_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_lasting, value))}]"
+        return f"[{','.join(map(_stable_text, value))}]"
     if isinstance(value, set | frozenset):
-        return f"<{','.join(sorted(map(_lasting, value)))}>"
+        return f"<{','.join(sorted(map(_stable_text, value)))}>"
     return _ADDRESS.sub("", repr(value))
 
 

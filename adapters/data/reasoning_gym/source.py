@@ -1,7 +1,7 @@
 """Procedural tasks of reasoning-gym: their questions as prompts, their scorers as reward.
 
-Invariant: the tasks of a run are a pure function of the specification, the size and the seed. Scoring runs in
-processes that are shut in, for some scorers evaluate what a reply says. Does not own: rendering (`PromptBuilder`).
+Invariant: the tasks of a run are a pure function of the specification, the size and the seed. Scoring runs
+in sandboxed processes, because some scorers evaluate text of replies. Does not own: rendering (`PromptBuilder`).
 """
 
 import ast
@@ -37,7 +37,7 @@ class TaskSpec:
 
 
 def parse_spec(spec: str) -> TaskSpec:
-    """Reads `reasoning_gym:TASK?setting=value&...`; values are Python literals, or else text.
+    """Parses `reasoning_gym:TASK?setting=value&...`; values are Python literals, or else text.
 
     >>> parse_spec("reasoning_gym:basic_arithmetic?min_terms=2&max_terms=2")
     TaskSpec(task='basic_arithmetic', config=(('min_terms', 2), ('max_terms', 2)))
@@ -58,8 +58,8 @@ def parse_spec(spec: str) -> TaskSpec:
 class ReasoningGymPromptSource(PromptSource):
     """`size` tasks generated from `spec` and `seed`; the label is the reference answer, the metadata the task's entry.
 
-    Rendered as `data` says for other prompts; its input and label keys, size and max_samples are not used. `setting`
-    names the dataset in errors.
+    `data` says how prompts are rendered; its input and label keys, size and max_samples are not used. `setting` names
+    the dataset in errors.
 
     Raises:
         DataError: the task is unknown, or its generator refuses the settings.
@@ -85,7 +85,7 @@ class ReasoningGymPromptSource(PromptSource):
             setting=setting,
         )
         self.survey = self._source.survey
-        """Lengths of all prompts."""
+        """Lengths of all prompts, and which are kept."""
 
     def take(self, count: int) -> list[Prompt]:
         """Returns the next `count` prompts; wraps into the next epoch."""
@@ -115,7 +115,7 @@ class ReasoningGymReward(RewardSource):
     Raises:
         DataError: `spec` names no known task, or settings its generator refuses.
         MissingExtraError: reasoning-gym is not installed.
-        ConfigurationError: the machine cannot shut judges in, as `isolation` asks for.
+        ConfigurationError: the machine cannot isolate judges as `isolation` demands.
     """
 
     def __init__(self, spec: str, *, timeout: float, isolation: JudgeIsolation = JudgeIsolation.SANDBOX) -> None:
@@ -124,7 +124,7 @@ class ReasoningGymReward(RewardSource):
         self._pool = JudgePool(worker, timeout=timeout, isolation=isolation)
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """One reward from 0 to 1 a request, in order.
+        """Returns one reward from 0 to 1 for each request, in order.
 
         Raises:
             RewardError: a prompt does not come from reasoning-gym.
@@ -149,7 +149,7 @@ class ReasoningGymReward(RewardSource):
 
 
 class _Entries:
-    """A generated dataset, each entry with its origin; generated once, for some tasks take long."""
+    """A generated dataset, each entry with its origin. It is generated only once, because some tasks take long."""
 
     def __init__(self, task: str, dataset: Any) -> None:
         self._task = task

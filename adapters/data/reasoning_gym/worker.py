@@ -1,6 +1,6 @@
-"""What scoring a reasoning-gym answer runs in the sandbox: nothing of rollgrad is imported here.
+"""Scoring of reasoning-gym answers, which runs in the sandbox and imports nothing of rollgrad.
 
-Some scorers hand the answer to `eval`, or to sympy's parser, which is `eval`.
+Some scorers pass the answer to `eval`, or to sympy's parser, which calls `eval`.
 """
 
 import ast
@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 PACKAGES = ("reasoning_gym",)
-"""Packages that judgements import."""
+"""Packages that scorers import."""
 EVALUATES = ("reasoning_gym.", "sympy.parsing.sympy_parser")
-"""Beginnings of the modules that hand an answer to `eval`, which the sandbox gives them its own for."""
+"""Prefixes of the modules that pass an answer to `eval`, which the sandbox replaces by its own there."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -30,7 +30,7 @@ def prepare(task: str, config: str) -> Any:
 
 
 def warm_up() -> None:
-    """Imports reasoning-gym, so that judgements are not charged for it."""
+    """Imports reasoning-gym, so that the import does not count against the time limit of a judgement."""
     import reasoning_gym  # noqa: F401
 
 

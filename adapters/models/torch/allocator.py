@@ -16,17 +16,17 @@ KEEP = 2**31 - 1
 
 def keep_freed_memory() -> None:
     """Tells glibc to reuse freed blocks of any size; does nothing on other systems."""
-    if (mallopt := _of_glibc("mallopt")) is not None:
+    if (mallopt := _glibc_function("mallopt")) is not None:
         mallopt(M_MMAP_THRESHOLD, KEEP)
         mallopt(M_TRIM_THRESHOLD, KEEP)
 
 
 def give_back_freed_memory() -> None:
     """Gives all of it to the system, for other processes on the machine; does nothing on other systems."""
-    if (malloc_trim := _of_glibc("malloc_trim")) is not None:
+    if (malloc_trim := _glibc_function("malloc_trim")) is not None:
         malloc_trim(0)
 
 
-def _of_glibc(function: str) -> Any:
+def _glibc_function(function: str) -> Any:
     """None on other systems, and in other C libraries, as musl."""
     return getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None

@@ -18,7 +18,7 @@ def save_pretrained(model: Any, tokenizer: Any, path: Path, weights: Mapping[str
     """
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-        with _nothing_to_unwrap():
+        with _without_unwrapping():
             model.save_pretrained(path, state_dict=weights)
         tokenizer.save_pretrained(path)
 
@@ -44,7 +44,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _nothing_to_unwrap() -> Iterator[None]:
+def _without_unwrapping() -> Iterator[None]:
     """Lets transformers save a model as it is.
 
     It would look for wrappers around the model by accelerate, which imports DeepSpeed for that wherever it is

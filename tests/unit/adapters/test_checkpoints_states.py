@@ -106,10 +106,10 @@ def test_a_state_that_was_renamed_is_found(two: Path, capsys: pytest.CaptureFixt
 
 def rewritten(path: Path, **changes: Any) -> None:
     """Changes the manifest of a state, with a hash that is right."""
-    from rollgrad.adapters.checkpoints.states import _of_manifest
+    from rollgrad.adapters.checkpoints.states import _manifest_hash
 
     content = json.loads((path / "manifest.json").read_text())["content"] | changes
-    (path / "manifest.json").write_text(json.dumps({"content": content, "sha256": _of_manifest(content)}))
+    (path / "manifest.json").write_text(json.dumps({"content": content, "sha256": _manifest_hash(content)}))
 
 
 def test_a_state_of_a_later_version_is_refused_and_kept(two: Path) -> None:
