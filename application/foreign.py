@@ -6,6 +6,7 @@ that somebody waits for. Does not own: deadlines, which belong to who calls.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from rollgrad.domain.errors import ForeignError, RollgradError
@@ -43,7 +44,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
-class foreign_code:  # noqa: N801 (it is read as a statement)
+class foreign_code(AbstractContextManager[object]):  # noqa: N801 (it is read as a statement)
     """A block that raises `refusal(words)` in place of whatever is raised in it; `words` are the error's (`told`).
 
     Three things pass: rollgrad's own errors, which are sentences already; KeyboardInterrupt and GeneratorExit; and the
@@ -53,9 +54,6 @@ class foreign_code:  # noqa: N801 (it is read as a statement)
     # No @contextmanager: it lets StopIteration through where the refusal is a RuntimeError.
     def __init__(self, refusal: Callable[[str], Exception]) -> None:
         self._refusal = refusal
-
-    def __enter__(self) -> None:
-        """Nothing is to be done before the block."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> Literal[False]:
         if error is None or isinstance(error, RollgradError | KeyboardInterrupt | GeneratorExit):

@@ -19,6 +19,7 @@ from attrs import frozen
 
 from rollgrad.adapters.environments.opening import conversation
 from rollgrad.application.episodes.tool_environment import ToolEnvironment
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.messages import Action, Message, ToolResult
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError
@@ -55,16 +56,18 @@ class _Server:
             self._client = httpx2.AsyncClient(timeout=None)
         try:
             async with self._turn, asyncio.timeout(self._timeout):
-                return await self._client.post(f"{self.url}/{path}", json=dict(body))
+                with foreign_code(lambda words: ConnectionError(self._silent(path, words))):
+                    return await self._client.post(f"{self.url}/{path}", json=dict(body))
         except TimeoutError:
             self.lost = TimeoutError(
                 f"Waited {self._timeout:g} s for the NeMo Gym server {self.url} to answer POST /{path}."
             )
-        except httpx2.HTTPError as error:
-            self.lost = ConnectionError(
-                f"The NeMo Gym server {self.url} did not answer POST /{path}: {type(error).__name__} {error}".strip()
-            )
+        except ConnectionError as error:
+            self.lost = error
         raise self.lost
+
+    def _silent(self, path: str, words: str) -> str:
+        return f"The NeMo Gym server {self.url} did not answer POST /{path}: {words}"
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
         """Returns the JSON of an answer that must succeed.
@@ -76,7 +79,7 @@ class _Server:
         try:
             if response.status_code == 200:
                 return response.json()
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or so deep that nobody reads it
             pass
         raise RuntimeError(
             f"The NeMo Gym server {self.url} answered POST /{path} with {response.status_code} "

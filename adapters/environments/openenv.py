@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollgrad.adapters.environments.opening import opening, prompt_seed, user_message
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.messages import Action, Message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
@@ -93,15 +94,11 @@ class OpenEnvEnvironment(Environment):
 
         await self.close()
         self._invalid = 0
-        try:
-            self._connection = await self._in_time(
-                "a connection",
-                connect(self._url, open_timeout=None, close_timeout=CLOSE_SECONDS, max_size=MAX_MESSAGE_BYTES),
-            )
-        except TimeoutError:
-            raise
-        except Exception as error:  # connecting fails in many ways: no socket, no handshake, no WebSocket
-            raise ConnectionError(f"No connection to the OpenEnv server {self._url}: {error}") from error
+        self._connection = await self._in_time(
+            "a connection",
+            connect(self._url, open_timeout=None, close_timeout=CLOSE_SECONDS, max_size=MAX_MESSAGE_BYTES),
+            lambda words: ConnectionError(f"No connection to the OpenEnv server {self._url}: {words}"),
+        )
         answer = await self._ask("reset", {"seed": prompt_seed(prompt)})
         if answer["type"] == "error":
             raise self._refused(answer)
@@ -148,8 +145,6 @@ class OpenEnvEnvironment(Environment):
         await connection.close()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        from websockets.exceptions import ConnectionClosed
-
         connection = self._connection
         if connection is None:
             raise ConnectionError(f"There is no connection to the OpenEnv server {self._url}: reset comes first.")
@@ -158,20 +153,26 @@ class OpenEnvEnvironment(Environment):
             await connection.send(json.dumps({"type": kind, "data": data}))
             return await connection.recv()
 
+        said = await self._in_time(
+            f"the answer to {kind}",
+            exchange(),
+            lambda words: ConnectionError(
+                f"The OpenEnv server {self._url} hung up before it answered {kind} ({words})."
+            ),
+        )
         try:
-            answer = json.loads(await self._in_time(f"the answer to {kind}", exchange()))
-        except ConnectionClosed as error:
-            raise ConnectionError(f"The OpenEnv server {self._url} hung up before it answered {kind}.") from error
-        except ValueError:
+            answer = json.loads(said)
+        except (ValueError, RecursionError):  # no JSON, or so deep that nobody reads it
             answer = None
         if not isinstance(answer, dict) or answer.get("type") not in ("observation", "error") or "data" not in answer:
             raise RuntimeError(f"The OpenEnv server {self._url} answered {kind} with {str(answer)[:200]}.")
         return answer
 
-    async def _in_time(self, what: str, waiting: Any) -> Any:
+    async def _in_time(self, what: str, waiting: Any, refusal: Callable[[str], Exception]) -> Any:
         try:
             async with asyncio.timeout(self._timeout):
-                return await waiting
+                with foreign_code(refusal):
+                    return await waiting
         except TimeoutError as error:
             raise TimeoutError(f"Waited {self._timeout:g} s for {what} of the OpenEnv server {self._url}.") from error
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import structlog
 from attrs import frozen
 
+from rollgrad.application.foreign import told
 from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
 from rollgrad.domain.ports.environment import Tool
@@ -220,4 +221,4 @@ def _reason(error: BaseException | None) -> str:
     """The first of the errors that task groups wrap, in words."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return "its task ended" if error is None else told(error)

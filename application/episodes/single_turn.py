@@ -3,6 +3,7 @@
 from attrs import evolve
 
 from rollgrad.application.episodes.judging import judge_request
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import GenerationRequest
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
@@ -40,9 +41,11 @@ class SingleTurnExecutor(AgentExecutor):
                 return request.failure(FailureKind.DATA, full)
             params = evolve(params, max_new_tokens=min(params.max_new_tokens, room))
         try:
-            generation = await self._engine.generate(
-                GenerationRequest(prompt_token_ids=prompt.token_ids, params=params)
-            )
+            with foreign_code(lambda words: EngineError(f"The engine raised {words}")):
+                generation = await self._engine.generate(
+                    GenerationRequest(prompt_token_ids=prompt.token_ids, params=params)
+                )
+                response = self._codec.decode(generation.token_ids)
         except EngineError as error:
             return request.failure(FailureKind.INFRASTRUCTURE, str(error))
         if not generation.token_ids:
@@ -53,12 +56,13 @@ class SingleTurnExecutor(AgentExecutor):
             prompt,
             (*prompt.token_ids, *generation.token_ids),
             opening=len(prompt.token_ids),
-            response=self._codec.decode(generation.token_ids),
+            response=response,
             stop_reason=generation.stop_reason,
             step=int(generation.versions[-1]),
         )
         try:
-            (reward,) = await self._rewards.score([question])
+            with foreign_code(lambda words: RewardError(f"The reward raised {words}")):
+                (reward,) = await self._rewards.score([question])
         except RewardError as error:
             return request.unjudged(error)
         builder = TrajectoryBuilder(prompt.token_ids, group_id=request.group_id, sample_id=request.sample_id)

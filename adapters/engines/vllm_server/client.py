@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import EngineError
 
 if TYPE_CHECKING:
@@ -120,23 +121,20 @@ class ServerClient:
     async def _once(
         self, path: str, body: Mapping[str, Any] | None, seconds: float | None, *, last: bool
     ) -> tuple[int, Any]:
-        import httpx2
-
         method = "GET" if body is None else "POST"
         try:
             async with asyncio.timeout(seconds):
-                response = await self._http().request(method, self.url + path, json=body)
+                with foreign_code(_PassingError):  # whatever it is, another attempt may go well
+                    response = await self._http().request(method, self.url + path, json=body)
         except TimeoutError:
             raise EngineError(
                 f"The server {self.url} took more than {seconds:g} s for {method} {path.partition('?')[0]}."
             ) from None
-        except httpx2.HTTPError as error:
-            raise _PassingError(f"{type(error).__name__} {error}".strip()) from error
         if response.status_code in PASSING and not last:
             raise _PassingError(f"it is busy or ending ({response.status_code})")
         try:
             return response.status_code, response.json()
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or so deep that nobody reads it
             return response.status_code, response.text
 
     def _http(self) -> "httpx2.AsyncClient":

@@ -18,6 +18,7 @@ from rollgrad.adapters.engines.vllm_server.client import ServerClient
 from rollgrad.adapters.engines.vllm_server.endpoints import CompletionsWire, TokensWire, Wire
 from rollgrad.adapters.weights.receiver_port import EngineModel
 from rollgrad.adapters.weights.shared_buckets import ALIGNMENT, DIRECTORY, SharedMemory
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import ConfigurationError, EngineError
 
@@ -62,16 +63,14 @@ class ServedCore(Core):
             ConfigurationError: it does not tell the tokens that it samples, or their log-probs.
         """
         models = await self.http.call("/v1/models", seconds=PROBE_SECONDS, repeat=True)
-        try:
+        with foreign_code(lambda _: EngineError(f"The server {self.http.url} lists no model under /v1/models.")):
             card = models["data"][0]
             self.max_tokens = card.get("max_model_len")
             wires: tuple[Wire, ...] = (TokensWire(), CompletionsWire(card["id"]))
-        except (TypeError, LookupError):
-            raise EngineError(f"The server {self.http.url} lists no model under /v1/models.") from None
         status, _ = await self.http.ask(self._health, seconds=PROBE_SECONDS)
         self._health = "/v1/models" if status in NO_SUCH_PATH else self._health
         status, answer = await self.http.ask("/is_paused", seconds=PROBE_SECONDS)
-        if status == 200 and answer.get("is_paused"):
+        if status == 200 and isinstance(answer, dict) and answer.get("is_paused"):
             await self.thaw()
         for wire in wires:
             if await self._samples_by(wire):
@@ -89,7 +88,7 @@ class ServedCore(Core):
         if status != 200:
             raise EngineError(self.http.refusal(wire.path, status, answer))
         try:
-            generation = wire.read(answer, 0)
+            generation = self._read(wire, answer, 0)
         except EngineError as error:
             raise ConfigurationError(
                 f"rollout.server_urls names {self.http.url}, which does not tell what it samples in token ids with "
@@ -116,7 +115,7 @@ class ServedCore(Core):
             raise EngineError(self.http.refusal(SERVER_INFO, status, info))
         if status in NO_SUCH_PATH:
             lacking.append("the endpoints that pause it and bring weights (environment VLLM_SERVER_DEV_MODE=1)")
-        elif (info["vllm_config"].get("weight_transfer_config") or {}).get("backend") != BACKEND:
+        elif self._backend_and_dtype(info)[0] != BACKEND:
             lacking.append(
                 f"""the way that weights take (--weight-transfer-config '{{"backend": "{BACKEND}"}}', and rollgrad """
                 "installed beside vLLM)"
@@ -126,12 +125,29 @@ class ServedCore(Core):
                 f"rollout.server_urls names {self.http.url}, which cannot be trained with, for it lacks "
                 f"{' and '.join(lacking)}: start it as docs/cluster.md says, or only evaluate (`rollgrad eval`)."
             )
-        dtype = info["vllm_config"]["model_config"]["dtype"].removeprefix("torch.")
-        self.model = EngineModel(getattr(torch, dtype), self.model.vocabulary)
+        self.model = EngineModel(self._backend_and_dtype(info)[1], self.model.vocabulary)
         await self.abort(())
         await self.thaw()
         await self._require_shared_memory()
         self._controlled = True
+
+    def _backend_and_dtype(self, info: Any) -> tuple[str | None, torch.dtype]:
+        """Returns what SERVER_INFO says of the way of weights, and of their type.
+
+        Raises:
+            EngineError: it is no answer of vLLM's.
+        """
+        with foreign_code(self._no_answer):
+            config = info["vllm_config"]
+            dtype: torch.dtype = getattr(torch, config["model_config"]["dtype"].removeprefix("torch."))
+            return (config.get("weight_transfer_config") or {}).get("backend"), dtype
+
+    def _read(self, wire: Wire, answer: Any, version: int) -> Generation:
+        with foreign_code(self._no_answer):
+            return wire.read(answer, version)
+
+    def _no_answer(self, words: str) -> EngineError:
+        return EngineError(f"The server {self.http.url} answers otherwise than vLLM does ({words}).")
 
     async def _require_shared_memory(self) -> None:
         memory = SharedMemory(bucket_bytes=ALIGNMENT)
@@ -162,7 +178,7 @@ class ServedCore(Core):
                 body["cache_salt"] = cache_salt(self._part)
             # No deadline: a frozen reply takes as long as the pause. Who waits looks after the server (`ping`).
             answer = await self.http.call(self._wire.path, body, seconds=None, repeat=True)
-        generation = self._wire.read(answer, self._version)
+        generation = self._read(self._wire, answer, self._version)
         if on_token is not None:
             for token in generation.token_ids:
                 on_token(token)
@@ -172,7 +188,9 @@ class ServedCore(Core):
         """See `Core.next_logprob`."""
         wire = self._tokens_wire()
         body = wire.probe_body(name, prompt, token, temperature)
-        return wire.read_probe(await self.http.call(wire.path, body, repeat=True), token)
+        answer = await self.http.call(wire.path, body, repeat=True)
+        with foreign_code(self._no_answer):
+            return wire.read_probe(answer, token)
 
     async def abort(self, names: Sequence[str]) -> None:
         """See `Core.abort`; all that the server samples ends, and it takes no more steps."""

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError, EngineError
 
 MAX_TOKENS = 10240
@@ -103,16 +104,12 @@ class OpenAIEngine(LLMEngine):
         return [int(token) for token in answer["tokens"]]
 
     def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
-        import httpx2
-
-        try:
+        with foreign_code(lambda words: EngineError(f"{url} cannot be reached: {words}")):
             response = self._client.post(url, json=body)
-        except httpx2.HTTPError as error:
-            raise EngineError(f"{url} cannot be reached: {type(error).__name__} {error}".strip()) from error
         if response.status_code != 200:
             raise EngineError(f"{url} answered {response.status_code} ({response.text[:200]!r}).")
         try:
             answer = response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineError(f"{url} answered something that is not JSON ({response.text[:200]!r}).") from error
         return answer if isinstance(answer, dict) else {}

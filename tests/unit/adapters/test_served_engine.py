@@ -5,9 +5,10 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import httpx2
 import pytest
 
-from rollgrad.adapters.engines.vllm_server.client import TOKEN_VARIABLE
+from rollgrad.adapters.engines.vllm_server.client import TOKEN_VARIABLE, ServerClient
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.fleet_member import Taker
@@ -294,3 +295,49 @@ def test_a_lost_server_is_replaced_by_others_and_used_again_when_it_has_the_weig
             await scenario()
 
     asyncio.run(bounded())
+
+
+ODD: list[Any] = [None, 3, "x", [], [[]], {}, {"data": [3]}, {"vllm_config": []}, {"vllm_config": {"model_config": {}}}]
+ODD_CHOICES: list[Any] = [
+    {"finish_reason": []},
+    {"finish_reason": "length", "token_ids": 3, "logprobs": "x"},
+    {"finish_reason": "length", "token_ids": [1], "logprobs": {"content": [{}]}, "weight_versions": [3]},
+    {"finish_reason": "length", "token_ids": [1], "logprobs": {"content": [{"logprob": 0}]}, "weight_versions": "x"},
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/is_paused", "/server_info", "/inference/v1/generate"])
+@pytest.mark.parametrize("odd", [*ODD, *({"choices": [choice]} for choice in ODD_CHOICES)], ids=repr)
+def test_whatever_a_server_answers_is_one_sentence(
+    path: str, odd: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, told = serve(), ServerClient.ask
+
+    async def ask_oddly(client: ServerClient, asked: str, *arguments: Any, **options: Any) -> tuple[int, Any]:
+        return (200, odd) if asked.startswith(path) else await told(client, asked, *arguments, **options)
+
+    monkeypatch.setattr(ServerClient, "ask", ask_oddly)
+
+    async def work(engine: ServedEngine) -> None:
+        await engine.require_weights()
+        await engine.generate(ask())
+
+    if path == "/is_paused":
+        using(engine_of(server.url), work)  # none of them says that it is
+        return
+    with pytest.raises((ConfigurationError, EngineError), match=r"^[^\n]+$"):
+        using(engine_of(server.url), work)
+
+
+def test_json_that_nobody_can_read_is_text(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(httpx2.Response, "json", lambda response: deep(response))
+
+    async def work(client: ServerClient) -> tuple[int, Any]:
+        return await client.ask("/v1/models")
+
+    def deep(value: Any) -> Any:
+        return deep(value)
+
+    status, answer = asyncio.run(work(ServerClient(serve().url)))
+    assert status == 200
+    assert isinstance(answer, str)

@@ -95,8 +95,32 @@ def test_a_wrong_number_of_rewards_does_not_pass_unseen() -> None:
         async def score(self, requests: list[RewardRequest]) -> list:  # type: ignore[override, type-arg]
             return [*await super().score(requests), *await super().score(requests)]
 
-    with pytest.raises(ValueError, match="too many values"):
-        play(FakeRolloutEngine(), TwoForOne())
+    result = play(FakeRolloutEngine(), TwoForOne())
+    assert isinstance(result, RolloutFailure)
+    assert result.kind is FailureKind.REWARD
+    assert "too many values" in result.message
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), StopIteration(), MemoryError(), asyncio.CancelledError()], ids=repr)
+@pytest.mark.parametrize(
+    ("place", "name", "kind"),
+    [
+        (FakeRolloutEngine, "generate", FailureKind.INFRASTRUCTURE),
+        (FakeChatCodec, "decode", FailureKind.INFRASTRUCTURE),
+        (FakeRewardSource, "score", FailureKind.REWARD),
+    ],
+)
+def test_whatever_is_raised_costs_this_episode_alone(
+    place: type, name: str, kind: FailureKind, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(place, name, broken)
+    result = play(FakeRolloutEngine(), FakeRewardSource())
+    assert isinstance(result, RolloutFailure)
+    assert result.kind is kind
+    assert type(error).__name__ in result.message
 
 
 @pytest.mark.parametrize(("max_tokens", "length"), [(None, 6), (20, 6), (8, 6), (7, 5), (3, 1)])
