@@ -129,7 +129,7 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
     from rollgrad.application.settings.run import RLConfig
     from rollgrad.application.settings.sections.actor import DType
     from rollgrad.domain.episodes.generation import SamplingParams
-    from rollgrad.entrypoints.composition.container import Container
+    from rollgrad.entrypoints.composition.rl import rl_container
 
     turns = Turns(pipe)
 
@@ -159,7 +159,7 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
         config.rollout.n_samples_per_prompt = work.samples
         config.train.max_steps = work.rollouts
         config.ckpt.output_dir = folder
-        container = Container(config=config)
+        container = rl_container(config)
         container.reward.override(providers.Object(FunctionReward(reward, timeout=config.reward.timeout)))
         container.sink.override(providers.Object(Sink()))
         params = SamplingParams(max_new_tokens=work.new_tokens, min_new_tokens=work.new_tokens)

@@ -26,10 +26,11 @@ from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.entrypoints.composition.container import Container
 from rollgrad.entrypoints.composition.extensions import load_extension
+from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
 from rollgrad.entrypoints.config_io import load_config as load_config
 from rollgrad.entrypoints.description import check_continues, settings_file
+from rollgrad.entrypoints.event_loop import run_to_end
 from rollgrad.entrypoints.run_directory import (
     LOGS,
     alone,
@@ -123,7 +124,7 @@ def _from_anywhere(config: RLConfig) -> RLConfig:
     )
 
 
-def _train(config: RLConfig, container: Container) -> TrainResult:
+def _train(config: RLConfig, container: RLContainer) -> TrainResult:
     output_dir = Path(config.ckpt.output_dir)
     problem = output_problem(config.ckpt)  # again: another run may have been there until now
     if problem is not None:
@@ -143,7 +144,7 @@ def _train(config: RLConfig, container: Container) -> TrainResult:
         write_config(output_dir, settings_file(config))
         log_correction(config)
         try:
-            outcome, stopped_by = _run(_heeding_signals(_closing(run.run(), container)))
+            outcome, stopped_by = run_to_end(_heeding_signals(_closing(run.run(), container)))
         except (Exception, SystemExit):  # whatever ended it, its curves are there to look at
             _report(config, {}, {})
             raise
@@ -191,13 +192,13 @@ def evaluate(
     with _cluster(container, config):
         evaluation: EvaluationService = container.evaluation()
         try:
-            return _run(_closing(evaluation.run(), container))
+            return run_to_end(_closing(evaluation.run(), container))
         finally:
             _close(container.reward, container.engine)
 
 
 @contextmanager
-def _cluster(container: Container, config: RLConfig) -> Iterator[None]:
+def _cluster(container: RLContainer, config: RLConfig) -> Iterator[None]:
     """The run's other processes, ended however the run ends."""
     if not config.cluster.enable:
         yield
@@ -214,8 +215,8 @@ def _container(
     reward: RewardSource | Callable[..., Any] | None,
     environment: Callable[[], Environment] | None,
     adapters: Mapping[str, Any],
-) -> Container:
-    container = Container(config=config)
+) -> RLContainer:
+    container = rl_container(config)
     if environment is not None:
         container.environment.override(providers.Object(environment))
     if reward is not None:
@@ -246,7 +247,7 @@ def _close(*providers_used: providers.Provider[Any]) -> None:
             close()
 
 
-async def _closing(work: Coroutine[Any, Any, Result], container: Container) -> Result:
+async def _closing(work: Coroutine[Any, Any, Result], container: RLContainer) -> Result:
     """Does `work`, then ends the connections of what it used, in the same event loop."""
     try:
         return await work
@@ -281,40 +282,3 @@ async def _heeding_signals(work: Coroutine[Any, Any, Result]) -> tuple[Result, i
             loop.remove_signal_handler(number)
             signal.signal(number, handler)
     return result, received[0] if received else signal.SIGINT
-
-
-def _run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Runs a coroutine to its end, also from inside a running event loop (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    box: list[Result] = []
-    errors: list[BaseException] = []
-    cancel: list[Callable[[], object]] = []
-
-    async def cancellable() -> Result:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        cancel.append(lambda: loop.call_soon_threadsafe(task.cancel))
-        return await work
-
-    def target() -> None:
-        try:
-            box.append(asyncio.run(cancellable()))
-        except BaseException as error:  # whatever it is, the calling thread raises it
-            errors.append(error)
-        finally:
-            done.set()
-
-    done = threading.Event()  # an interrupted Thread.join cannot be repeated: Python 3.11 then takes it for ended
-    threading.Thread(target=target).start()
-    try:
-        done.wait()
-    except KeyboardInterrupt:  # it reaches the main thread only: the work has to be told
-        for stop in cancel:
-            stop()
-        done.wait()
-    if errors:
-        raise errors[0]
-    return box[0]

@@ -21,8 +21,8 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.validation import range_problems, with_defaults
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
-from rollgrad.entrypoints.composition.container import Container
 from rollgrad.entrypoints.composition.rewards import reward_kind
+from rollgrad.entrypoints.composition.rl import rl_container
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.description import check_continues
 from rollgrad.entrypoints.dry_run import count_table, file_problems, show_plan
@@ -73,7 +73,7 @@ class _Trial:
         }
         self._broken = {*files, *(key for key, value in empty.items() if not value)}
         self._console = console
-        self._container = Container(config=config)
+        self._container = rl_container(config)
 
     def play(self) -> None:
         """All of it."""

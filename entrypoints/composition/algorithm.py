@@ -148,11 +148,6 @@ def pipeline_kind(config: RLConfig) -> str:
     return "overlapping" if config.train.async_enable else "alternating"
 
 
-def continuation_kind(config: RLConfig) -> str:
-    """Whether replies that a change of weights ends are continued."""
-    return "continued" if config.train.partial_rollout is PartialRollout.RECOMPUTE else "plain"
-
-
 PAUSES = {
     PartialRollout.NONE: PauseMode.WAIT,
     PartialRollout.KEEP: PauseMode.KEEP,

@@ -11,7 +11,7 @@ from rollgrad.adapters.models.torch.loading import default_device, load_causal_l
 from rollgrad.application.episodes.assistant import Assistant
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
-from rollgrad.entrypoints.composition.factories import eos_token_ids
+from rollgrad.entrypoints.composition.engines import eos_token_ids
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 
 FLAG = "--model"

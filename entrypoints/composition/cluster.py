@@ -1,16 +1,18 @@
 """The processes of a run: who runs where, how many, and what each of them holds.
 
-What runs in the other processes is made there, from the same settings, by the `rank_*` functions. Does not own: what
-the processes do (`adapters.ray`).
+What runs in the other processes is made there, from the same settings, by the providers of the same container
+(`rank_model`). Does not own: what the processes do (`adapters/models/ray`, `adapters/engines/ray_vllm.py`).
 """
 
-import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
 import torch
+from attrs import frozen
+from dependency_injector import providers
 
 from rollgrad.adapters.engines.ray_vllm import start_engines
 from rollgrad.adapters.models.deepspeed import tensor_parallel
@@ -24,142 +26,126 @@ from rollgrad.adapters.models.ray.sharded import (
     reward_copies,
 )
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
-from rollgrad.adapters.models.torch.models import TorchPolicy, TorchReference, TorchValue
 from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
 from rollgrad.adapters.ray.placement import Placement, Slot
 from rollgrad.adapters.ray.session import RaySession, cluster_has_gpus
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.application.engines.fleet import EngineFleet
-from rollgrad.application.settings.derived import ranks
-from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.rollout import Engine
-from rollgrad.application.settings.sections.train import TrainConfig
-from rollgrad.entrypoints.composition.algorithm import critic_kind, reference_kind
-from rollgrad.entrypoints.composition.data import make_tokenizer
-from rollgrad.entrypoints.composition.extensions import load_extension
-from rollgrad.entrypoints.composition.factories import (
-    make_critic,
-    make_optimizer,
-    make_reference_model,
-    make_trained_actor,
-    vllm_settings,
-)
-from rollgrad.entrypoints.composition.rewards import make_reward_model
+from rollgrad.entrypoints.event_loop import run_to_end
+
+MakeContainer = Callable[[Any], Any]
+"""Makes a run's container from its settings; other processes import it by its name."""
 
 
-def rank_policy(config: RLConfig, rollouts: int) -> RankPolicy:
-    """One process's part of the actor."""
-    load_extension(config)
-    _join_group(config)
-    return RankPolicy(
-        TorchPolicy(
-            make_trained_actor(config),
-            make_tokenizer(config),
-            make_optimizer(config.actor, config, rollouts),
-            temperature=config.rollout.temperature,
-            gradient_checkpointing=config.actor.gradient_checkpointing,
-            aux_loss_coef=config.actor.aux_loss_coef,
-            optimize=_divided(config),
-        )
-    )
+def rank_model(make: MakeContainer, model: str, config: Any, steps: int = 0) -> Any:
+    """Makes one process's part of a model, whose weights DeepSpeed divides.
 
-
-def rank_critic(config: RLConfig, rollouts: int) -> TorchValue:
-    """One process's part of the critic."""
-    load_extension(config)
-    _join_group(config)
-    tokenizer = make_tokenizer(config)
-    settings = make_optimizer(config.critic, config, rollouts)
-    return make_critic(config, tokenizer, settings, optimize=_divided(config))
-
-
-def rank_reference(config: RLConfig) -> TorchReference:
-    """The reference, whole in each process or group that shares its layers."""
-    _join_group(config)
-    model = make_reference_model(config)
-    divide = partial(tensor_parallel.divided, size=config.ds.tensor_parallel_size)
-    return TorchReference(model, temperature=config.rollout.temperature, divide=divide)
-
-
-def _join_group(config: RLConfig) -> None:
-    """The processes that share the tokens of each pass of the model that is made next."""
-    join_sequence_group(config.ds.sequence_parallel_size, timeout=config.cluster.timeout)
-
-
-def _divided(config: RLConfig) -> Callable[..., DeepSpeedModule]:
+    Args:
+        make: makes the run's container.
+        model: the container's provider: `local_policy`, `local_critic` or `local_reference`.
+        config: the run's settings.
+        steps: of the whole run; a model without optimizer needs none.
+    """
+    made = make(config)
+    made.extension()
     ds = config.ds
+    join_sequence_group(ds.sequence_parallel_size, timeout=config.cluster.timeout)  # of the model that is made next
     settings = DeepSpeedSettings(
         zero_stage=ds.zero_stage,
         adam_offload=ds.adam_offload,
         param_offload=ds.param_offload,
         tensor_parallel_size=ds.tensor_parallel_size,
     )
-    return partial(DeepSpeedModule, division=settings)
+    made.optimize.override(providers.Object(partial(DeepSpeedModule, division=settings)))
+    made.divide.override(providers.Object(partial(tensor_parallel.divided, size=ds.tensor_parallel_size)))
+    made.total_steps.override(providers.Object(steps))
+    return made.providers[model]()
 
 
-def neighbours(role: str, roles: Mapping[str, int], train: TrainConfig) -> list[str]:
-    """The roles whose processes run on the same bundles as those of `role`, itself included; `roles` has the number of
-    each role's processes, 0 of those that the run does not have."""
-    together = [
-        set(roles) if train.colocate_all else set(),
-        {"actor", "reference"} if train.colocate_actor_ref else set(),
-        {"critic", "reward"} if train.colocate_critic_reward else set(),
-    ]
-    sharing = next((group for group in together if role in group), {role})
-    return sorted(name for name in sharing if roles[name])
+def rank_policy(make: MakeContainer, config: Any, steps: int) -> RankPolicy:
+    """Makes one process's part of the actor, which can be asked to send its weights."""
+    return RankPolicy(rank_model(make, "local_policy", config, steps))
+
+
+def rank_reward(make: MakeContainer, config: Any) -> Any:
+    """Makes the reward model, whole in each process."""
+    return make(config).providers["reward_model"]()
+
+
+def neighbours(role: str, processes: Mapping[str, int], colocated: Sequence[AbstractSet[str]]) -> list[str]:
+    """Returns the roles whose processes run on the same bundles as those of `role`, itself included.
+
+    Args:
+        role: one of those that the run has.
+        processes: their number for each role, 0 of those that the run does not have.
+        colocated: roles that share their GPUs; the first set that has a role counts.
+    """
+    sharing = next((group for group in colocated if role in group), {role})
+    return sorted(name for name in sharing if processes[name])
+
+
+@frozen
+class Role:
+    """The number of a role's processes in the cluster, and of those on one machine."""
+
+    processes: int
+    on_a_machine: int
 
 
 class Cluster:
     """Starts what the run needs when it is asked for it, and ends it all on `close`.
+
+    Args:
+        config: its sections `cluster`, `ds`, and for engines `vllm`, are read.
+        roles: `actor` and, where the run has them, `critic`, `reference`, `reward` and `engines`.
+        colocated: roles that share the same GPUs.
 
     Raises:
         ConfigurationError: there is no such cluster, or no room in it.
         MissingExtraError: Ray, DeepSpeed or vLLM is not installed.
     """
 
-    def __init__(self, config: RLConfig) -> None:
+    def __init__(self, config: Any, roles: Mapping[str, Role], colocated: Sequence[AbstractSet[str]]) -> None:
         self._config = config
         self._width = config.ds.sequence_parallel_size * config.ds.tensor_parallel_size
-        self._roles = {
-            "actor": ranks(config, "actor"),
-            "critic": ranks(config, "critic") if critic_kind(config) == "loaded" else 0,
-            "reference": ranks(config, "ref") if reference_kind(config) == "loaded" else 0,
-            "reward": ranks(config, "reward") if config.reward.model_name_or_path is not None else 0,
-            "engines": config.vllm.num_engines if config.rollout.engine is Engine.VLLM else 0,
-        }
-        self._session = RaySession(config.cluster.address, cpus=sum(self._roles.values()))
+        self._roles = roles
+        self._processes = {name: role.processes for name, role in roles.items()}
+        self._colocated = colocated
+        self._session = RaySession(config.cluster.address, cpus=sum(self._processes.values()))
         self.gpus = torch.cuda.is_available() or cluster_has_gpus()
         """Whether there are any."""
         self._placements: dict[str, Placement] = {}
         self._groups: list[WorkerGroup] = []
 
-    def policy(self, rollouts: int) -> ShardedPolicy:
-        """The actor."""
-        return ShardedPolicy(self._group("actor", rank_policy, self._config, rollouts), width=self._width)
+    def policy(self, make: MakeContainer, steps: int) -> ShardedPolicy:
+        """Starts the actor, which each process makes as `rank_policy` says."""
+        return ShardedPolicy(self._group("actor", rank_policy, make, self._config, steps), width=self._width)
 
-    def critic(self, rollouts: int) -> ShardedValue:
-        """The critic."""
-        return ShardedValue(self._group("critic", rank_critic, self._config, rollouts), width=self._width)
+    def critic(self, make: MakeContainer, steps: int) -> ShardedValue:
+        """Starts the critic."""
+        parts = (rank_model, make, "local_critic", self._config, steps)
+        return ShardedValue(self._group("critic", *parts), width=self._width)
 
-    def reference(self) -> ShardedReference:
-        """The reference."""
-        return ShardedReference(self._group("reference", rank_reference, self._config), width=self._width)
+    def reference(self, make: MakeContainer) -> ShardedReference:
+        """Starts the reference, whole in each process or group that shares its layers."""
+        parts = (rank_model, make, "local_reference", self._config)
+        return ShardedReference(self._group("reference", *parts), width=self._width)
 
-    def reward(self) -> ModelReward:
-        """The reward model."""
-        return ModelReward(
-            reward_copies(self._group("reward", make_reward_model, self._config)), timeout=self._config.reward.timeout
-        )
+    def reward(self, make: MakeContainer) -> ModelReward:
+        """Starts the reward model."""
+        group = self._group("reward", rank_reward, make, self._config)
+        return ModelReward(reward_copies(group), timeout=self._config.reward.timeout)
 
-    def engines(self, tokenizer: Any, plays: bool) -> EngineFleet:
-        """The vLLM engines; `plays` says whether episodes have several turns."""
-        config = self._config
-        at_once = self._roles["engines"] + (self._roles["actor"] if config.train.async_enable else 0)
+    def engines(self, settings: Mapping[str, Any], beside_training: bool) -> EngineFleet:
+        """Starts the vLLM engines, with `settings` as arguments; `beside_training` says whether they sample while
+        models train."""
+        at_once = self._processes["engines"] + (self._processes["actor"] if beside_training else 0)
         threads = _threads_each(at_once)  # Ray would give each as many as it has CPUs reserved
-        settings = vllm_settings(config, tokenizer, gpus=self.gpus, plays=plays) | {"threads": threads}
-        options = [slot.options() for slot in self._slots("engines", self._roles["engines"])]
-        engines = start_engines(len(options), settings, options=options, seconds=config.cluster.timeout)
-        return EngineFleet(asyncio.run(engines))
+        options = [slot.options() for slot in self._slots("engines", self._processes["engines"])]
+        engines = start_engines(
+            len(options), {**settings, "threads": threads}, options=options, seconds=self._config.cluster.timeout
+        )
+        return EngineFleet(run_to_end(engines))
 
     def close(self) -> None:
         """Ends models and, if it was started here, Ray; may be called again."""
@@ -171,14 +157,12 @@ class Cluster:
             placement.remove()
         self._session.close()
 
-    def _group(self, role: str, make: Callable[..., Any], *arguments: Any) -> WorkerGroup:
-        config = self._config
-        size = self._roles[role]
-        on_a_node = min(size, getattr(config, "ref" if role == "reference" else role).num_gpus_per_node or size)
+    def _group(self, name: str, make: Callable[..., Any], *arguments: Any) -> WorkerGroup:
+        config, role = self._config, self._roles[name]
         group = WorkerGroup(
-            role,
-            self._slots(role, size),
-            threads=_threads_each(on_a_node),
+            name,
+            self._slots(name, role.processes),
+            threads=_threads_each(role.on_a_machine),
             timeout=config.cluster.timeout,
         )
         self._groups.append(group)
@@ -187,7 +171,7 @@ class Cluster:
 
     def _slots(self, role: str, size: int) -> list[Slot]:
         """Where the processes of a role run: on bundles of their own, or on those that several roles share."""
-        sharing = neighbours(role, self._roles, self._config.train)
+        sharing = neighbours(role, self._processes, self._colocated)
         name = " and ".join(sharing)
         if name not in self._placements:
             gpus = float(self.gpus)
@@ -195,7 +179,7 @@ class Cluster:
                 gpus *= self._config.vllm.gpus_per_engine
             self._placements[name] = Placement(
                 name,
-                max(self._roles[each] for each in sharing),
+                max(self._processes[each] for each in sharing),
                 gpus=gpus,
                 here=int("actor" in sharing),  # weights leave by its first process's shared memory
                 shared=len(sharing) > 1,

@@ -1,8 +1,7 @@
 """From the settings of `data` and `eval` to prompts, and to the tokenizer and template that write them."""
 
-import re
+import math
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
@@ -10,81 +9,32 @@ from rollgrad.adapters.data.datasets.loading import load_dataset
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
 from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
-from rollgrad.adapters.models.torch.loading import load_positions, load_tokenizer
+from rollgrad.adapters.models.torch.loading import load_positions
 from rollgrad.adapters.rewards.verifiers import label_problem
+from rollgrad.application.settings.rules.inputs import REASONING_GYM
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.composition.factories import executor_kind
+from rollgrad.domain.ports.prompt_source import PromptSource
+from rollgrad.entrypoints.composition.executors import executor_kind
 
 Source = TypeVar("Source", DatasetPromptSource, ReasoningGymPromptSource)
 
-_GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
-"""Tags around a reply, which transformers adds to Jinja."""
-BOOLEANS = {"true": True, "false": False}
-"""Values on a command line that are booleans of a template, for `false` as a text would count as true there."""
+
+def dataset_kind(spec: str | None) -> str:
+    """Returns where prompts come from."""
+    if spec is None:
+        return "none"
+    return "reasoning_gym" if spec.startswith(REASONING_GYM) else "dataset"
 
 
-def make_tokenizer(config: RLConfig) -> Any:
-    """The actor's tokenizer, with the chat template of the run.
-
-    Raises:
-        CheckpointError: there is none.
-        ConfigurationError: `data.chat_template` is no file and no template.
-    """
-    tokenizer = load_tokenizer(config.actor.model_name_or_path, flag="--actor.model_name_or_path")
-    if config.data.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(config.data.chat_template)
-    return tokenizer
-
-
-def read_chat_template(value: str) -> str:
-    """The template that `data.chat_template` is, or names.
-
-    Raises:
-        ConfigurationError: it is no file that can be read, or no Jinja template.
-    """
-    from jinja2 import Environment, TemplateSyntaxError
-
-    text, where = value, "data.chat_template"
-    if "{{" not in value and "{%" not in value:
-        where = f"data.chat_template {value}"
-        try:
-            text = Path(value).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not text"
-            raise ConfigurationError(
-                f"data.chat_template is {value!r}, which is no Jinja template and no file that can be read ({reason}): "
-                "check --data.chat_template."
-            ) from error
-    try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text))
-    except TemplateSyntaxError as error:
-        raise ConfigurationError(
-            f"{where} is no Jinja template (line {error.lineno}: {error.message}): check --data.chat_template."
-        ) from error
-    return text
-
-
-def make_codec(config: RLConfig, tokenizer: Any) -> TemplateCodec:
-    """Writes and reads the conversations of the run.
-
-    Raises:
-        ConfigurationError: the template has no variable of a name in `data.chat_template_kwargs`.
-    """
-    given = config.data.chat_template_kwargs or {}
-    unknown = [name for name in given if name not in str(tokenizer.chat_template)]
-    if unknown:
-        raise ConfigurationError(
-            f"data.chat_template_kwargs sets {', '.join(unknown)}, which the chat template does not read: check the "
-            "name, or leave it out of --data.chat_template_kwargs."
-        )
-    values = {
-        name: BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value for name, value in given.items()
-    }
-    return TemplateCodec(tokenizer, values)
+def make_rollouts(config: RLConfig, prompts: PromptSource) -> int:
+    """Returns the rollouts of the whole run."""
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    return math.ceil(len(prompts) * config.train.num_episodes / config.rollout.batch_size)
 
 
 def make_dataset_source(config: RLConfig, codec: TemplateCodec, environment: Any) -> DatasetPromptSource:

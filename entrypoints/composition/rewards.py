@@ -4,11 +4,10 @@ from rollgrad.adapters.models.torch.loading import default_device, load_tokenize
 from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.adapters.rewards.http import HttpReward
 from rollgrad.adapters.rewards.judge import JudgePrompt, LLMJudge
-from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.settings import Normalise
-from rollgrad.entrypoints.composition.factories import dataset_kind
+from rollgrad.entrypoints.composition.data import dataset_kind
 
 
 def reward_kind(config: RLConfig, spec: str) -> str:
@@ -70,8 +69,3 @@ def make_reward_model(config: RLConfig) -> RewardModel:
         policy_tokenizer=load_tokenizer(config.actor.model_name_or_path, flag="--actor.model_name_or_path"),
         normalize=config.reward.normalize is Normalise.MODEL,
     )
-
-
-def make_model_reward(config: RLConfig) -> ModelReward:
-    """A reward model in this process."""
-    return ModelReward([make_reward_model(config).judge], timeout=config.reward.timeout)

@@ -31,13 +31,8 @@ from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.ports.weight_channel import WeightChannel
-from rollgrad.entrypoints.composition.factories import (
-    make_actor_model,
-    make_reference_model,
-    make_trained_actor,
-    vllm_settings,
-    weight_backend_kind,
-)
+from rollgrad.entrypoints.composition.engines import vllm_settings, weight_backend_kind
+from rollgrad.entrypoints.composition.models import make_actor_model, make_reference_model, make_trained_actor
 from tests.event_loop import run
 from tests.fakes.agent_executor import make_trajectory
 from tests.fakes.reward_source import FakeRewardSource
@@ -324,9 +319,9 @@ def test_a_reference_in_processes_of_its_own_is_quantised_unless_another_model_i
     config.actor.lora.load_in_4bit = load_in_4bit
     for name, quantised in ((None, load_in_4bit), (str(tiny_model_dir), False)):
         config.ref.model_name_or_path = name
-        assert any(map(is_quantised, make_reference_model(config).parameters())) == quantised
-    assert any(map(is_quantised, make_trained_actor(config).parameters())) == load_in_4bit
-    assert not any(map(is_quantised, make_actor_model(config, None, FLAG).parameters())), "an engine's own model"
+        assert any(map(is_quantised, make_reference_model(config.actor, config.ref).parameters())) == quantised
+    assert any(map(is_quantised, make_trained_actor(config.actor, config.train.seed).parameters())) == load_in_4bit
+    assert not any(map(is_quantised, make_actor_model(config.actor).parameters())), "an engine's own model"
 
 
 @pytest.mark.parametrize("load_in_4bit", [False, True])

@@ -15,7 +15,7 @@ from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.composition.factories import make_actor_model, make_reference_model
+from rollgrad.entrypoints.composition.models import make_actor_model, make_reference_model
 from rollgrad.entrypoints.dry_run import model_shape
 from tests.tiny_architectures import tiny_model
 
@@ -90,7 +90,7 @@ def test_the_actor_the_reference_and_the_engine_have_the_head_that_is_set(float3
     config.actor.model_name_or_path, config.actor.dtype = str(tmp_path), DType.BFLOAT16
     config.actor.float32_head = float32_head
     hidden_AH = torch.randn(5, 32, dtype=torch.bfloat16)
-    for model in (make_actor_model(config, None, FLAG), make_reference_model(config)):
+    for model in (make_actor_model(config.actor), make_reference_model(config.actor, config.ref)):
         head = model.get_output_embeddings()
         product_AV = hidden_AH.float() @ head.weight.float().t()
         assert logit_form(model).float32 is float32_head

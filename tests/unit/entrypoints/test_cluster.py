@@ -2,6 +2,7 @@ import pytest
 
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.entrypoints.composition.cluster import neighbours
+from rollgrad.entrypoints.composition.rl import colocated_roles
 
 ROLES = {"actor": 2, "critic": 1, "reference": 1, "reward": 3, "engines": 2}
 ALL = sorted(ROLES)
@@ -21,12 +22,16 @@ ALL = sorted(ROLES)
 def test_who_shares(settings: tuple[str, ...], groups: list[list[str]]) -> None:
     train = TrainConfig(**dict.fromkeys(settings, True))
     for group in groups:
-        assert [neighbours(role, ROLES, train) for role in group] == [group] * len(group)
+        assert [neighbours(role, ROLES, colocated_roles(train)) for role in group] == [group] * len(group)
     assert sorted(role for group in groups for role in group) == ALL
 
 
 def test_who_shares_with_none_that_the_run_has_is_alone() -> None:
     train = TrainConfig(colocate_actor_ref=True, colocate_all=False)
-    assert neighbours("actor", ROLES | {"reference": 0}, train) == ["actor"]
+    assert neighbours("actor", ROLES | {"reference": 0}, colocated_roles(train)) == ["actor"]
     everything = TrainConfig(colocate_all=True)
-    assert neighbours("engines", ROLES | {"critic": 0, "reward": 0}, everything) == ["actor", "engines", "reference"]
+    assert neighbours("engines", ROLES | {"critic": 0, "reward": 0}, colocated_roles(everything)) == [
+        "actor",
+        "engines",
+        "reference",
+    ]

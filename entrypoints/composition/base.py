@@ -1,0 +1,127 @@
+"""What every trainer is made of, whether it samples or not: models, tokenizer, checkpoints, sinks, clock, processes.
+
+A run's own container inherits from `BaseContainer`, or from `EngineContainer` (`engines.py`) if it samples, and adds
+what its steps do; a function makes it from the settings, and provides what its bases ask for (`providers.Dependency`):
+
+    class OfflineContainer(BaseContainer):
+        examples = providers.Singleton(make_examples, BaseContainer.config, BaseContainer.codec)
+        run = providers.Singleton(Run, ..., BaseContainer.sink, BaseContainer.checkpoints)
+
+    def offline_container(config: SFTRun) -> OfflineContainer:
+        container = OfflineContainer(config=config, make=providers.Object(offline_container))
+        container.override_providers(total_steps=..., actor_steps=...)
+        return container
+
+The settings, `config`, need the sections that the providers used read: `actor`, `ref`, `train`, `cluster`, `ds`, `data`
+(its template), `ckpt`, `logger`.
+
+The processes of a cluster make their parts of models from the same container (`cluster.rank_model`): `local_policy`,
+`local_critic` and `local_reference` are what one process makes, `optimize` and `divide` what becomes of the weights.
+"""
+
+from typing import Any
+
+from dependency_injector import containers, providers
+
+from rollgrad.adapters.models.torch.models import AdapterlessReference, TorchReference
+from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
+from rollgrad.adapters.system.clock import SystemClock
+from rollgrad.entrypoints.composition.chat import make_codec, make_tokenizer
+from rollgrad.entrypoints.composition.cluster import Cluster, Role
+from rollgrad.entrypoints.composition.models import (
+    averaging,
+    make_critic,
+    make_optimizer,
+    make_policy,
+    make_reference_model,
+    make_trained_actor,
+    reference_model_kind,
+)
+from rollgrad.entrypoints.composition.outputs import make_checkpoints, make_sinks
+
+
+def trainer_kind(config: Any) -> str:
+    """Returns where models are trained."""
+    return "cluster" if config.cluster.enable else "process"
+
+
+class BaseContainer(containers.DeclarativeContainer):
+    """Objects of any run; `config` is its validated settings, `total_steps` its number of steps, and `actor_steps` the
+    number of the actor's optimizer steps in them."""
+
+    config: providers.Provider[Any] = providers.Dependency()
+    make: providers.Provider[Any] = providers.Dependency()
+    """The function that makes the run's container from its settings: the processes of a cluster call it, too."""
+    total_steps: providers.Provider[int] = providers.Dependency(instance_of=int)
+    actor_steps: providers.Provider[int] = providers.Dependency(instance_of=int)
+    critic_steps: providers.Provider[int] = providers.Dependency(instance_of=int)
+    temperature: providers.Provider[float] = providers.Object(1.0)
+    """Of the distribution whose log-probs the models score."""
+    extension: providers.Provider[None] = providers.Object(None)
+    """Loads what a user's file adds, before anything else is made in a process."""
+
+    clock = providers.Singleton(SystemClock)
+    checkpoints = providers.Singleton(make_checkpoints, config.provided.ckpt)
+    sink = providers.Singleton(make_sinks, config.provided.ckpt, config.provided.logger, total_steps)
+    tokenizer = providers.Singleton(make_tokenizer, config.provided.actor, config.provided.data)
+    codec = providers.Singleton(make_codec, config.provided.data, tokenizer)
+
+    roles: providers.Provider[dict[str, Role]] = providers.Dependency(instance_of=dict)
+    """Processes of each model and of the engines, in a cluster."""
+    colocated: providers.Provider[list[set[str]]] = providers.Object([])
+    """Roles that share the same GPUs."""
+    cluster = providers.Singleton(Cluster, config, roles, colocated)
+
+    optimize: providers.Provider[Any] = providers.Object(MasterOptimizer)
+    divide: providers.Provider[Any] = providers.Object(None)
+    actor_model = providers.Singleton(make_trained_actor, config.provided.actor, config.provided.train.seed)
+    local_policy = providers.Singleton(
+        make_policy,
+        config.provided.actor,
+        actor_model,
+        tokenizer,
+        providers.Callable(
+            make_optimizer, config.provided.actor, actor_steps, providers.Callable(averaging, config.provided.train)
+        ),
+        optimize,
+        temperature=temperature,
+    )
+    local_critic = providers.Singleton(
+        make_critic,
+        config.provided.actor,
+        config.provided.critic,
+        tokenizer,
+        providers.Callable(make_optimizer, config.provided.critic, critic_steps),
+        optimize,
+    )
+    local_reference = providers.Singleton(
+        TorchReference,
+        providers.Callable(make_reference_model, config.provided.actor, config.provided.ref),
+        temperature=temperature,
+        divide=divide,
+    )
+    policy = providers.Selector(
+        providers.Callable(trainer_kind, config),
+        process=local_policy,
+        cluster=providers.Singleton(
+            lambda cluster, make, steps: cluster.policy(make, steps), cluster, make, total_steps
+        ),
+    )
+    loaded_critic = providers.Selector(
+        providers.Callable(trainer_kind, config),
+        process=local_critic,
+        cluster=providers.Singleton(
+            lambda cluster, make, steps: cluster.critic(make, steps), cluster, make, total_steps
+        ),
+    )
+    loaded_reference = providers.Selector(
+        providers.Callable(trainer_kind, config),
+        process=providers.Selector(
+            providers.Callable(reference_model_kind, config.provided.actor, config.provided.ref),
+            own=local_reference,
+            actor=providers.Singleton(AdapterlessReference, local_policy),
+        ),
+        cluster=providers.Singleton(
+            lambda cluster, make, steps: cluster.reference(make, steps), cluster, make, total_steps
+        ),
+    )

@@ -1,0 +1,232 @@
+"""What samples, and how the weights that are trained reach it: for each kind of engine its factory, its provider and
+its way of weights.
+
+Another engine is one more factory here, and its branch in `sampling_engine` and `channel`.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from dependency_injector import providers
+
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.engines.embedded.decoding import check_decoding
+from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
+from rollgrad.adapters.engines.embedded.weights import CopiedWeights, SharedWeights
+from rollgrad.adapters.engines.vllm.engine import VLLMEngine
+from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
+from rollgrad.adapters.models.torch.loading import load_generation_settings
+from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
+from rollgrad.adapters.weights.cuda_ipc import cuda_ipc
+from rollgrad.adapters.weights.disk import Disk
+from rollgrad.adapters.weights.nccl import NCCLBackend
+from rollgrad.adapters.weights.shared_memory import shared_memory, shared_memory_adapter
+from rollgrad.application.engines.fleet import EngineFleet
+from rollgrad.application.engines.resuming import ContinuingEngine
+from rollgrad.application.settings.derived import longest_sequence
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import LoraSync
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.train import PartialRollout
+from rollgrad.application.settings.weight_backend import sync_backend
+from rollgrad.domain.control.engine_health import FleetBounds
+from rollgrad.entrypoints.composition.base import BaseContainer, trainer_kind
+from rollgrad.entrypoints.composition.models import has_gpu, make_actor_model
+from rollgrad.entrypoints.event_loop import run_to_end
+
+WEIGHTS_DIRECTORY = "weights"
+
+SERVER_RETURNS = 100
+"""Times that a lost server may come back before it is left alone: it is then no longer lost, but broken."""
+
+
+def eos_token_ids(generation: Any, tokenizer: Any) -> list[int]:
+    """Returns every token that ends a reply: the tokenizer's and those that the model's generation settings list."""
+    configured = generation.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
+
+
+def make_engine(config: RLConfig, model: Any, tokenizer: Any, codec: TemplateCodec) -> EmbeddedEngine:
+    """Returns the engine that samples from the trained model itself.
+
+    Raises:
+        ConfigurationError: it cannot sample from this model exactly.
+    """
+    check_decoding(model, "--actor.model_name_or_path", other_engine="--rollout.engine vllm")
+    return EmbeddedEngine(
+        model,
+        eos_token_ids=eos_token_ids(model.generation_config, tokenizer),
+        max_batch_size=config.rollout.max_batch_size,
+        decode=codec.decode,
+    )
+
+
+def make_vllm_engine(config: RLConfig, tokenizer: Any, plays: bool) -> VLLMEngine:
+    """Starts the engine that samples in vLLM, in processes of this one's."""
+    return VLLMEngine(**vllm_settings(config, tokenizer, gpus=has_gpu(), plays=plays))
+
+
+def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) -> dict[str, Any]:
+    """Returns the arguments of a `VLLMEngine`, which finds the actor's number format where it runs; `gpus` says whether
+    it has any, `plays` whether episodes have several turns.
+
+    Raises:
+        ConfigurationError: weights cannot reach it as the settings want.
+    """
+    name = config.actor.model_name_or_path
+    return {
+        "model": name,
+        "eos_token_ids": eos_token_ids(load_generation_settings(name), tokenizer),
+        "dtype": str(config.actor.dtype),
+        "max_tokens": config.vllm.max_model_len or longest_sequence(config, plays=plays),
+        "max_batch_size": config.rollout.max_batch_size,
+        "tensor_parallel_size": config.vllm.tensor_parallel_size,
+        "pipeline_parallel_size": config.vllm.pipeline_parallel_size,
+        "memory_fraction": config.vllm.gpu_memory_utilization,
+        "sync_backend": sync_backend(config, gpus=gpus),
+        "lora": config.actor.lora if config.actor.lora.sync is LoraSync.ADAPTER else None,
+    }
+
+
+def make_served_engines(config: RLConfig, tokenizer: Any) -> list[ServedEngine]:
+    """Returns the engines of `rollout.server_urls`, ready to sample."""
+    ends = eos_token_ids(load_generation_settings(config.actor.model_name_or_path), tokenizer)
+    engines = [
+        ServedEngine(url, eos_token_ids=ends, vocabulary=len(tokenizer), max_requests=config.rollout.max_batch_size)
+        for url in config.rollout.server_urls
+    ]
+    _have_all(engines, ServedEngine.ready)
+    return engines
+
+
+def make_served_fleet(engines: list[ServedEngine]) -> EngineFleet:
+    """Puts the servers behind one engine."""
+    fleet = EngineFleet(engines, bounds=FleetBounds(max_restarts=SERVER_RETURNS))
+    fleet.max_tokens = min((e.max_tokens for e in engines if e.max_tokens is not None), default=None)
+    return fleet
+
+
+def make_served_weights(engines: list[ServedEngine], fleet: EngineFleet, *, temperature: float) -> FleetWeights:
+    """Returns the way of weights to the servers, all of which can take them."""
+    _have_all(engines, ServedEngine.require_weights)
+    return FleetWeights(fleet, temperature=temperature)
+
+
+def _have_all(engines: list[ServedEngine], doing: Callable[[ServedEngine], Coroutine[Any, Any, None]]) -> None:
+    """Has all servers do something, in an event loop of its own."""
+
+    async def together() -> None:
+        try:
+            await asyncio.gather(*map(doing, engines))
+        finally:
+            await asyncio.gather(*(engine.close() for engine in engines))
+
+    run_to_end(together())
+
+
+def engine_kind(config: RLConfig) -> str:
+    """Returns what samples."""
+    if config.rollout.engine is Engine.VLLM and config.cluster.enable:
+        return "fleet"
+    return str(config.rollout.engine)
+
+
+def engine_model_kind(config: RLConfig) -> str:
+    """Returns whose weights the embedded engine reads: the trainer's, shared, or its own."""
+    return "own" if config.cluster.enable or config.train.async_enable else "shared"
+
+
+def continuation_kind(config: RLConfig) -> str:
+    """Returns whether replies that a change of weights ends are continued."""
+    return "continued" if config.train.partial_rollout is PartialRollout.RECOMPUTE else "plain"
+
+
+def sleeper_kind(config: RLConfig) -> str:
+    """Returns whether the engine gives its memory to the models that train."""
+    return "engine" if config.train.colocate_all else "none"
+
+
+def channel_kind(config: RLConfig) -> str:
+    """Returns how weights reach the engine."""
+    kind = engine_kind(config)
+    return engine_model_kind(config) if kind == Engine.EMBEDDED else kind
+
+
+def weight_backend_kind(config: RLConfig, *, gpus: bool) -> str:
+    """Returns how weights reach vLLM; `gpus` says whether there are any.
+
+    Raises:
+        ConfigurationError: weights cannot reach it as the settings want.
+    """
+    return "adapter" if config.actor.lora.sync is LoraSync.ADAPTER else str(sync_backend(config, gpus=gpus))
+
+
+def weights_directory(config: RLConfig) -> Path:
+    """Returns where weights are written that go to the engines through files."""
+    return Path(config.ckpt.output_dir).absolute() / WEIGHTS_DIRECTORY
+
+
+base = BaseContainer
+
+
+class EngineContainer(BaseContainer):
+    """Adds what samples from the model that is trained, and brings it new weights.
+
+    `plays` says whether episodes have several turns.
+    """
+
+    plays: providers.Provider[bool] = providers.Dependency(instance_of=bool)
+    engine_model = providers.Selector(
+        providers.Callable(engine_model_kind, base.config),
+        shared=base.actor_model,
+        own=providers.Singleton(make_actor_model, base.config.provided.actor),
+    )
+    embedded_engine = providers.Singleton(make_engine, base.config, engine_model, base.tokenizer, base.codec)
+    vllm_engine = providers.Singleton(make_vllm_engine, base.config, base.tokenizer, plays)
+    gpus = providers.Selector(
+        providers.Callable(trainer_kind, base.config),
+        process=providers.Callable(has_gpu),
+        cluster=base.cluster.provided.gpus,
+    )
+    fleet = providers.Singleton(
+        lambda cluster, settings, at_once: cluster.engines(settings, at_once),
+        base.cluster,
+        providers.Callable(vllm_settings, base.config, base.tokenizer, gpus=gpus, plays=plays),
+        base.config.provided.train.async_enable,
+    )
+    served_engines = providers.Singleton(make_served_engines, base.config, base.tokenizer)
+    served_fleet = providers.Singleton(make_served_fleet, served_engines)
+    sampling_engine = providers.Selector(
+        providers.Callable(engine_kind, base.config),
+        embedded=embedded_engine,
+        vllm=vllm_engine,
+        fleet=fleet,
+        server=served_fleet,
+    )
+    engine = providers.Selector(
+        providers.Callable(continuation_kind, base.config),
+        plain=sampling_engine,
+        continued=providers.Singleton(ContinuingEngine, sampling_engine),
+    )
+    sleeper = providers.Selector(
+        providers.Callable(sleeper_kind, base.config), engine=engine, none=providers.Object(None)
+    )
+    weight_backend = providers.Selector(
+        providers.Callable(weight_backend_kind, base.config, gpus=gpus),
+        adapter=providers.Object(shared_memory_adapter),
+        shared_memory=providers.Object(shared_memory),
+        nccl=providers.Singleton(NCCLBackend, base.config.provided.vllm.gpus_per_engine),
+        cuda_ipc=providers.Object(cuda_ipc),
+        disk=providers.Singleton(Disk, providers.Callable(weights_directory, base.config)),
+    )
+    channel = providers.Selector(
+        providers.Callable(channel_kind, base.config),
+        shared=providers.Singleton(SharedWeights, engine),
+        own=providers.Singleton(CopiedWeights, embedded_engine),
+        vllm=providers.Singleton(EngineWeights, vllm_engine, backend=weight_backend, temperature=base.temperature),
+        fleet=providers.Singleton(FleetWeights, fleet, backend=weight_backend, temperature=base.temperature),
+        server=providers.Singleton(make_served_weights, served_engines, served_fleet, temperature=base.temperature),
+    )

@@ -1,0 +1,146 @@
+"""From the settings `agent`, `rollout` and `train.agent_func_path` to what plays episodes."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rollgrad.adapters.agents.command import CommandAgent
+from rollgrad.adapters.agents.function import FunctionAgent
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.openrlhf.environment import AgentInstanceEnvironment
+from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
+from rollgrad.adapters.openrlhf.loading import load_agent_file
+from rollgrad.application.episodes.chat_service import SessionLimits
+from rollgrad.application.episodes.external_agent import ServedAgentExecutor
+from rollgrad.application.episodes.multi_turn import EnvironmentFactory, MultiTurnExecutor
+from rollgrad.application.episodes.tool_environment import ToolEnvironment
+from rollgrad.application.settings.derived import longest_sample
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.ports.agent_executor import AgentExecutor
+from rollgrad.domain.ports.agent_program import AgentProgram
+from rollgrad.domain.ports.environment import Environment
+from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.domain.ports.rollout_engine import RolloutEngine
+from rollgrad.entrypoints.composition.tool_box import ToolBox
+from rollgrad.entrypoints.composition.training_server import MODEL, TrainingServer
+
+
+def executor_kind(config: RLConfig, environment: Any) -> str:
+    """What plays the episodes."""
+    if environment is not None:
+        return "environment"
+    if config.train.agent_func_path is not None:
+        return "agent_file"
+    if config.agent.command is not None:
+        return "command"
+    return "tools" if config.agent.converses else "single_turn"
+
+
+def has_turns(config: RLConfig, environment: Any) -> bool:
+    """Whether episodes have several turns."""
+    return executor_kind(config, environment) != "single_turn"
+
+
+def make_multi_turn(
+    config: RLConfig,
+    engine: RolloutEngine,
+    codec: TemplateCodec,
+    rewards: RewardSource | None,
+    environment: Callable[[], Environment],
+) -> MultiTurnExecutor:
+    """Plays episodes in environments that `environment` makes; `rewards` judges those that reward no episode."""
+    return _turns(config, engine, codec, lambda params: environment(), rewards)
+
+
+def make_tool_executor(
+    config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, rewards: RewardSource, box: ToolBox
+) -> MultiTurnExecutor:
+    """Plays conversations with the tools of `agent.tools`."""
+
+    async def environment(params: SamplingParams) -> Environment:
+        return ToolEnvironment(
+            await box.open(),
+            rewards=rewards,
+            system_prompt=config.agent.system_prompt,
+            attempts=config.agent.attempts,
+            pass_threshold=config.reward.pass_threshold,
+            end_of_turn=codec.end_of_turn,
+        )
+
+    return _turns(config, engine, codec, environment)
+
+
+def make_command_executor(
+    config: RLConfig, server: TrainingServer, codec: TemplateCodec, rewards: RewardSource | None
+) -> ServedAgentExecutor:
+    """Plays episodes with the program of `agent.command`."""
+    assert config.agent.command is not None
+    return _served(config, CommandAgent(config.agent.command), server, codec, rewards)
+
+
+def make_agent_file(
+    config: RLConfig,
+    engine: RolloutEngine,
+    codec: TemplateCodec,
+    tokenizer: Any,
+    server: TrainingServer,
+    rewards: RewardSource | None,
+) -> AgentExecutor:
+    """What plays the episodes that the file of `train.agent_func_path` describes; `rewards` judges those for which it
+    gives no reward."""
+    assert config.train.agent_func_path is not None
+    file = load_agent_file(config.train.agent_func_path)
+    if file.program is not None:
+        return _served(config, FunctionAgent(file.program), server, codec, rewards)
+    if file.environment is not None:
+        return make_multi_turn(config, engine, codec, rewards, file.environment)
+    if file.instance is not None:
+        make = file.instance
+        return _turns(config, engine, codec, lambda params: AgentInstanceEnvironment(make(), params), rewards)
+    limit = config.rollout.max_episode_tokens or longest_sample(config)
+    return CustomAgentExecutor(file.executor, engine, codec, tokenizer, max_length=limit, rewards=rewards)
+
+
+def _served(
+    config: RLConfig,
+    program: AgentProgram,
+    server: TrainingServer,
+    codec: TemplateCodec,
+    rewards: RewardSource | None,
+) -> ServedAgentExecutor:
+    rollout = config.rollout
+    return ServedAgentExecutor(
+        program,
+        server.service,
+        codec,
+        server.url,
+        rewards,
+        model=MODEL,
+        limits=SessionLimits(max_turns=rollout.max_turns, max_tokens=_longest(config, server.engine)),
+        max_seconds=rollout.max_episode_seconds,
+    )
+
+
+def _turns(
+    config: RLConfig,
+    engine: RolloutEngine,
+    codec: TemplateCodec,
+    environment: EnvironmentFactory,
+    rewards: RewardSource | None = None,
+) -> MultiTurnExecutor:
+    rollout = config.rollout
+    return MultiTurnExecutor(
+        engine,
+        codec,
+        environment,
+        max_turns=rollout.max_turns,
+        max_tokens=_longest(config, engine),
+        max_seconds=rollout.max_episode_seconds,
+        rewards=rewards,
+    )
+
+
+def _longest(config: RLConfig, engine: RolloutEngine) -> int | None:
+    """Tokens of an episode at most: as set, and never more than the model has positions."""
+    limits = [config.rollout.max_episode_tokens, config.data.max_len, getattr(engine, "max_tokens", None)]
+    return min((limit for limit in limits if limit is not None), default=None)

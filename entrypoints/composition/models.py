@@ -1,0 +1,119 @@
+"""From settings to the models of a run in this process: actor, critic, reference, and their optimizers.
+
+Knows sections of settings, not what a run does with its models, so that every trainer shares them. Does not own: the
+processes that hold parts of models (`cluster.py`), which make theirs by the same functions.
+"""
+
+from typing import Any
+
+from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm, load_critic, resolve_dtype
+from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchValue
+from rollgrad.adapters.models.torch.muon import MuonSettings
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.application.settings.sections.actor import ActorConfig
+from rollgrad.application.settings.sections.critic import CriticConfig
+from rollgrad.application.settings.sections.optimizer import Optim
+from rollgrad.application.settings.sections.ref import RefConfig
+from rollgrad.application.settings.sections.train import TrainConfig
+
+ACTOR_FLAG = "--actor.model_name_or_path"
+
+
+def make_optimizer(
+    section: ActorConfig | CriticConfig, total_steps: int, ema_beta: float | None = None
+) -> OptimizerSettings:
+    """Returns a model's optimizer settings for a run of `total_steps` optimizer steps."""
+    return OptimizerSettings(
+        lr=section.adam.lr,
+        betas=section.adam.betas,
+        eps=section.adam.eps,
+        weight_decay=section.adam.weight_decay,
+        scheduler=section.lr_scheduler,
+        warmup_ratio=section.lr_warmup_ratio,
+        min_lr_ratio=section.min_lr_ratio,
+        max_norm=section.max_norm,
+        total_steps=total_steps,
+        muon=MuonSettings(lr=section.muon.lr, momentum=section.muon.momentum) if section.optim is Optim.MUON else None,
+        ema_beta=ema_beta,
+    )
+
+
+def averaging(train: TrainConfig) -> float | None:
+    """Returns the decay of the moving average of the actor's weights, None if there is none."""
+    return train.ema_beta if train.enable_ema else None
+
+
+def make_actor_model(
+    actor: ActorConfig, name: str | None = None, flag: str = ACTOR_FLAG, *, load_in_4bit: bool = False
+) -> Any:
+    """Loads a causal language model in the actor's format, or frozen and quantised; `name` None is the actor's own."""
+    device = default_device()
+    return load_causal_lm(
+        name or actor.model_name_or_path,
+        dtype=resolve_dtype(actor.dtype, device),
+        device=device,
+        flag=flag,
+        load_in_4bit=load_in_4bit,
+        float32_head=actor.float32_head,
+    )
+
+
+def make_trained_actor(actor: ActorConfig, seed: int) -> Any:
+    """Loads the model that is trained, with adapters if there are to be some."""
+    model = make_actor_model(actor, load_in_4bit=actor.lora.load_in_4bit)
+    if actor.lora.rank:
+        add_lora(model, actor.lora, seed=seed)
+    return model
+
+
+def make_policy(
+    actor: ActorConfig,
+    model: Any,
+    tokenizer: Any,
+    optimizer: OptimizerSettings,
+    optimize: Optimize,
+    *,
+    temperature: float,
+) -> TorchPolicy:
+    """Returns `model` under an optimizer; its log-probs are those of sampling at `temperature`."""
+    return TorchPolicy(
+        model,
+        tokenizer,
+        optimizer,
+        temperature=temperature,
+        gradient_checkpointing=actor.gradient_checkpointing,
+        aux_loss_coef=actor.aux_loss_coef,
+        optimize=optimize,
+    )
+
+
+def make_reference_model(actor: ActorConfig, ref: RefConfig) -> Any:
+    """Loads the frozen reference: unless another one is named, what the actor starts as, quantised like it."""
+    name = ref.model_name_or_path
+    quantised = name is None and actor.lora.load_in_4bit
+    return make_actor_model(actor, name, "--ref.model_name_or_path", load_in_4bit=quantised)
+
+
+def make_critic(
+    actor: ActorConfig, critic: CriticConfig, tokenizer: Any, optimizer: OptimizerSettings, optimize: Optimize
+) -> TorchValue:
+    """Loads the value model, from the critic's or the actor's checkpoint."""
+    device = default_device()
+    model, head = load_critic(
+        critic.model_name_or_path or actor.model_name_or_path,
+        dtype=resolve_dtype(actor.dtype, device),
+        device=device,
+        flag="--critic.model_name_or_path",
+    )
+    return TorchValue(model, tokenizer, optimizer, head=head, optimize=optimize)
+
+
+def reference_model_kind(actor: ActorConfig, ref: RefConfig) -> str:
+    """Returns whose weights the reference of a run in one process reads: the actor's below its adapters, or its own."""
+    return "actor" if actor.lora.rank and ref.model_name_or_path is None else "own"
+
+
+def has_gpu() -> bool:
+    """Returns whether this process trains on one."""
+    return default_device().type == "cuda"

@@ -1,0 +1,351 @@
+"""The composition root of `rollgrad train rl` and `rollgrad eval`: which class stands behind each port.
+
+A flag's value is the key of its branch. Every provider can be overridden, by name, with any object that implements
+its port: that is how the library face and the tests swap a piece. Models and processes are `base.py`'s, engines and
+their weights `engines.py`'s.
+"""
+
+from typing import Any
+
+from dependency_injector import providers
+
+from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymReward
+from rollgrad.adapters.rewards.function import FunctionReward
+from rollgrad.adapters.rewards.model import ModelReward
+from rollgrad.adapters.rewards.none import NoReward
+from rollgrad.adapters.rewards.verifiers import VerifierReward
+from rollgrad.application.episodes.single_turn import SingleTurnExecutor
+from rollgrad.application.learning.experience import ExperienceService
+from rollgrad.application.learning.update import UpdateService
+from rollgrad.application.pipelines.alternating import Alternating
+from rollgrad.application.pipelines.learner import RLLearner
+from rollgrad.application.pipelines.overlapping import Overlapping
+from rollgrad.application.pipelines.run import Run, Schedule
+from rollgrad.application.rollouts.evaluation import EvaluationService
+from rollgrad.application.rollouts.groups import RolloutService
+from rollgrad.application.rollouts.sampler import GroupSampler
+from rollgrad.application.rollouts.stream import GroupStream
+from rollgrad.application.settings.derived import (
+    longest_reply,
+    optimizer_steps_per_rollout,
+    ranks,
+    samples_per_rollout,
+    tokens_per_pass,
+)
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.rollout import Engine
+from rollgrad.application.settings.sections.train import TrainConfig
+from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective
+from rollgrad.entrypoints.composition.algorithm import (
+    PAUSES,
+    advantage_is_all,
+    critic_kind,
+    make_aggregation,
+    make_curriculum,
+    make_entropy_controller,
+    make_eval_sampling,
+    make_kl_controller,
+    make_learning_watch,
+    make_objective,
+    make_sampling,
+    make_sampling_plan,
+    make_staleness_bound,
+    make_token_selection,
+    pipeline_kind,
+    reference_kind,
+)
+from rollgrad.entrypoints.composition.base import trainer_kind
+from rollgrad.entrypoints.composition.cluster import Role
+from rollgrad.entrypoints.composition.data import (
+    dataset_kind,
+    make_dataset_source,
+    make_eval_dataset,
+    make_eval_gym,
+    make_gym_source,
+    make_rollouts,
+)
+from rollgrad.entrypoints.composition.engines import EngineContainer
+from rollgrad.entrypoints.composition.executors import (
+    executor_kind,
+    has_turns,
+    make_agent_file,
+    make_command_executor,
+    make_multi_turn,
+    make_tool_executor,
+)
+from rollgrad.entrypoints.composition.extensions import load_extension
+from rollgrad.entrypoints.composition.outputs import make_sample_log
+from rollgrad.entrypoints.composition.rewards import (
+    make_judge,
+    make_remote_reward,
+    make_reward_model,
+    reward_kind,
+)
+from rollgrad.entrypoints.composition.tool_box import ToolBox
+from rollgrad.entrypoints.composition.training_server import TrainingServer
+from rollgrad.entrypoints.description import describe
+
+LESS_MEMORY = (
+    "lower --train.max_tokens_per_micro_batch or --rollout.max_batch_size, turn on --actor.gradient_checkpointing, or "
+    "see --dry_run for what takes how much."
+)
+"""What a run says that ran out of memory."""
+
+base = EngineContainer
+
+
+def cluster_roles(config: RLConfig) -> dict[str, Role]:
+    """Returns the processes of each model and of the engines."""
+
+    def of_model(section: str, used: bool) -> Role:
+        size = ranks(config, section) if used else 0
+        return Role(size, min(size, getattr(config, section).num_gpus_per_node or size))
+
+    engines = config.vllm.num_engines if config.rollout.engine is Engine.VLLM else 0
+    return {
+        "actor": of_model("actor", True),
+        "critic": of_model("critic", critic_kind(config) == "loaded"),
+        "reference": of_model("ref", reference_kind(config) == "loaded"),
+        "reward": of_model("reward", config.reward.model_name_or_path is not None),
+        "engines": Role(engines, engines),
+    }
+
+
+def colocated_roles(train: TrainConfig) -> list[set[str]]:
+    """Returns the roles that share the same GPUs."""
+    everything = {"actor", "critic", "reference", "reward", "engines"}
+    return [
+        everything if train.colocate_all else set(),
+        {"actor", "reference"} if train.colocate_actor_ref else set(),
+        {"critic", "reward"} if train.colocate_critic_reward else set(),
+    ]
+
+
+def optimizer_steps_of_actor(config: RLConfig, rollouts: int) -> int:
+    """Returns the optimizer steps of the actor, which is frozen while the critic warms up."""
+    return optimizer_steps(config, rollouts - config.critic.freezing_steps)
+
+
+def optimizer_steps(config: RLConfig, rollouts: int) -> int:
+    """Returns the optimizer steps that so many rollouts feed."""
+    return rollouts * optimizer_steps_per_rollout(config)
+
+
+class RLContainer(EngineContainer):
+    """All objects of a run; `config` is the validated `RLConfig`."""
+
+    environment: providers.Object[Any] = providers.Object(None)
+    prompts = providers.Selector(
+        providers.Callable(dataset_kind, base.config.provided.data.prompt_dataset),
+        dataset=providers.Singleton(make_dataset_source, base.config, base.codec, environment),
+        reasoning_gym=providers.Singleton(make_gym_source, base.config, base.codec, environment),
+    )
+    eval_prompts = providers.Selector(
+        providers.Callable(dataset_kind, base.config.provided.eval.dataset),
+        dataset=providers.Singleton(make_eval_dataset, base.config, base.codec, environment),
+        reasoning_gym=providers.Singleton(make_eval_gym, base.config, base.codec, environment),
+        none=providers.List(),
+    )
+    description = providers.Singleton(describe, base.config, prompts)
+    reward_model = providers.Singleton(make_reward_model, base.config)
+    reward_spec = base.config.provided.data.prompt_dataset
+    reward = providers.Selector(
+        providers.Callable(reward_kind, base.config, reward_spec),
+        function=providers.Singleton(
+            FunctionReward.load,
+            base.config.provided.reward.function_path,
+            timeout=base.config.provided.reward.timeout,
+            weights=base.config.provided.reward.weights,
+        ),
+        verifier=providers.Singleton(
+            VerifierReward,
+            base.config.provided.reward.verifier,
+            timeout=base.config.provided.reward.timeout,
+            format_pattern=base.config.provided.reward.format_pattern,
+            isolation=base.config.provided.reward.isolation,
+        ),
+        reasoning_gym=providers.Singleton(
+            ReasoningGymReward,
+            reward_spec,
+            timeout=base.config.provided.reward.timeout,
+            isolation=base.config.provided.reward.isolation,
+        ),
+        model=providers.Selector(
+            providers.Callable(trainer_kind, base.config),
+            process=providers.Singleton(
+                ModelReward, providers.List(reward_model.provided.judge), timeout=base.config.provided.reward.timeout
+            ),
+            cluster=providers.Singleton(lambda cluster, make: cluster.reward(make), base.cluster, base.make),
+        ),
+        remote=providers.Singleton(make_remote_reward, base.config),
+        judge=providers.Singleton(make_judge, base.config),
+        teacher=providers.Singleton(NoReward),
+        none=providers.Object(None),
+    )
+
+    rollouts = providers.Singleton(make_rollouts, base.config, prompts)
+    critic = providers.Selector(
+        providers.Callable(critic_kind, base.config), loaded=base.loaded_critic, none=providers.Object(None)
+    )
+    reference = providers.Selector(
+        providers.Callable(reference_kind, base.config),
+        loaded=base.loaded_reference,
+        none=providers.Object(None),
+    )
+
+    server = providers.Singleton(TrainingServer, base.engine, base.codec)
+    tool_box = providers.Singleton(
+        ToolBox, base.config.provided.agent.tools, base.config.provided.agent.python_isolation
+    )
+    executor = providers.Selector(
+        providers.Callable(executor_kind, base.config, environment),
+        single_turn=providers.Singleton(
+            SingleTurnExecutor, base.engine, base.codec, reward, max_tokens=base.config.provided.data.max_len
+        ),
+        environment=providers.Singleton(make_multi_turn, base.config, base.engine, base.codec, reward, environment),
+        tools=providers.Singleton(make_tool_executor, base.config, base.engine, base.codec, reward, tool_box),
+        command=providers.Singleton(make_command_executor, base.config, server, base.codec, reward),
+        agent_file=providers.Singleton(
+            make_agent_file, base.config, base.engine, base.codec, base.tokenizer, server, reward
+        ),
+    )
+    rollout = providers.Singleton(
+        RolloutService,
+        executor,
+        max_concurrent=base.config.provided.rollout.max_concurrent,
+        max_failures=base.config.provided.rollout.max_failures,
+        seed=base.config.provided.train.seed,
+    )
+    evaluation = providers.Singleton(
+        EvaluationService,
+        rollout,
+        eval_prompts,
+        providers.Callable(make_eval_sampling, base.config),
+        samples=base.config.provided.eval.n_samples_per_prompt,
+        threshold=base.config.provided.reward.pass_threshold,
+    )
+    experience = providers.Singleton(
+        ExperienceService,
+        base.policy,
+        reference=reference,
+        critic=critic,
+        algo=base.config.provided.algo,
+        reward=base.config.provided.reward,
+        max_length=providers.Callable(longest_reply, base.config, plays=base.plays),
+        max_tokens=providers.Callable(tokens_per_pass, base.config),
+        steps_per_rollout=providers.Callable(optimizer_steps_per_rollout, base.config),
+    )
+    update = providers.Singleton(
+        UpdateService,
+        base.policy,
+        critic,
+        aggregation=providers.Callable(make_aggregation, base.config),
+        max_length=base.config.provided.rollout.max_new_tokens,
+        batch_size=base.config.provided.train.batch_size,
+        planned=providers.Callable(samples_per_rollout, base.config),
+        epochs=base.config.provided.train.max_epochs,
+        max_tokens=providers.Callable(tokens_per_pass, base.config),
+        seed=base.config.provided.train.seed,
+        skip_idle=providers.Callable(advantage_is_all, base.config),
+        select=providers.Callable(make_token_selection, base.config),
+        pass_threshold=base.config.provided.reward.pass_threshold,
+    )
+    sampling = providers.Callable(make_sampling, base.config)
+    sampler = providers.Singleton(
+        GroupSampler,
+        rollout,
+        prompts,
+        sampling,
+        providers.Callable(make_sampling_plan, base.config),
+        curriculum=providers.Callable(make_curriculum, base.config),
+    )
+    stream = providers.Singleton(
+        GroupStream,
+        rollout,
+        prompts,
+        sampling,
+        providers.Callable(make_sampling_plan, base.config),
+        providers.Callable(make_staleness_bound, base.config, rollouts),
+        base.clock,
+        curriculum=providers.Callable(make_curriculum, base.config),
+    )
+    sample_log = providers.Singleton(
+        make_sample_log, base.config.provided.ckpt, base.config.provided.logger, base.codec
+    )
+    schedule = providers.Callable(
+        Schedule,
+        steps=rollouts,
+        eval_steps=base.config.provided.eval.steps,
+        save_steps=base.config.provided.ckpt.save_steps,
+        state_steps=base.config.provided.ckpt.state_steps,
+        state_minutes=base.config.provided.ckpt.state_minutes,
+    )
+    learner = providers.Singleton(
+        RLLearner,
+        experience=experience,
+        update=update,
+        policy=base.policy,
+        channel=base.channel,
+        objective=providers.Callable(make_objective, base.config).provider,
+        value_objective=providers.Callable(ClippedValueObjective, clip=base.config.provided.critic.value_clip),
+        kl=providers.Callable(make_kl_controller, base.config),
+        entropy=providers.Callable(make_entropy_controller, base.config),
+        clock=base.clock,
+        freezing_steps=base.config.provided.critic.freezing_steps,
+        pass_threshold=base.config.provided.reward.pass_threshold,
+    )
+    steps = providers.Selector(
+        providers.Callable(pipeline_kind, base.config),
+        alternating=providers.Singleton(
+            Alternating,
+            learner=learner,
+            sampler=sampler,
+            sleeper=base.sleeper,
+            steps=rollouts,
+            clock=base.clock,
+        ),
+        overlapping=providers.Singleton(
+            Overlapping,
+            learner=learner,
+            stream=stream,
+            engine=base.engine,
+            pause=providers.Callable(PAUSES.__getitem__, base.config.provided.train.partial_rollout),
+            clock=base.clock,
+        ),
+    )
+    run = providers.Singleton(  # the schedule first: it counts the prompts, before models are loaded
+        Run,
+        schedule=schedule,
+        steps=steps,
+        models=update,
+        evaluation=providers.Selector(
+            providers.Callable(dataset_kind, base.config.provided.eval.dataset),
+            dataset=evaluation,
+            reasoning_gym=evaluation,
+            none=providers.Object(None),
+        ),
+        sink=base.sink,
+        sample_log=sample_log,
+        checkpoints=base.checkpoints,
+        clock=base.clock,
+        watch=providers.Callable(make_learning_watch, base.config, rollouts),
+        description=description,
+        less_memory=LESS_MEMORY,
+    )
+
+
+def rl_container(config: RLConfig) -> RLContainer:
+    """Returns the container of a validated run."""
+    container = RLContainer(config=config, make=providers.Object(rl_container))
+    steps = container.rollouts
+    container.override_providers(
+        total_steps=steps,
+        actor_steps=providers.Callable(optimizer_steps_of_actor, container.config, steps),
+        critic_steps=providers.Callable(optimizer_steps, container.config, steps),
+        temperature=container.config.provided.rollout.temperature,
+        extension=providers.Callable(load_extension, container.config),
+        roles=providers.Callable(cluster_roles, container.config),
+        colocated=providers.Callable(colocated_roles, container.config.provided.train),
+        plays=providers.Callable(has_turns, container.config, container.environment),
+    )
+    return container

@@ -1,0 +1,46 @@
+"""Runs a coroutine to its end from code that is not asynchronous, wherever that code runs."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+def run_to_end(work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns what `work` returns, also from inside a running event loop (a notebook), beside which it runs in a thread
+    of its own; Ctrl-C cancels it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    box: list[Result] = []
+    errors: list[BaseException] = []
+    cancel: list[Callable[[], object]] = []
+
+    async def cancellable() -> Result:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        cancel.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await work
+
+    def target() -> None:
+        try:
+            box.append(asyncio.run(cancellable()))
+        except BaseException as error:  # whatever it is, the calling thread raises it
+            errors.append(error)
+        finally:
+            done.set()
+
+    done = threading.Event()  # an interrupted Thread.join cannot be repeated: Python 3.11 then takes it for ended
+    threading.Thread(target=target).start()
+    try:
+        done.wait()
+    except KeyboardInterrupt:  # it reaches the main thread only: the work has to be told
+        for stop in cancel:
+            stop()
+        done.wait()
+    if errors:
+        raise errors[0]
+    return box[0]
