@@ -6,8 +6,11 @@ Does not own: the order in which examples come (`application/pipelines/epochs`),
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
 from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.batches.examples import ExampleBatch
+from rollgrad.domain.batches.metrics import joined
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective
@@ -52,12 +55,11 @@ class ExampleLearner(Generic[Example]):
 
     def measure(self, examples: Sequence[Example]) -> dict[str, float]:
         """Returns the loss and the objective's metrics over all `examples` together, without training."""
-        totals: dict[str, float] = {"loss": 0.0}
+        parts: list[Mapping[str, Tensor | float]] = []
         for part in split(self._pack(examples), self._max_tokens):
             output = self._objective(self._policy.score(part), part)
-            for name, value in {"loss": output.loss, **output.metrics}.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
-        return totals
+            parts.append({"loss": output.loss, **output.metrics})
+        return joined(parts)
 
     def save(self, checkpoints: CheckpointStore, name: str) -> None:
         """Writes the model under `name`."""

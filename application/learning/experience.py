@@ -26,10 +26,12 @@ PARTS_SLACK = 1e-4
 
 @frozen(kw_only=True, eq=False)
 class Experience:
-    """A batch with advantages, and what was noticed while making it."""
+    """A batch with advantages, and what was noticed while making it; `reference_kl` is the KL in the reward, in nats
+    per token, None if it has none."""
 
     batch: RolloutBatch
     metrics: dict[str, float]
+    reference_kl: float | None = None
 
 
 class ExperienceService:
@@ -78,6 +80,7 @@ class ExperienceService:
         batch = self._shaped(pack(trajectories), metrics)
         batch = evolve(batch, baselines_S=self._baselines(batch, baselines or {}))
         batch = self._with_old_logprobs(batch)
+        reference_kl: float | None = None
         token_rewards_N = torch.zeros(batch.token_count)
         if self._reference is not None:
             batch = evolve(
@@ -85,10 +88,12 @@ class ExperienceService:
                 ref_logprobs_N=per_token(batch, self._max_tokens, lambda b: self._score(self._reference, b)),
             )
             if not self._algo.kl.use_loss:
-                token_rewards_N = self._kl_penalty(batch, kl_coef, metrics)
+                token_rewards_N, reference_kl = self._kl_penalty(batch, kl_coef)
+                metrics["policy/ref_kl"] = reference_kl
         if self._critic is not None:
             batch = evolve(batch, values_N=per_token(batch, self._max_tokens, self._critic.values))
-        return Experience(batch=self._with_advantages(batch, token_rewards_N, metrics), metrics=metrics)
+        batch = self._with_advantages(batch, token_rewards_N, metrics)
+        return Experience(batch=batch, metrics=metrics, reference_kl=reference_kl)
 
     def state_dict(self) -> dict[str, Any]:
         """Running moments of the rewards."""
@@ -150,13 +155,13 @@ class ExperienceService:
             return batch
         return evolve(batch, old_logprobs_N=per_token(batch, self._max_tokens, lambda b: self._score(self._policy, b)))
 
-    def _kl_penalty(self, batch: RolloutBatch, kl_coef: float, metrics: dict[str, float]) -> Tensor:
-        """-kl_coef * KL of each action token: KL in the reward (Ziegler et al. 2019, eq. 2)."""
+    def _kl_penalty(self, batch: RolloutBatch, kl_coef: float) -> tuple[Tensor, float]:
+        """Returns -kl_coef x KL of each action token, the KL in the reward (Ziegler et al. 2019, eq. 2), and the mean
+        of that KL."""
         assert batch.old_logprobs_N is not None
         assert batch.ref_logprobs_N is not None
         kl_N = kl_estimate(batch.old_logprobs_N, batch.ref_logprobs_N, self._algo.kl.estimator)
-        metrics["policy/ref_kl"] = float(kl_N[batch.action_mask_N].mean())
-        return torch.where(batch.action_mask_N, -kl_coef * kl_N, 0.0)
+        return torch.where(batch.action_mask_N, -kl_coef * kl_N, 0.0), float(kl_N[batch.action_mask_N].mean())
 
     def _with_advantages(self, batch: RolloutBatch, token_rewards_N: Tensor, metrics: dict[str, float]) -> RolloutBatch:
         advantage = self._algo.advantage

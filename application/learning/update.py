@@ -5,24 +5,30 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from torch import Tensor
 
 from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
+from rollgrad.domain.algorithms.losses.objectives import REFERENCE_KL
 from rollgrad.domain.algorithms.settings import Aggregation
+from rollgrad.domain.batches.metrics import Metric, over_steps
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.batches.partition import minibatches
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
 
-NOT_MEANS = frozenset(
-    {"loss", "policy_loss", "positive_nll", "aux_loss", "grad_norm", "lr", "loss_scale", "skipped_steps"}
-)
-"""Results of an update that are no weighted means over tokens."""
-
 TURNS_SHOWN = 8
 """Turns whose share of the gradient is logged apart."""
+
+
+@frozen(kw_only=True)
+class UpdateReport:
+    """An update: the `metrics` of its optimizer steps, combined as each says (`domain.batches.metrics`), under
+    `policy/` and `critic/`; `reference_kl`, the KL term of the policy's loss in nats per token, None without one."""
+
+    metrics: dict[str, float]
+    reference_kl: float | None = None
 
 
 class UpdateService:
@@ -86,9 +92,8 @@ class UpdateService:
         value_objective: ValueObjective[RolloutBatch] | None = None,
         *,
         train_policy: bool = True,
-    ) -> dict[str, float]:
-        """Trains on `batch`; returns metrics averaged over its optimizer steps, under `policy/` and `critic/`; of steps
-        that were skipped the number, and of the gradient norm the mean over the others.
+    ) -> UpdateReport:
+        """Trains on `batch`; reports its optimizer steps.
 
         Without `train_policy` the critic alone learns. What fails before its first optimizer step changes nothing.
         """
@@ -107,9 +112,8 @@ class UpdateService:
         value_objective: ValueObjective[RolloutBatch] | None,
         *,
         train_policy: bool,
-    ) -> dict[str, float]:
-        totals: dict[str, float] = {}
-        steps = 0
+    ) -> UpdateReport:
+        steps: list[dict[str, float]] = []
         for step_batch in self._steps(batch):
             metrics: dict[str, float] = {}
             if train_policy:
@@ -119,11 +123,10 @@ class UpdateService:
                 parts = split(step_batch, self._max_tokens)
                 metrics |= {f"critic/{k}": v for k, v in self._critic.update(parts, value_objective).items()}
                 self.under_way = True
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + value
-            steps += 1
+            steps.append(metrics)
         self.under_way = False
-        return _over_steps(totals, steps)
+        combined = over_steps(steps)
+        return UpdateReport(metrics=combined, reference_kl=combined.get(f"policy/{REFERENCE_KL}"))
 
     def save(self, checkpoints: CheckpointStore, name: str) -> None:
         """Writes the models under `name`."""
@@ -146,7 +149,7 @@ class UpdateService:
         trained = _with_gradient(step_batch) if self._skip_idle else step_batch
         result = self._policy.update(split(trained, self._max_tokens), objective)
         weight = _weight(trained)
-        scaled = {name: value if name in NOT_MEANS else value / weight for name, value in result.items()}
+        scaled = {name: value if isinstance(value, Metric) else value / weight for name, value in result.items()}
         squared = scaled.pop("mismatch_weight_squared", 0.0)
         if squared > 0:
             scaled["mismatch_effective_sample_share"] = scaled.pop("mismatch_weight") ** 2 / squared
@@ -185,16 +188,6 @@ class UpdateService:
             rollout_ids_S=part.rollout_ids_S,
             max_length=self._max_length,
         )
-
-
-def _over_steps(totals: Mapping[str, float], steps: int) -> dict[str, float]:
-    means = {name: value / steps for name, value in totals.items()}
-    for name in (name for name in totals if name.endswith("/skipped_steps")):
-        means[name] = totals[name]
-        norm = name.removesuffix("skipped_steps") + "grad_norm"
-        if norm in totals:  # not if all of them were skipped
-            means[norm] = totals[norm] / (steps - totals[name])
-    return means
 
 
 def _with_gradient(batch: RolloutBatch) -> RolloutBatch:

@@ -99,17 +99,19 @@ class RLLearner:
         metrics = rollout_metrics(groups, self._pass_threshold) | experience.metrics
         self._entropy = self._entropy.observe(sampled_entropy(trajectories))
         objective = self._objective(kl_coef=self._kl.coef, entropy_coef=self._entropy.weight, version=done + 1)
-        metrics |= self._update.run(
+        update = self._update.run(
             experience.batch,
             objective,
             self._value_objective,
             train_policy=done >= self._freezing_steps,
         )
+        metrics |= update.metrics
         if self._entropy.target is not None:
             metrics["policy/entropy_coef"] = self._entropy.weight
-        if "policy/ref_kl" in metrics:
+        reference_kl = experience.reference_kl if update.reference_kl is None else update.reference_kl
+        if reference_kl is not None:
             metrics["policy/kl_coef"] = self._kl.coef
-            self._kl = self._kl.update(metrics["policy/ref_kl"], experience.batch.rollouts)
+            self._kl = self._kl.update(reference_kl, experience.batch.rollouts)
         ended = clock.monotonic()
         return metrics | {"time/experience_s": prepared - started, "time/update_s": ended - prepared}
 

@@ -23,8 +23,9 @@ class TokenScores:
 
 @frozen(kw_only=True, eq=False)
 class LossOutput:
-    """Result of an objective. `loss`: scalar to differentiate, already weighted for the whole step. `metrics`: weighted
-    sums that add up over micro-batches, as 0-d tensors or floats."""
+    """Result of an objective. `loss`: scalar to differentiate, already weighted for the whole step. `metrics`: those of
+    the micro-batch, each of which says how it is combined (`domain.batches.metrics`): a plain number or 0-d tensor is a
+    sum of loss weight x value, any other kind a `Metric`."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor | float] = field(factory=dict)
@@ -52,7 +53,8 @@ class PolicyModel(Protocol):
         ...
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
-        """Takes one optimizer step; returns summed metrics plus `loss`, `grad_norm` and `lr`.
+        """Takes one optimizer step; returns the combined metrics of its micro-batches plus `loss`, `grad_norm`
+        and `lr`.
 
         In float16 it also returns `loss_scale` and `skipped_steps`: 1 if the gradient overflowed (there is no
         `grad_norm` then), else 0.

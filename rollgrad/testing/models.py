@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollgrad.domain.batches.metrics import Common, Total, joined
 from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import (
@@ -34,22 +35,20 @@ class _Table:
 
     def step(self, micro_batches: Sequence[Batch], loss_of: Callable[[Batch], LossOutput]) -> dict[str, float]:
         self.table_V.grad = None
-        totals = {"loss": 0.0}
+        parts: list[Mapping[str, Tensor | float]] = []
         for batch in micro_batches:
             output = loss_of(batch)
             if not torch.isfinite(output.loss):
                 raise NonFiniteUpdateError(f"The loss is {float(output.loss)}; the optimizer step was not applied.")
             output.loss.backward()  # type: ignore[no-untyped-call]
-            totals["loss"] += float(output.loss.detach())
-            for name, value in output.metrics.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
+            parts.append({"loss": Total(output.loss.detach()), **output.metrics})
         gradient = torch.zeros_like(self.table_V) if self.table_V.grad is None else self.table_V.grad
         if not torch.isfinite(gradient).all():
             raise NonFiniteUpdateError("The gradient is not finite; the optimizer step was not applied.")
         with torch.no_grad():
             self.table_V -= self._lr * gradient
         self.steps += 1
-        return totals | {"grad_norm": float(gradient.norm()), "lr": self._lr}
+        return joined(parts) | {"grad_norm": Common(gradient.norm()), "lr": Common(self._lr)}
 
     def save(self, path: Path) -> None:
         try:

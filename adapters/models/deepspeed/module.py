@@ -37,6 +37,7 @@ from rollgrad.adapters.models.torch.optimizer import (
 )
 from rollgrad.adapters.models.torch.untrained_parameters import GradientProof
 from rollgrad.application.settings.sections.ds import GRADIENTS, PARAMETERS
+from rollgrad.domain.batches.metrics import Common
 from rollgrad.domain.errors import MissingExtraError
 
 
@@ -161,7 +162,7 @@ class DeepSpeedModule(TrainedModule):
         lr = set_rates(self._optimizer, self._settings, self._steps)
         if not self.agree(math.isfinite(largest)):
             self.clear()
-            return {"lr": lr} | self._scaling.skipped(self._steps, largest)
+            return {"lr": Common(lr)} | self._scaling.skipped(self._steps, largest)
         if self._proof.under_way:
             self._proof.look(self._gradient_sizes())
         self._engine.step()
@@ -170,7 +171,7 @@ class DeepSpeedModule(TrainedModule):
         self._largest.clear()
         self._steps += 1
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
-        return {"grad_norm": float(norm), "lr": lr} | self._scaling.applied()
+        return {"grad_norm": Common(norm), "lr": Common(lr)} | self._scaling.applied()
 
     def clear(self) -> None:
         """Implements `TrainedModule.clear`."""

@@ -20,6 +20,7 @@ from rollgrad.adapters.ray.session import ray_module
 from rollgrad.adapters.rewards.model import Judge
 from rollgrad.adapters.weights.shared_buckets import Assembler, SharedMemory, fill_at
 from rollgrad.adapters.weights.transfer import Send
+from rollgrad.domain.batches.metrics import joined
 from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.batches.sharding import Shards, shards
 from rollgrad.domain.episodes.rewards import RewardInput
@@ -31,9 +32,6 @@ from rollgrad.domain.ports.models import (
     ValueModel,
     ValueObjective,
 )
-
-SAME_EVERYWHERE = ("grad_norm", "lr", "loss_scale", "skipped_steps")
-"""Results of an update that every process has alike; the others are sums over what each has seen."""
 
 
 class RankPolicy:
@@ -212,11 +210,7 @@ class _Parts:
         loss = ray_module().put(objective)
         count = self._group.size // self._width
         results = self._each("update", [[[parts[index] for parts in divided], loss] for index in range(count)])
-        totals: dict[str, float] = {}
-        for result in results:
-            for name, value in result.items():
-                totals[name] = value if name in SAME_EVERYWHERE else totals.get(name, 0.0) + value
-        return totals
+        return joined(results)
 
     def _divided(self, batch: Batch) -> Shards[Batch]:
         return shards(batch, self._group.size // self._width)

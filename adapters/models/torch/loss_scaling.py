@@ -12,6 +12,7 @@ import torch
 from attrs import asdict
 from torch import nn
 
+from rollgrad.domain.batches.metrics import Common, Count
 from rollgrad.domain.control.loss_scale import SMALLEST, LossScale
 from rollgrad.domain.errors import NonFiniteUpdateError
 
@@ -71,4 +72,4 @@ class Scaling:
             self._scale = LossScale(**state[STATE])
 
     def _metrics(self, *, skipped: float) -> dict[str, float]:
-        return {"loss_scale": self.factor, "skipped_steps": skipped} if self.active else {}
+        return {"loss_scale": Common(self.factor), "skipped_steps": Count(skipped)} if self.active else {}

@@ -25,6 +25,7 @@ from rollgrad.adapters.models.torch.lora import (
 )
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, TrainedModule
 from rollgrad.adapters.models.torch.saving import save_pretrained, writing
+from rollgrad.domain.batches.metrics import Total, joined
 from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import (
@@ -54,7 +55,7 @@ def _optimizer_step(
     micro_batches: Sequence[Batch], loss_of: Callable[[Batch], LossOutput], trained: TrainedModule
 ) -> dict[str, float]:
     """Accumulates the micro-batches' gradients and steps once."""
-    totals: dict[str, float] = {"loss": 0.0}
+    parts: list[Mapping[str, Tensor | float]] = []
     for batch in micro_batches:
         output = loss_of(batch)
         loss = float(output.loss.detach())
@@ -62,10 +63,8 @@ def _optimizer_step(
             trained.clear()
             raise NonFiniteUpdateError(f"The loss is {loss}; the optimizer step was not applied.")
         trained.backward(output.loss)
-        totals["loss"] += loss
-        for name, value in output.metrics.items():
-            totals[name] = totals.get(name, 0.0) + float(value)
-    return totals | trained.step()
+        parts.append(joined([{"loss": Total(loss)}, output.metrics]))
+    return joined(parts) | trained.step()
 
 
 def _values(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[tuple[str, Tensor]]:
@@ -173,7 +172,7 @@ class TorchPolicy(PolicyModel):
         output = objective(_token_scores(scored, batch), batch)
         share = (weights_E * probabilities_E).sum().to(output.loss.device)
         loss = output.loss + self._aux_loss_coef * share
-        return LossOutput(loss=loss, metrics={**output.metrics, "aux_loss": share.detach()})
+        return LossOutput(loss=loss, metrics={**output.metrics, "aux_loss": Total(share)})
 
     def _train_without_dropout(self) -> None:
         """transformers recomputes activations in train mode only, but ratios need a deterministic policy."""

@@ -25,6 +25,7 @@ from rollgrad.adapters.models.torch.muon import (
     whole_directions,
 )
 from rollgrad.adapters.models.torch.untrained_parameters import GradientProof, may_lack_gradient
+from rollgrad.domain.batches.metrics import Common
 from rollgrad.domain.control.learning_rate import lr_factor
 from rollgrad.domain.errors import CheckpointError
 
@@ -263,7 +264,7 @@ class MasterOptimizer:
         lr = set_rates(self._stepping, self._settings, self._steps)
         if not math.isfinite(norm):
             self.clear()
-            return {"lr": lr} | self._scaling.skipped(self._steps, norm)
+            return {"lr": Common(lr)} | self._scaling.skipped(self._steps, norm)
         if self._proof.under_way:
             self._proof.look(self._gradient_sizes())
         limit = self._settings.max_norm
@@ -276,7 +277,7 @@ class MasterOptimizer:
         self.clear()
         self._publish()
         self._steps += 1
-        return {"grad_norm": norm, "lr": lr} | self._scaling.applied()
+        return {"grad_norm": Common(norm), "lr": Common(lr)} | self._scaling.applied()
 
     def clear(self) -> None:
         """Drops accumulated gradients."""

@@ -16,8 +16,12 @@ from rollgrad.domain.algorithms.losses.corrections import Correction, correction
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.losses.ratios import ratio
 from rollgrad.domain.algorithms.losses.value import value_loss
+from rollgrad.domain.batches.metrics import Total
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
+
+REFERENCE_KL = "ref_kl"
+"""Name of the metric that is the KL term of the policy's loss before its weight, a mean over tokens."""
 
 
 @frozen(kw_only=True)
@@ -69,7 +73,7 @@ class PolicyLossObjective:
             return weighted_sum(values_N, weights_N, mask_N)
 
         token_loss_N = policy.loss_N
-        metrics: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor | float] = {}
         if self.correction is not None:
             factor_N = correction_weights(
                 self.correction,
@@ -88,7 +92,7 @@ class PolicyLossObjective:
         entropy = mean(_masked(scores.entropy_N, mask_N))
         mismatch_N = ratio(old_N, rollout_N)
         metrics |= {
-            "policy_loss": policy_loss,
+            "policy_loss": Total(policy_loss.detach()),
             "entropy": entropy,
             "approx_kl": mean(kl_estimate(old_N, logprobs_N, "k3")),
             "ratio_mean": mean(policy.ratio_N),
@@ -106,12 +110,15 @@ class PolicyLossObjective:
         if self.kl_coef:
             against_N = rollout_N if self.kl_against == "rollout" else _column(batch, "ref_logprobs_N")
             kl_N = kl_estimate(logprobs_N, against_N, self.kl_estimator, ratio(logprobs_N, old_N))
-            metrics["ref_kl"] = mean(kl_N)
-            loss = loss + self.kl_coef * metrics["ref_kl"]
+            reference_kl = mean(kl_N)
+            metrics[REFERENCE_KL] = reference_kl
+            loss = loss + self.kl_coef * reference_kl
         if self.positive_nll_coef:
-            metrics["positive_nll"] = -weighted_sum(logprobs_N, _column(batch, "positive_weights_N"), mask_N)
-            loss = loss + self.positive_nll_coef * metrics["positive_nll"]
-        return LossOutput(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
+            positive_nll = -weighted_sum(logprobs_N, _column(batch, "positive_weights_N"), mask_N)
+            metrics["positive_nll"] = Total(positive_nll.detach())
+            loss = loss + self.positive_nll_coef * positive_nll
+        plain = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        return LossOutput(loss=loss, metrics=plain)
 
     def _proximal(self, current_N: Tensor, rollout_N: Tensor, batch: RolloutBatch) -> Tensor:
         """Returns the log-probs of the proximal policy, which the loss's ratio divides by."""

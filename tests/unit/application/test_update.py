@@ -13,6 +13,7 @@ from rollgrad.application.learning.update import UpdateService
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
 from rollgrad.domain.algorithms.settings import Aggregation
+from rollgrad.domain.batches.metrics import Common, Count
 from rollgrad.domain.batches.packed import Batch, PackedBatch, pack
 from rollgrad.domain.ports.models import PolicyObjective
 from tests.fakes.agent_executor import make_trajectory
@@ -93,7 +94,7 @@ def samples_of_steps(policy: FakePolicy) -> list[list[int]]:
 
 def test_a_rollout_that_branched_counts_once() -> None:
     policy = FakePolicy()
-    metrics = service(policy, batch_size=4).run(branched([3, 3, 3, 3]), OBJECTIVE)
+    metrics = service(policy, batch_size=4).run(branched([3, 3, 3, 3]), OBJECTIVE).metrics
     assert len(policy.updates) == 1
     assert metrics["policy/trained_share"] == 1.0
 
@@ -130,8 +131,8 @@ def test_failures_make_steps_smaller_and_leave_their_number(counts: list[int], f
 def test_micro_batches_do_not_change_the_step(sizes: list[int], aggregation: Aggregation, budget: int) -> None:
     whole, divided = FakePolicy(), FakePolicy()
     packed = batch(sizes)
-    expected = service(whole, aggregation=aggregation).run(packed, OBJECTIVE)
-    found = service(divided, aggregation=aggregation, max_tokens=budget).run(packed, OBJECTIVE)
+    expected = service(whole, aggregation=aggregation).run(packed, OBJECTIVE).metrics
+    found = service(divided, aggregation=aggregation, max_tokens=budget).run(packed, OBJECTIVE).metrics
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
     (_, weights), (_, same) = next(whole.weights()), next(divided.weights())
     torch.testing.assert_close(same, weights, rtol=1e-4, atol=1e-5)
@@ -159,10 +160,10 @@ def test_weights_are_those_of_the_whole_step(aggregation: Aggregation) -> None:
 def test_the_critic_learns_beside_the_policy_with_token_means() -> None:
     policy, critic = FakePolicy(), FakeValue()
     packed = batch([4, 1, 7, 2])
-    metrics = service(policy, critic, aggregation=Aggregation.SEQUENCE_MEAN, batch_size=2).run(
+    report = service(policy, critic, aggregation=Aggregation.SEQUENCE_MEAN, batch_size=2).run(
         packed, OBJECTIVE, ClippedValueObjective(clip=0.5)
     )
-    assert {"policy/loss", "policy/grad_norm", "policy/lr", "critic/loss", "critic/value_loss"} <= metrics.keys()
+    assert {"policy/loss", "policy/grad_norm", "policy/lr", "critic/loss", "critic/value_loss"} <= report.metrics.keys()
     assert len(policy.updates) == len(critic.updates) == 2
     for (part,), (same,) in zip(policy.updates, critic.updates, strict=True):
         assert torch.equal(part.sample_ids_S, same.sample_ids_S)
@@ -172,7 +173,7 @@ def test_the_critic_learns_beside_the_policy_with_token_means() -> None:
 
 def test_metrics_are_means_over_steps() -> None:
     policy = FakePolicy(lr=0.5)
-    metrics = service(policy, batch_size=2, epochs=2).run(batch([1, 1, 1, 1]), OBJECTIVE)
+    metrics = service(policy, batch_size=2, epochs=2).run(batch([1, 1, 1, 1]), OBJECTIVE).metrics
     assert len(policy.updates) == 4
     assert metrics["policy/lr"] == 0.5
     assert metrics["policy/ratio_mean"] == pytest.approx(1.0)
@@ -181,7 +182,7 @@ def test_metrics_are_means_over_steps() -> None:
 @pytest.mark.parametrize("skips", [0, 1, 2])
 def test_skipped_steps_are_counted_and_have_no_gradient_norm(skips: int) -> None:
     policy = Skipping(skips)
-    metrics = service(policy, batch_size=2).run(batch([1, 1, 1, 1]), OBJECTIVE)
+    metrics = service(policy, batch_size=2).run(batch([1, 1, 1, 1]), OBJECTIVE).metrics
     assert metrics["policy/skipped_steps"] == skips
     assert metrics["policy/loss_scale"] == 8.0
     assert metrics.get("policy/grad_norm") == (None if skips == 2 else pytest.approx(sum(policy.norms) / (2 - skips)))
@@ -196,10 +197,10 @@ class Skipping(FakePolicy):
         self.norms: list[float] = []
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
-        metrics = super().update(micro_batches, objective) | {"loss_scale": 8.0, "skipped_steps": 0.0}
+        metrics = super().update(micro_batches, objective) | {"loss_scale": Common(8.0), "skipped_steps": Count(0.0)}
         if len(self.updates) <= self._skips:
             del metrics["grad_norm"]
-            return metrics | {"skipped_steps": 1.0}
+            return metrics | {"skipped_steps": Count(1.0)}
         self.norms.append(metrics["grad_norm"])
         return metrics
 

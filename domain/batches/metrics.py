@@ -1,0 +1,125 @@
+"""Metrics of optimizer steps, each of which says itself how it is combined: over micro-batches and processes, which
+have parts of a step, and over the steps of an update.
+
+A plain number is the sum of weight x value over tokens, with the loss weights of the step, as the loss is: parts add,
+and who knows the sum of the step's weights divides by it. Everything else is a `Metric`. Metrics are numbers: they can
+be compared, added and logged like any float.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any, Self
+
+from torch import Tensor
+
+
+class Metric(float):
+    """A number with its own way of being combined."""
+
+    def joined(self, other: Self) -> Self:
+        """Returns that of both parts of a step."""
+        raise NotImplementedError
+
+    @staticmethod
+    def over_steps(values: Sequence[Any], steps: int) -> float:
+        """Returns that of an update of `steps` steps, from the `values` of those that reported one."""
+        return reduce(float.__add__, map(float, values)) / steps
+
+
+class Total(Metric):
+    """A sum over the step that is no mean, such as a term of the loss. Over steps it is their mean."""
+
+    def joined(self, other: Self) -> Self:
+        """Returns the sum."""
+        return type(self)(float(self) + float(other))
+
+
+class Maximum(Metric):
+    """A largest value."""
+
+    def joined(self, other: Self) -> Self:
+        """Returns the larger one; what is not a number stays so."""
+        return self if self >= other or self != self else other
+
+    @staticmethod
+    def over_steps(values: Sequence[Any], steps: int) -> float:
+        """Returns the largest one."""
+        return float(max(values))
+
+
+class Mean(Metric):
+    """A mean with weights of its own, such as one over sequences or pairs: `total` is the sum of weight x value,
+    `weight` that of the weights. What weighs nothing in the loss must weigh nothing here: a process without samples of
+    its own computes a copy of one, with weights of 0."""
+
+    total: float
+    weight: float
+
+    def __new__(cls, total: Tensor | float, weight: Tensor | float) -> Self:
+        """Makes the mean; one without any weight is 0."""
+        mean = super().__new__(cls, float(total) / float(weight) if float(weight) else 0.0)
+        mean.total, mean.weight = float(total), float(weight)
+        return mean
+
+    def __getnewargs__(self) -> tuple[float, float]:  # type: ignore[override]
+        """Returns what copies are made from: metrics are sent between processes."""
+        return self.total, self.weight
+
+    def joined(self, other: Self) -> Self:
+        """Returns the mean over both."""
+        return type(self)(self.total + other.total, self.weight + other.weight)
+
+    @staticmethod
+    def over_steps(values: Sequence[Any], steps: int) -> float:
+        """Returns the mean over everything that had weight in any step."""
+        return float(reduce(Mean.joined, values))
+
+
+class Common(Metric):
+    """What every part of a step has alike, such as the norm of its gradient. Over steps it is the mean of those that
+    have it: a skipped step has no norm."""
+
+    def joined(self, other: Self) -> Self:
+        """Returns either."""
+        return other
+
+    @staticmethod
+    def over_steps(values: Sequence[Any], steps: int) -> float:
+        """Returns the mean over the steps that reported one."""
+        return Metric.over_steps(values, len(values))
+
+
+class Count(Common):
+    """A number of events that every part of a step has alike, such as skipped steps."""
+
+    @staticmethod
+    def over_steps(values: Sequence[Any], steps: int) -> float:
+        """Returns the sum."""
+        return Metric.over_steps(values, 1)
+
+
+def joined(parts: Sequence[Mapping[str, Tensor | float]]) -> dict[str, float]:
+    """Returns the metrics of a step from those of its parts (micro-batches or processes)."""
+    whole: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            before = whole.get(name)
+            if isinstance(value, Metric):
+                whole[name] = value if before is None else value.joined(before)  # type: ignore[arg-type]
+            else:
+                whole[name] = (before or 0.0) + float(value)
+    return whole
+
+
+def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the metrics of an update from those of its optimizer steps: means, if they do not say otherwise; a step
+    that does not report a plain number or a total counts as 0."""
+    reported: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            reported.setdefault(name, []).append(value)
+    return {name: _kind(values[0]).over_steps(values, len(steps)) for name, values in reported.items()}
+
+
+def _kind(value: float) -> type[Metric]:
+    return type(value) if isinstance(value, Metric) else Metric

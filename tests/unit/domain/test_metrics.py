@@ -1,0 +1,65 @@
+"""Metrics: however a step is divided, and whoever has its parts, they combine to those of the whole."""
+
+import math
+import pickle
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollgrad.domain.batches.metrics import Common, Count, Maximum, Mean, Total, joined, over_steps
+
+NUMBERS = st.floats(-100, 100, allow_nan=False, width=32)
+SEQUENCES = st.lists(st.tuples(NUMBERS, st.floats(0, 4, width=32)), min_size=1, max_size=12)
+
+
+def report(sequences: list[tuple[float, float]]) -> Mapping[str, Tensor | float]:
+    """One metric of each kind, from (value, weight) of each sequence."""
+    values = torch.tensor([value for value, _ in sequences], dtype=torch.float64)
+    weights = torch.tensor([weight for _, weight in sequences], dtype=torch.float64)
+    return {
+        "plain": (values * weights).sum(),
+        "total": Total(values.sum()),
+        "mean": Mean((values * weights).sum(), weights.sum()),
+        "maximum": Maximum(values.max()),
+        "common": Common(7.0),
+        "count": Count(1.0),
+    }
+
+
+@given(SEQUENCES, st.data())
+def test_any_division_gives_the_metrics_of_the_whole(sequences: list[tuple[float, float]], data: st.DataObject) -> None:
+    """Micro-batches are joined in each process, and then the processes."""
+    cuts = data.draw(st.lists(st.integers(0, len(sequences)), max_size=4).map(sorted))
+    parts = [sequences[a:b] for a, b in zip([0, *cuts], [*cuts, len(sequences)], strict=True) if a < b]
+    cut = data.draw(st.integers(0, len(parts)))
+    processes = [joined([report(part) for part in own]) for own in (parts[:cut], parts[cut:]) if own]
+    sent = [pickle.loads(pickle.dumps(process)) for process in processes]
+    assert joined(sent) == pytest.approx(joined([report(sequences)]), rel=1e-6, abs=1e-4)
+
+
+def test_a_mean_over_pairs_weighs_processes_by_their_pairs() -> None:
+    """A process without pairs of its own computes a copy, which has no weight."""
+    whole = joined([{"accuracy": Mean(3.0, 3)}, {"accuracy": Mean(0.0, 1)}, {"accuracy": Mean(0.0, 0)}])
+    assert whole["accuracy"] == 0.75
+
+
+def test_steps_of_an_update() -> None:
+    steps: list[dict[str, float]] = [
+        {"plain": 1.0, "loss": Total(4.0), "pairs": Mean(1.0, 1), "top": Maximum(3.0), "skipped": Count(0.0)},
+        {"plain": 2.0, "loss": Total(2.0), "pairs": Mean(0.0, 3), "top": Maximum(9.0), "skipped": Count(1.0)},
+    ]
+    steps[0]["norm"] = Common(6.0)
+    assert over_steps(steps) == {"plain": 1.5, "loss": 3.0, "pairs": 0.25, "top": 9.0, "skipped": 1.0, "norm": 6.0}
+    assert all(type(value) is float for value in over_steps(steps).values())
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    assert math.isnan(joined([{"a": math.nan}, {"a": 1.0}])["a"])
+    assert all(
+        math.isnan(joined([{"a": Maximum(a)}, {"a": Maximum(b)}])["a"]) for a, b in ((math.nan, 1), (1, math.nan))
+    )
+    assert math.isnan(joined([{"a": Mean(math.nan, 1)}, {"a": Mean(1.0, 1)}])["a"])
