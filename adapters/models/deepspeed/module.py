@@ -1,9 +1,10 @@
 """A trained module divided over the processes of a group by DeepSpeed's ZeRO.
 
-Invariants: the gradient is the sum of the processes' gradients, not their mean: losses are weighed for the whole step
-before they are divided. A gradient that is not finite anywhere changes no weight anywhere. Its state is that of
-`MasterOptimizer`, by parameter name and whole, whatever the stage and the number of processes: a run continues on
-other ones.
+Invariants: the gradient is the sum of the processes' gradients, not their mean, because losses are weighted for the
+whole step before it is divided. A gradient that is not finite anywhere changes no weight anywhere. Its state is that of
+`MasterOptimizer`, whole and by parameter name, whatever the stage and the number of processes, so that a run can
+continue on other ones. For example, 4 processes that each have the sum of 8 tokens' gradients, weighted 1/32, give
+DeepSpeed 4 x that loss; its mean over the processes is then the sum, the gradient of the mean over 32 tokens.
 Does not own: the process group (`start_process_group`), nor which samples a process gets.
 """
 
@@ -42,8 +43,8 @@ from rollgrad.domain.errors import MissingExtraError
 
 
 def start_process_group(*, rank: int, size: int, host: str, port: int, local_rank: int, timeout: float) -> None:
-    """Joins the processes of a group, which wait for each other `timeout` seconds at most, now and later. They meet
-    at a `torch.distributed.TCPStore` that is there already, as torchrun's do.
+    """Joins the processes of a group, which wait for each other `timeout` seconds at most, now and later. They meet at
+    an existing `torch.distributed.TCPStore`, like torchrun's.
 
     Raises:
         MissingExtraError: DeepSpeed is not installed.
@@ -57,7 +58,9 @@ def start_process_group(*, rank: int, size: int, host: str, port: int, local_ran
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     deepspeed = _deepspeed()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # an inference kernel, else compiled for a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # compiling this inference kernel would take a minute
+    )
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     deepspeed.init_distributed(
         backend, auto_mpi_discovery=False, verbose=False, timeout=timedelta(seconds=timeout), rank=rank, world_size=size
@@ -79,12 +82,12 @@ def _deepspeed() -> Any:
 
 
 class DeepSpeedModule(TrainedModule):
-    """See `TrainedModule`; the process group must have been started.
+    """A `TrainedModule` under DeepSpeed; the process group must have been started.
 
     Args:
         module: the same in every process.
-        settings: of the optimizer; its schedule goes by optimizer steps.
-        division: what is divided, and where it lies.
+        settings: of the optimizer; its schedule counts optimizer steps.
+        division: the parts that are divided, and their memory.
 
     Raises:
         ConfigurationError: DeepSpeed does not compute the module's number format on this machine.
@@ -100,7 +103,7 @@ class DeepSpeedModule(TrainedModule):
         parameters = [p for _, p in self._named]
         self._sizes = {p: p.nbytes for p in module.parameters()}
         self._device, dtype = parameters[0].device, parameters[0].dtype
-        if dtype != torch.float32:  # DeepSpeed has other optimizers below, or none with float32 masters
+        if dtype != torch.float32:  # below this stage DeepSpeed keeps no float32 masters, or in another optimizer
             division = evolve(division, zero_stage=max(division.zero_stage, GRADIENTS))
         self._stage = division.zero_stage
         self._largest: dict[str, Tensor] = {}
@@ -152,7 +155,7 @@ class DeepSpeedModule(TrainedModule):
     def backward(self, loss: Tensor) -> None:
         """Implements `TrainedModule.backward`."""
         if self._scaling.active:
-            # Of what a process computes: DeepSpeed multiplies the loss, and divides what it reduced.
+            # DeepSpeed multiplies each process's loss by this scale, and divides the reduced gradient by it.
             self._optimizer.override_loss_scale(self._scaling.factor / self._size)
         self._engine.backward(loss * self._size, scale_wrt_gas=False)  # DeepSpeed takes the mean over processes
 
@@ -201,7 +204,7 @@ class DeepSpeedModule(TrainedModule):
         return self._average.published(self._publish)
 
     def state_dict(self) -> dict[str, Any]:
-        """Implements `TrainedModule.state_dict`: the first process has it whole, the others have empty ones."""
+        """Implements `TrainedModule.state_dict`: whole in the first process, empty in the others."""
         state: dict[str, Any] = {"steps": self._steps, "masters": self._whole_masters(), "moments": {}}
         state |= self._scaling.state_dict()
         for name, parameter in self._named:
@@ -235,7 +238,7 @@ class DeepSpeedModule(TrainedModule):
         self._publish()
 
     def _whole_masters(self) -> dict[str, Tensor]:
-        """Copies on the CPU, by name, in the first process; every process has its part in them."""
+        """Returns copies on the CPU, by name, in the first process; every process must call it."""
         masters = {}
         for name, parameter in self._named:
             master = self._whole(parameter)
@@ -252,25 +255,26 @@ class DeepSpeedModule(TrainedModule):
                 parameter.copy_(master)
 
     def _note_gradient(self, name: str, gradient: Tensor) -> None:
-        """The largest size of its entries is not finite if one of them is not."""
+        """Records the largest absolute entry of a gradient, which is not finite if any entry is not."""
         size = torch.linalg.vector_norm(gradient.detach().flatten(), math.inf).float()
         self._largest[name] = torch.maximum(size, self._largest[name]) if name in self._largest else size
 
     def _gradient_sizes(self) -> dict[str, float]:
-        """Returns the largest absolute entries of the gradients in any process, of parameters that got one in any."""
+        """Returns the largest absolute entry, over all processes, of each parameter's gradient, if it got one in
+        any."""
         nothing = torch.tensor(-1.0, device=self._device)
         sizes = torch.stack([self._largest.get(name, nothing) for name, _ in self._named])
         torch.distributed.all_reduce(sizes, op=torch.distributed.ReduceOp.MAX)
         return {name: size for (name, _), size in zip(self._named, sizes.tolist(), strict=True) if size >= 0}
 
     def _clip(self, *_: Any) -> None:
-        """Before torch's own optimizer steps."""
+        """Clips gradients, as a hook before a step of torch's own optimizer."""
         parameters = [parameter for _, parameter in self._named]
         self._norm = tensor_parallel.gradient_norm(parameters)
         nn.utils.clip_grads_with_norm_(parameters, self._settings.max_norm or math.inf, torch.tensor(self._norm))
 
     def _written(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Inside, the parameters are whole, and what the first process writes holds for all."""
+        """Gathers the parameters inside the block; values that the first process writes are sent to all."""
         if self._stage < PARAMETERS:
             return nullcontext()
         written: AbstractContextManager[None] = _deepspeed().zero.GatheredParameters(list(parameters), modifier_rank=0)
@@ -289,8 +293,9 @@ class DeepSpeedModule(TrainedModule):
                     yield master, group
 
     def _make_moments(self) -> None:
-        """What the optimizer otherwise makes in its first step, when DeepSpeed would link those of the first group
-        alone."""
+        """Makes the optimizer's moments. Otherwise its first step does, and DeepSpeed links only those of the first
+        group.
+        """
         for master, group in self._masters():
             if "matrices" in group:
                 self._stepping.state[master] = {MOMENTUM: torch.zeros_like(master)}
@@ -301,8 +306,8 @@ class DeepSpeedModule(TrainedModule):
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _directions(self, parameters: Sequence[nn.Parameter], master: Tensor, momentum: Tensor) -> Tensor:
-        """Muon's, for which matrices must be whole: they are put together one after the other in the memory of the
-        weights, where DeepSpeed knows its way."""
+        """Returns Muon's directions, which need whole matrices. These are gathered one after the other in the memory of
+        the weights, which DeepSpeed can gather."""
         if self._optimizer is self._stepping:
             return whole_directions(parameters, master, momentum)
         weights = master.clone()
@@ -340,7 +345,7 @@ class DeepSpeedModule(TrainedModule):
             safe_set_full_optimizer_state(parameter, value, key)
 
     def _set_part(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
-        """This process's part of a parameter, the last one filled up with zeros."""
+        """Sets this process's part of a parameter; the last part is padded with zeros."""
         from deepspeed.utils import (
             safe_get_local_fp32_param,
             safe_get_local_optimizer_state,

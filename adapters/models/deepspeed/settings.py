@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: its configuration, and the optimizer that it steps."""
+"""DeepSpeed's configuration, and the optimizer that it steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from rollgrad.domain.control.loss_scale import FIRST
 from rollgrad.domain.errors import ConfigurationError
 
 ALIGNMENT = 1024
-"""A multiple of what DeepSpeed wants of its buckets."""
+"""Buckets are a multiple of this, as DeepSpeed requires."""
 
 WHOLE_GROUP = 2**62
-"""Numbers of a group of parameters that are stepped together: all of them."""
+"""Largest number of parameters that DeepSpeed steps together: no limit."""
 
 NEVER = 2**31 - 1
 """Steps between DeepSpeed's own reports."""
@@ -35,8 +35,8 @@ class DeepSpeedSettings:
 
 
 def number_format(parameter: Tensor) -> dict[str, Any]:
-    """What DeepSpeed is told of the format that a module computes in. The loss scale of float16 is constant to it:
-    `DeepSpeedModule` overrides it, by a rule that is one process's too.
+    """Returns DeepSpeed's settings of the number format of a module. The loss scale of float16 is constant in them:
+    `DeepSpeedModule` overrides it by the rule that a single process follows, too.
 
     Raises:
         ConfigurationError: DeepSpeed does not compute float16 on this machine.
@@ -54,7 +54,7 @@ def number_format(parameter: Tensor) -> dict[str, Any]:
 
 
 def make_adam(groups: list[dict[str, Any]], *, settings: OptimizerSettings, division: DeepSpeedSettings) -> Any:
-    """AdamW of parameter groups: DeepSpeed's where its state lies in the memory of a GPU machine's CPU."""
+    """Returns an AdamW of parameter groups: DeepSpeed's if the state is in CPU memory beside a GPU, else torch's."""
     constants: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
     if division.adam_offload and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -66,10 +66,10 @@ def make_adam(groups: list[dict[str, Any]], *, settings: OptimizerSettings, divi
 def engine_config(
     settings: OptimizerSettings, division: DeepSpeedSettings, parameters: Sequence[nn.Parameter], *, clips: bool
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration for trained `parameters`; `clips`: whether DeepSpeed itself clips."""
+    """Returns DeepSpeed's configuration for trained `parameters`; `clips`: whether DeepSpeed clips gradients itself."""
     offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     numbers = sum(parameter.numel() for parameter in parameters)
-    bucket = min(BUCKET_NUMBERS, -(-numbers // ALIGNMENT) * ALIGNMENT)  # its memory is taken at once
+    bucket = min(BUCKET_NUMBERS, -(-numbers // ALIGNMENT) * ALIGNMENT)  # DeepSpeed allocates it at once
     zero: dict[str, Any] = {
         "stage": division.zero_stage,
         "reduce_bucket_size": bucket,

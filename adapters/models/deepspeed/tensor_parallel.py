@@ -1,11 +1,12 @@
 """Layers divided over neighbouring processes by DeepSpeed's AutoTP (tensor parallelism; Shoeybi et al. 2019,
 "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", arXiv:1909.08053).
 
-Attention is divided by key/value heads, each with its query heads, the feed-forward layers by inner features, as the
-plan says that transformers has of the model; the output embedding, and the input's where both are one, by rows of the
-vocabulary. What is left (norms, an input embedding of its own) is alike in each process.
-Invariants: all processes of a group compute the same results from the same batch. Weights and whatever AdamW keeps of
-them are known outside by their whole values.
+Attention is divided by key/value heads, each with its query heads, and feed-forward layers by inner features, following
+the plan in transformers' model; the output embedding, tied or not, by rows of the vocabulary. The rest (norms, an
+untied input embedding) is equal in each process.
+
+Invariants: all processes of a group compute the same results from the same batch. Outside this module weights and
+AdamW's moments are whole.
 Does not own: ZeRO, which divides each process's share over the groups (`module.py`).
 """
 
@@ -24,19 +25,19 @@ from rollgrad.domain.errors import ConfigurationError
 
 
 def divided(module: nn.Module, *, size: int) -> Callable[..., Any]:
-    """What computes the forward pass of a module that is not trained, when `initialize` divides its layers."""
+    """Returns a callable for the forward pass of a module that is not trained, whose layers `initialize` divides."""
     if size == 1:
         return module
     config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": NEVER, **number_format(next(module.parameters()))}
-    module.requires_grad_(True)  # AutoTP registers hooks on gradients, which it does not find where there are none
+    module.requires_grad_(True)  # AutoTP registers gradient hooks, and fails without gradients
     engine: Callable[..., Any] = initialize(module, config, size=size)
     module.requires_grad_(False)
     return engine
 
 
 def initialize(module: Any, config: dict[str, Any], *, size: int, optimizer: Any = None) -> Any:
-    """DeepSpeed's engine for a `PackedLM` or `PackedValue`, whose layers are divided, in place, over every `size`
-    neighbouring processes.
+    """Returns DeepSpeed's engine for a `PackedLM` or `PackedValue`, whose layers are divided in place over each group
+    of `size` neighbouring processes.
 
     All models of a process must have the same `size`, unless it is 1.
 
@@ -47,14 +48,14 @@ def initialize(module: Any, config: dict[str, Any], *, size: int, optimizer: Any
 
     if size > 1:
         _require_divisible(module.model, size)
-        module.config = module.model.config  # where AutoTP looks for the plan and the number of heads
-        module.loss_function = None  # AutoTP puts a loss there, which nobody calls: log-probs are the head's own
+        module.config = module.model.config  # AutoTP looks here for the plan and the number of heads
+        module.loss_function = None  # AutoTP sets a loss there, which is never called
         config = config | {
             "tensor_parallel": {"autotp_size": size, "vocab_parallel_lm_head": isinstance(module, PackedLM)}
         }
     engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
     if size > 1:
-        engine.first_dataloader_check.remove()  # it compares plain tensors and lists alone
+        engine.first_dataloader_check.remove()  # it can compare only tensors and lists
         if isinstance(module, PackedLM):
             head = module.model.get_output_embeddings()
             module.scorer.vocabulary = VocabularyShare(first=head.vocab_start_index, group=head.mp_group)
@@ -67,7 +68,7 @@ def is_divided(parameter: Tensor) -> bool:
 
 
 def whole(parameter: Any, share: Tensor) -> Tensor:
-    """What the processes of the group have shares of, as they have of `parameter`: its weight, or a moment of it."""
+    """Returns a whole tensor from its `share`s in the processes of the group, which are divided like `parameter`."""
     if not is_divided(parameter):
         return share
     tensor = share.detach()
@@ -76,7 +77,7 @@ def whole(parameter: Any, share: Tensor) -> Tensor:
 
 
 def share(parameter: Any, tensor: Tensor) -> Tensor:
-    """Returns the reverse: this process's share of a whole tensor."""
+    """Returns this process's share of a whole tensor, the inverse of `whole`."""
     if not is_divided(parameter):
         return tensor
     part = tensor.detach()
@@ -86,7 +87,7 @@ def share(parameter: Any, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, the parameters are whole; they are read, and not written."""
+    """Gathers the parameters inside the block, for reading only."""
     shares = [(parameter, parameter.data) for parameter in parameters if is_divided(parameter)]
     try:
         for parameter, data in shares:
@@ -98,7 +99,8 @@ def gathered(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
-    """Of the gradients of all: shares are added up, and what each process has alike is counted once."""
+    """Returns the norm of all gradients: shares of a gradient are all counted, gradients equal in all processes
+    once."""
     gradients = [
         [p.grad for p in parameters if p.grad is not None and is_divided(p) == there] for there in (True, False)
     ]

@@ -1,9 +1,9 @@
-"""Policy, critic and reference whose parts lie in the processes of a group, as the ports want them.
+"""Policy, critic and reference whose parts are in the processes of a group, behind the ports of models.
 
-A batch is divided over the processes by tokens (`domain.sharding`), or over groups of neighbouring ranks: all of a
-group get one part, and divide its tokens among them (`adapters.torch.sequence_parallel`). Weights are sent by the
-processes themselves and cross no pipe.
-Does not own: how a process computes its part (`adapters.torch`, `adapters.deepspeed`).
+A batch is divided by tokens (`domain.batches.sharding`) over the processes, or over groups of neighbouring ranks: all
+of a group get one part, and divide its tokens among them (`adapters.models.torch.sequence_parallel`). Weights are sent
+by the processes themselves and cross no pipe.
+Does not own: how a process computes its part (`adapters.models.torch`, `adapters.models.deepspeed`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,30 +46,30 @@ class RankPolicy:
         return getattr(self.policy, name)
 
     def open_weights(self, send: Send, *arguments: Any) -> None:
-        """Weights go the way of `send` from now on."""
+        """Starts to send the weights by `send`."""
         self._open(self.policy.weights(), send, *arguments)
 
     def open_adapter(self, send: Send, *arguments: Any) -> None:
-        """The adapters' weights alone go that way."""
+        """Starts to send only the adapters' weights by `send`."""
         self._open(self.policy.adapter(), send, *arguments)
 
     def next_update(self) -> Any:
-        """What is said of the next update; None after the last."""
+        """Returns the description of the next update; None after the last."""
         return next(self._updates, None)
 
     def skip_weights(self) -> None:
-        """Goes through those that are left."""
+        """Goes through the remaining weights without sending them."""
         self._updates = iter(())
         for _ in self._weights:
             pass
 
     def gather_weights(self) -> None:
-        """This process's part in what another one sends."""
+        """Takes part in gathering the weights that another process sends."""
         for _ in self.policy.weights():
             pass
 
     def gather_adapter(self) -> None:
-        """The same of the adapters."""
+        """Takes part in gathering the adapters that another process sends."""
         for _ in self.policy.adapter():
             pass
 
@@ -79,28 +79,29 @@ class RankPolicy:
 
 
 class _Trained:
-    """What a policy and a critic have alike: `width` neighbouring processes have one part of a batch."""
+    """Common part of a policy and a critic; each `width` neighbouring processes have one part of a batch."""
 
     def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
         self._group = group
         self._parts = _Parts(group, width)
 
     def save(self, path: Path) -> None:
-        """See the port; the first process writes."""
+        """Saves the model as its port says; the first process writes."""
         self._group.all("save", path)
 
     def state_dict(self) -> dict[str, Any]:
-        """See the port; the first process has it whole."""
+        """Returns the state as the port says; the first process has it whole."""
         state: dict[str, Any] = self._group.all("state_dict")[0]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See the port."""
+        """Restores a state as the port says."""
         self._group.all("load_state_dict", state)
 
 
 class ShardedPolicy(_Trained, PolicyModel):
-    """See `PolicyModel`; each process of `group` holds a `RankPolicy`, `width` neighbours one part of a batch."""
+    """A `PolicyModel`; each process of `group` holds a `RankPolicy`, and each `width` neighbours one part of a
+    batch."""
 
     def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
         super().__init__(group, width=width)
@@ -141,14 +142,14 @@ class ShardedPolicy(_Trained, PolicyModel):
         try:
             assembler = Assembler(torch.device("cpu"))
             for [(index, pieces)] in self.sent(fill_at, memory.path, memory.bucket_bytes):
-                memory.unlink()  # the sender has it open, too: what happens from now on leaves no file
+                memory.unlink()  # the sender has it open too, so no file is left whatever happens now
                 yield from assembler.take(memory.bucket(index), pieces)
         finally:
             memory.unlink()
 
 
 class ShardedValue(_Trained, ValueModel):
-    """See `ValueModel`; each process of `group` holds a `TorchValue`, `width` neighbours one part of a batch."""
+    """A `ValueModel`; each process of `group` holds a `TorchValue`, and each `width` neighbours one part of a batch."""
 
     def values(self, batch: PackedBatch) -> Tensor:
         """Implements `ValueModel.values`."""
@@ -160,8 +161,8 @@ class ShardedValue(_Trained, ValueModel):
 
 
 class ShardedReference(ReferenceModel):
-    """See `ReferenceModel`; each process of `group` holds a whole `TorchReference`, `width` neighbours one part of a
-    batch."""
+    """A `ReferenceModel`; each process of `group` holds a whole `TorchReference`, and each `width` neighbours one part
+    of a batch."""
 
     def __init__(self, group: WorkerGroup, *, width: int = 1) -> None:
         self._parts = _Parts(group, width)
@@ -172,7 +173,7 @@ class ShardedReference(ReferenceModel):
 
 
 def reward_copies(group: WorkerGroup) -> list[Judge]:
-    """Calls of the `RewardModel` that each process of `group` holds whole."""
+    """Returns functions that call the whole `RewardModel` of each process of `group`."""
 
     def judge(rank: int, replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
         judged: list[tuple[float, bool]] = group.begin("judge", [rank], replies)()[0]
@@ -182,7 +183,7 @@ def reward_copies(group: WorkerGroup) -> list[Judge]:
 
 
 class _Parts:
-    """Calls in which every `width` neighbouring processes have one part of a batch, and results of their own alike."""
+    """Calls in which each `width` neighbouring processes get one part of a batch, and return equal results."""
 
     def __init__(self, group: WorkerGroup, width: int) -> None:
         self._group = group
@@ -205,7 +206,7 @@ class _Parts:
     def update(
         self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch] | ValueObjective[Batch]
     ) -> dict[str, float]:
-        """One optimizer step: every process has a part of each micro-batch."""
+        """Takes one optimizer step, in which every process has a part of each micro-batch."""
         divided = [self._divided(batch).parts for batch in micro_batches]
         loss = ray_module().put(objective)
         count = self._group.size // self._width
@@ -216,6 +217,6 @@ class _Parts:
         return shards(batch, self._group.size // self._width)
 
     def _each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """Results by part, from one process of each."""
+        """Returns the results by part, from one process of each."""
         own = [arguments[rank // self._width] for rank in range(self._group.size)]
         return self._group.each(method, own)[:: self._width]

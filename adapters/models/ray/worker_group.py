@@ -1,9 +1,10 @@
 """Processes that hold the parts of one model and make every call together.
 
-Invariants: a call is made on all of them or on none, and such calls of several threads follow each other; each ends
-within its deadline, with all results or one error that names the process; after a process was lost the group is ended,
-and every later call says why.
-Does not own: what the processes compute.
+Invariants: a call is made in all of them or in none, and calls of several threads run one after another; each ends
+within its deadline, with all results or one error that names the process; after the loss of a process the group is
+ended, and every later call raises the reason.
+
+Does not own: the computation.
 """
 
 import gc
@@ -21,7 +22,8 @@ from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import RollgradError, WorkerError
 
 GRACE_SECONDS = 30.0
-"""After the first failure, for the death which is its cause: the others fail because a process has left them."""
+"""Seconds after the first failure in which its cause, the death of a process, may be noticed. Other processes fail
+only because one has left them."""
 
 NO_MEMORY = (
     "Ray ended it as its machine was about to run out of memory: lower --train.max_tokens_per_micro_batch, or give the "
@@ -29,24 +31,24 @@ NO_MEMORY = (
 )
 
 PASSES = frozenset({"score", "values", "update"})
-"""Methods of models that go through all layers, and leave much memory free."""
+"""Methods of models that go through all layers, after which much memory is free."""
 
 
 class RankWorker:
-    """What runs in each process. One of a group of `size`; `threads` are for torch."""
+    """Worker in each process of a group of `size`, with `threads` threads of torch."""
 
     def __init__(self, rank: int, size: int, threads: int) -> None:
-        gc.disable()  # libraries that load, until `build`, leave no garbage; to look for it takes a quarter longer
+        gc.disable()  # imports leave no garbage, and would take a quarter longer with collection
         import torch
 
         torch.set_num_threads(threads)
         self._rank, self._size = rank, size
         self._model: Any = None
         self._store: Any = None
-        """Of `listen`: it ends with this process."""
+        """Store made by `listen`; it ends with this process."""
 
     def address(self) -> tuple[str, int]:
-        """(host, free port) of this process."""
+        """Returns the host and a free port of this process."""
         from ray.util import get_node_ip_address
 
         with socket.socket() as listener:
@@ -54,8 +56,8 @@ class RankWorker:
             return str(get_node_ip_address()), int(listener.getsockname()[1])
 
     def listen(self) -> tuple[str, int]:
-        """(host, port) of a store in this process, at which all of the group find each other: its port is its own from
-        now on, while libraries load."""
+        """Starts a store at which the group's processes meet; returns its host and port. The port is taken from now on,
+        so that nothing else gets it while libraries load."""
         from ray.util import get_node_ip_address
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -64,11 +66,11 @@ class RankWorker:
         return host, int(self._store.port)
 
     def pid(self) -> int:
-        """Of this process."""
+        """Returns the id of this process."""
         return os.getpid()
 
     def join(self, host: str, port: int, timeout: float) -> None:
-        """Makes the group."""
+        """Joins the process group."""
         from rollgrad.adapters.models.deepspeed.module import start_process_group
 
         local = 0 if os.environ.get("CUDA_VISIBLE_DEVICES") else self._rank
@@ -80,29 +82,29 @@ class RankWorker:
             self._model = make(*arguments)
         finally:
             gc.enable()
-        self._rest()
+        self._release_memory()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Returns a method of the model."""
+        """Calls a method of the model; returns its result."""
         try:
             return getattr(self._model, method)(*arguments)
         finally:
             if method in PASSES:
-                self._rest()
+                self._release_memory()
 
-    def _rest(self) -> None:
-        """Models take turns on a machine: what one leaves free, others need."""
+    def _release_memory(self) -> None:
+        """Gives freed memory back to the system: models take turns on a machine, and others need it."""
         from rollgrad.adapters.models.torch.allocator import give_back_freed_memory
 
         give_back_freed_memory()
 
 
 class WorkerGroup:
-    """See the module.
+    """Starts the processes of one model, and makes calls of them.
 
     Args:
         name: of the role, for errors and for Ray's own views.
-        slots: where each process runs.
+        slots: place of each process.
         threads: of torch in each.
         timeout: seconds that any call may take.
 
@@ -117,13 +119,13 @@ class WorkerGroup:
         self._timeout = timeout
         self._broken: str | None = None
         self._turn = threading.RLock()
-        """Held for a call of all processes, and for each item of a reading."""
+        """Lock of one call of all processes, or of one item of a reading."""
         self._reading: object | None = None
-        """Stands for the reading that is under way."""
+        """Token of the current reading; None if there is none."""
         self._end_reading: Callable[[], object] = lambda: None
-        """Ends it in all processes."""
-        self._beside: dict[int, Any] = {}
-        """Rank: the call by which it takes part in the reading."""
+        """Ends the current reading in all processes."""
+        self._participants: dict[int, Any] = {}
+        """By rank, the call by which a process takes part in the reading."""
         remote = ray.remote(RankWorker)
         self._workers = [
             remote.options(**slot.options(), max_restarts=0).remote(rank, self.size, threads)
@@ -132,19 +134,19 @@ class WorkerGroup:
         with self._waiting("start"):
             host, port = self._gather({0: self._workers[0].listen.remote()}, "answering")[0]
         with self._waiting("join one group"):
-            self._everywhere("finding each other", lambda worker: worker.join.remote(host, port, timeout))
+            self._call_all("finding each other", lambda worker: worker.join.remote(host, port, timeout))
 
     def build(self, make: Callable[..., Any], *arguments: Any) -> None:
         """Makes the model, by an importable function, in all processes."""
         with self._waiting("load the model"):
-            self._everywhere("loading the model", lambda worker: worker.build.remote(make, *arguments))
+            self._call_all("loading the model", lambda worker: worker.build.remote(make, *arguments))
 
     def pids(self) -> list[int]:
-        """Of the processes, by rank."""
-        return [int(pid) for pid in self._everywhere("answering", lambda worker: worker.pid.remote())]
+        """Returns the ids of the processes, by rank."""
+        return [int(pid) for pid in self._call_all("answering", lambda worker: worker.pid.remote())]
 
     def address(self) -> tuple[str, int]:
-        """(host, free port) of the first process."""
+        """Returns the host and a free port of the first process."""
         host, port = self._gather({0: self._workers[0].address.remote()}, "answering")[0]
         return str(host), int(port)
 
@@ -152,7 +154,7 @@ class WorkerGroup:
         """Calls a method of the model with arguments of its own in each process; results by rank.
 
         Raises:
-            RollgradError: what the method raised, of the lowest rank.
+            RollgradError: the method raised it; that of the lowest rank.
             WorkerError: a process was lost, or they did not answer in time.
         """
         with self._turn:
@@ -162,14 +164,14 @@ class WorkerGroup:
             return self._gather({rank: w.call.remote(method, *own) for rank, (w, own) in enumerate(calls)}, method)
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
-        """The same with equal arguments, which are sent once."""
+        """Calls a method with the same arguments, which are sent once, in all processes; results by rank."""
         ray = ray_module()
         shared = [ray.put(argument) for argument in arguments]
         return self.each(method, [shared] * self.size)
 
     def begin(self, method: str, ranks: Sequence[int], *arguments: Any) -> Callable[[], list[Any]]:
-        """Starts a call in some processes; what is returned waits for the results."""
-        workers = self._workers  # which another thread may empty, as it finds one lost
+        """Starts a call in some processes; returns a function that waits for the results."""
+        workers = self._workers  # another thread may empty the list when it finds a process lost
         self._require_whole()
         references = {rank: workers[rank].call.remote(method, *arguments) for rank in ranks}
         return lambda: self._gather(references, method)
@@ -177,10 +179,10 @@ class WorkerGroup:
     def read(
         self, begin: str, *arguments: Any, ranks: Sequence[int], following: str, rest: str, others: str
     ) -> Iterator[list[Any]]:
-        """What `following` gives in the processes `ranks`, until it is None, after `begin` with its arguments; the
-        others take part by one long call, `others`.
+        """Yields the results of `following` in the processes `ranks` until they are None.
 
-        A call of all processes ends a reading: `ranks` then go through the `rest`, as they do if the reading is closed.
+        `begin` is called first, with its arguments; the other processes take part by one long call, `others`. Closing
+        the iterator, or a call of all processes, ends the reading: `ranks` then call `rest`.
 
         Raises:
             WorkerError: another call has ended the reading, a process was lost, or they did not answer in time.
@@ -190,8 +192,8 @@ class WorkerGroup:
             self._require_whole()
             self._stop_reading()
             taking_part = [rank for rank in range(self.size) if rank not in ranks]
-            self._beside = {rank: self._workers[rank].call.remote(others) for rank in taking_part}
-            self._reading, self._end_reading = reading, self._ender(rest, ranks)
+            self._participants = {rank: self._workers[rank].call.remote(others) for rank in taking_part}
+            self._reading, self._end_reading = reading, self._end_function(rest, ranks)
             self.begin(begin, ranks, *arguments)()
         try:
             while True:
@@ -207,7 +209,7 @@ class WorkerGroup:
                     return
                 yield items
         finally:
-            if self._reading is reading:  # whoever reads has given up, but the other processes wait for the rest
+            if self._reading is reading:  # the reader has given up, but the other processes wait for the rest
                 with self._turn:
                     if self._reading is reading:
                         self._stop_reading()
@@ -228,9 +230,9 @@ class WorkerGroup:
         if self._broken is not None:
             raise WorkerError(self._broken)
 
-    def _ender(self, rest: str, ranks: Sequence[int]) -> Callable[[], object]:
+    def _end_function(self, rest: str, ranks: Sequence[int]) -> Callable[[], object]:
         def end() -> None:
-            others, self._beside = self._beside, {}
+            others, self._participants = self._participants, {}
             last = {rank: self._workers[rank].call.remote(rest) for rank in ranks}
             self._gather(last | others, rest)
 
@@ -241,13 +243,14 @@ class WorkerGroup:
             self._reading = None
             self._end_reading()
 
-    def _everywhere(self, doing: str, call: Callable[[Any], Any]) -> list[Any]:
+    def _call_all(self, doing: str, call: Callable[[Any], Any]) -> list[Any]:
         return self._gather({rank: call(worker) for rank, worker in enumerate(self._workers)}, doing)
 
     def _gather(self, references: Mapping[int, Any], doing: str) -> list[Any]:
-        """Returns the results of `references`, by rank; a process that fails in its part of a reading is heard, too."""
+        """Returns the results of `references`, by rank; failures of processes that take part in a reading count,
+        too."""
         ray = ray_module()
-        ranks = {reference: rank for rank, reference in [*self._beside.items(), *references.items()]}
+        ranks = {reference: rank for rank, reference in [*self._participants.items(), *references.items()]}
         wanted, results = set(references.values()), dict[Any, Any]()
         failures: dict[int, Exception] = {}
         until = time.monotonic() + self._timeout
@@ -260,17 +263,17 @@ class WorkerGroup:
                 wanted.discard(reference)
                 try:
                     results[reference] = ray.get(reference)
-                except Exception as error:  # whatever the process raised: it is judged beside the others'
+                except Exception as error:  # of any kind: `_main_error` compares the errors of all
                     failures[rank] = error
                     until = 0.0 if _is_death(error) else min(until, time.monotonic() + GRACE_SECONDS)
         if failures:
-            raise self._judged(failures, doing)
+            raise self._main_error(failures, doing)
         if wanted:
             raise self._end(f"did not answer within {self._timeout:g} s", sorted(ranks.values()), doing)
         return [results[reference] for reference in references.values()]
 
-    def _judged(self, failures: dict[int, Exception], doing: str) -> Exception:
-        """Returns the error that tells most: of a process that died, else what one raised on purpose, else anything."""
+    def _main_error(self, failures: dict[int, Exception], doing: str) -> Exception:
+        """Returns the most telling error: the death of a process, else one raised on purpose, else any."""
         if dead := [rank for rank, error in failures.items() if _is_death(error)]:
             if any(_is_lack_of_memory(failures[rank]) for rank in dead):
                 return self._end(f"died ({NO_MEMORY})", dead, doing)
@@ -282,27 +285,27 @@ class WorkerGroup:
         return self._end(f"failed ({type(cause or error).__name__}: {str(cause or error)[:300]})", [rank], doing)
 
     def _end(self, what: str, ranks: Sequence[int], doing: str) -> WorkerError:
-        if self._broken is not None:  # the processes of this call were ended because another call had lost one
+        if self._broken is not None:  # this call's processes were ended because another call found one dead
             return WorkerError(self._broken)
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         self._broken = (
             f"Of the {self.size} training processes of {self.name}, {who} {what} while {doing!r} was under way. Start "
             "again with --ckpt.resume, which continues from the last training state (--ckpt.state_minutes)."
         )
-        self._reading, self._beside = None, {}
+        self._reading, self._participants = None, {}
         self.close()
         return WorkerError(self._broken)
 
 
 def _is_death(error: Exception) -> bool:
-    """Returns whether a process is gone, rather than its call has raised something."""
+    """Returns whether an error is the death of a process, not an exception of its call."""
     from ray.exceptions import RayError, RayTaskError
 
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
 
 
 def _is_lack_of_memory(error: Exception) -> bool:
-    """Returns whether Ray ended a process before its machine's memory was full."""
+    """Returns whether Ray killed a process because its machine's memory was nearly full."""
     from ray.exceptions import OutOfMemoryError
 
     return isinstance(error, OutOfMemoryError)

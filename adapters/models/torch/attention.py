@@ -2,7 +2,7 @@
 
 `ATTENTION` is registered with transformers' attention interface. A forward pass hands it a plan through the keyword
 `attention_plan`; the plan alone knows which tokens attend to which, so the model sees one row of tokens and no cache.
-In the place of masks the model gets `LayerMask`s, which say how far a layer looks back. `ForestAttention` is the plan
+Instead of masks the model gets `LayerMask`s, which say how far a layer looks back. `ForestAttention` is the plan
 of a training pass or a prefill; the decoding plan lives with the engine.
 """
 
@@ -25,28 +25,28 @@ RESULT_CHANGING = ("softcap", "s_aux", "position_bias", "indices", "cache")
 biases (ALiBi among them), sparse key selection, paged caches."""
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-"""Layers that know other tokens through attention alone, and see nothing but a window or all of the past."""
+"""Types of layers in which tokens interact through attention alone, over all of the past or a window of it."""
 
 PADDING_TOLERANCE = 1.3
-"""Nodes share a bucket while padding inflates its score matrix by no more than this."""
+"""Factor up to which padding may enlarge a bucket's score matrix for nodes to share it."""
 
 
 @frozen
 class LayerMask:
-    """Stands for a causal mask: a layer sees the last `window` tokens up to each one's own, or all (None)."""
+    """Placeholder of a causal mask: each token sees the last `window` tokens up to itself, or all of them (None)."""
 
     window: int | None
 
 
 def layer_mask(*, local_size: int | None = None, **kwargs: Any) -> LayerMask:
-    """transformers' mask interface: `local_size` is the width of a sliding window."""
+    """Implements transformers' mask interface; `local_size` is the width of a sliding window."""
     return LayerMask(local_size)
 
 
 def backbone(model: Any) -> Any:
-    """Returns the part of a causal language model that gives the last hidden states; of that part itself, it."""
+    """Returns the part of a causal language model that computes the last hidden states; given that part, it itself."""
     base = model.base_model
-    return getattr(model, "model", model) if base is model else base  # Llama 4 names its part wrongly
+    return getattr(model, "model", model) if base is model else base  # Llama 4 names a wrong base_model_prefix
 
 
 class AttentionPlan(Protocol):
@@ -55,7 +55,7 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, E] -> [B, T, Hq, E]."""
+        """Attends with query [B, Hq, T, D], key [B, Hkv, T, D] and value [B, Hkv, T, E]; returns [B, T, Hq, E]."""
         ...
 
 
@@ -71,11 +71,11 @@ def attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface over an `AttentionPlan`. Some models name a layer's window to its attention
-    (`sliding_window`), some in its mask alone.
+    """Implements transformers' attention interface by an `AttentionPlan`. Some models pass a layer's window to its
+    attention (`sliding_window`), others only to its mask.
 
     Raises:
-        ConfigurationError: the model asks for something that changes the result and that no plan computes.
+        ConfigurationError: the model sets a keyword that changes the result and that no plan supports.
     """
     unknown = [name for name in RESULT_CHANGING if kwargs.get(name) is not None]
     if kwargs.get("is_causal") is False:
@@ -94,7 +94,7 @@ def attention_forward(
 
 
 def check_layers(model: Any) -> None:
-    """Whether all layers of a transformers model could go through a plan.
+    """Checks that all layers of a transformers model can go through a plan.
 
     Raises:
         ConfigurationError: the model's code does not go through transformers' attention interface, or it has layers
@@ -116,7 +116,7 @@ def install_attention(model: Any) -> None:
     """Switches a transformers model to `ATTENTION`.
 
     Raises:
-        ConfigurationError: see `check_layers`.
+        ConfigurationError: `check_layers` refuses the model.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -130,7 +130,7 @@ class ForestAttention:
     """Each node's queries are the last of its path: query i sees path tokens up to its own position.
 
     On CUDA in half precision with flash-attn installed, one variable-length call serves all nodes. Elsewhere nodes of
-    like size are padded into buckets, inside the attention only, and each bucket is one SDPA call; the grouped query
+    similar size are padded into buckets, inside the attention only, and each bucket is one SDPA call; the grouped query
     heads that share a key head are folded into the query axis, so keys are never repeated.
     """
 
@@ -147,7 +147,7 @@ class ForestAttention:
             )
 
     def _offsets(self) -> list[int]:
-        """Returns where each bucket's padded rows begin once all buckets are laid end to end."""
+        """Returns the index of each bucket's first padded row when all buckets are laid end to end."""
         offsets, total = [], 0
         for bucket in self._buckets:
             offsets.append(total)
@@ -157,7 +157,7 @@ class ForestAttention:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """See `AttentionPlan`; B is 1 and T is the M of the layout."""
+        """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout."""
         q_M, k_M, v_M = (x[0].transpose(0, 1) for x in (query, key, value))
         if self._varlen is not None:
             return self._flat.attend(self._varlen, q_M, k_M, v_M, scaling, window)[None]
@@ -195,13 +195,13 @@ class _Bucket:
         self._masks: dict[tuple[int | None, int], Tensor] = {}
 
     def attend(self, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None) -> Tensor:
-        """[rows * queries, Hq, E], padding rows included."""
+        """Returns [rows * queries, Hq, E], padding rows included."""
         heads, dim = q_M.shape[1:]
         key_heads = k_M.shape[1]
         fold = heads // key_heads if self.rows * self.queries * self.keys <= FOLD_LIMIT else 1
         q = q_M.index_select(0, self.query_token).view(self.rows, self.queries, heads // fold, fold, dim)
         k = k_M.index_select(0, self.key_token).view(self.rows, self.keys, key_heads, dim).transpose(1, 2)
-        width = v_M.shape[2]  # of multi-head latent attention other than the keys'
+        width = v_M.shape[2]  # in multi-head latent attention it differs from the keys'
         v = v_M.index_select(0, self.key_token).view(self.rows, self.keys, key_heads, width).transpose(1, 2)
         if self._causal and window is None:
             q = q.view(self.rows, self.queries, heads, dim).transpose(1, 2)
@@ -218,7 +218,7 @@ class _Bucket:
         return out.reshape(self.rows * self.queries, heads, width)
 
     def _mask(self, window: int | None, fold: int) -> Tensor:
-        """Additive mask [rows, 1, fold * queries, keys], made once for all layers."""
+        """Returns the additive mask [rows, 1, fold * queries, keys], made once for all layers."""
         if (window, fold) not in self._masks:
             k = torch.arange(self.keys, device=self._real_key.device)
             position = self.query_position[:, :, None]
@@ -232,7 +232,7 @@ class _Bucket:
 
 
 def _bucketed(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Nodes of like shape together, largest first."""
+    """Returns nodes in buckets of similar shape, largest first."""
     buckets: list[list[Node]] = []
     area = 0
     for node in sorted(nodes, key=lambda n: (n.prefix_length == 0, n.keys, n.length), reverse=True):
@@ -276,7 +276,7 @@ class _FlatIndex:
         self.cu_k = _cumulative([n.keys for n in nodes], device)
 
     def attend(self, varlen: Any, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None) -> Tensor:
-        """[M, Hq, E]; flash-attn aligns the causal mask to the bottom right, which is this layout's rule, and wants
+        """Returns [M, Hq, E]. flash-attn aligns the causal mask to the bottom right, as this layout needs, and requires
         values as wide as keys."""
         width = v_M.shape[2]
         out: Tensor = varlen(
@@ -299,7 +299,7 @@ def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def _flash_varlen() -> Any:
-    """flash-attn's variable-length function, or None when the package is not installed."""
+    """Returns flash-attn's variable-length function, or None if the package is not installed."""
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:

@@ -14,10 +14,10 @@ from torch import Tensor, distributed
 CHUNK_BYTES = 64 * 2**20
 """Float32 logits held at a time."""
 NO_CHANCE = -1000.0
-"""Log-probs are held above this where they are multiplied by their probability, which in float32 is 0 below -104:
--inf, a token that is masked out of the vocabulary, would make NaN of it."""
+"""Lower bound of log-probs that are multiplied by their probability, which in float32 is 0 below -104. The -inf of a
+token that is masked out of the vocabulary would give NaN."""
 NO_MASS = -1e30
-"""The same for the logsumexp of a process's rows, all of which may be masked."""
+"""Lower bound of the logsumexp of a process's rows, all of which may be masked."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -29,12 +29,13 @@ class VocabularyShare:
     group: Any = None
 
     def rows(self, targets_A: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """(rows_A of the targets among this process's `count`, mine_A: false where it has none, and the row is any)."""
+        """Returns rows_A, the targets' rows among this process's `count`, and mine_A, false where another process has
+        the target (the row is then arbitrary)."""
         rows_A = targets_A - self.first
         return rows_A.clamp(0, count - 1), (rows_A >= 0) & (rows_A < count)
 
     def gathered(self, columns_KA: Tensor) -> Tensor:
-        """columns_PKA of all P processes."""
+        """Returns columns_PKA of all P processes."""
         if self.group is None:
             return columns_KA[None]
         rows, count = columns_KA.shape
@@ -43,7 +44,7 @@ class VocabularyShare:
         return gathered.view(-1, rows, count)
 
     def sum(self, tensor: Tensor) -> None:
-        """Adds those of the other processes, in place."""
+        """Adds the tensors of the other processes, in place."""
         if self.group is not None:
             distributed.all_reduce(tensor, group=self.group)
 
@@ -53,19 +54,19 @@ WHOLE_VOCABULARY = VocabularyShare()
 
 @frozen(kw_only=True)
 class LogitForm:
-    """How a model's logits follow from its head: scale x (hidden @ weight.T + bias), and with a `cap` c of it
-    c tanh(logits / c) (Bello et al. 2016, arXiv:1611.09940). `float32` computes the product in that format, whatever
-    the weights' own is."""
+    """Formula of a model's logits: scale x (hidden @ weight.T + bias), and with a `cap` c then c tanh(logits / c)
+    (Bello et al. 2016, arXiv:1611.09940). `float32` computes the product in float32, whatever the weights' format
+    is."""
 
     scale: float = 1.0
     cap: float | None = None
     float32: bool = False
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Float32, of hidden states [..., H]."""
+        """Returns the float32 logits of hidden states [..., H]."""
         if not self.float32 or hidden.dtype == torch.float32:
             logits = torch.nn.functional.linear(hidden, weight, bias).float()
-        elif hidden.is_cuda:  # rounds no sum, and needs no copy of the weight
+        elif hidden.is_cuda:  # a product with float32 output rounds no sum, and copies no weight
             rows = hidden.reshape(-1, hidden.shape[-1])
             logits = torch.mm(rows, weight.t(), out_dtype=torch.float32).view(*hidden.shape[:-1], -1)
             logits = logits if bias is None else logits.add_(bias)
@@ -76,7 +77,7 @@ class LogitForm:
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """d logits / d (hidden @ weight.T + bias) at the `logits` that `logits` gave."""
+        """Returns d logits / d (hidden @ weight.T + bias) at the result of `logits`."""
         return self.scale if self.cap is None else (1 - (logits / self.cap).square()).mul_(self.scale)
 
 
@@ -92,7 +93,7 @@ def token_logprobs(
     vocabulary: VocabularyShare = WHOLE_VOCABULARY,
     form: LogitForm = PLAIN_LOGITS,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy (nats) of softmax(logits / temperature).
+    """Returns the log-prob of each target and the entropy (nats) of softmax(logits / temperature).
 
     Args:
         hidden_AH: hidden states, in the compute dtype.
@@ -100,8 +101,8 @@ def token_logprobs(
         bias_V: output bias or None.
         targets_A: int64 token ids.
         temperature: > 0.
-        vocabulary: which rows `weight_VH` and `bias_V` are.
-        form: how logits follow from them.
+        vocabulary: the rows of the vocabulary in `weight_VH` and `bias_V`.
+        form: formula of the logits.
 
     Returns:
         (logprobs_A, entropy_A), float32, differentiable in hidden, weight and bias.
@@ -135,7 +136,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             lse = torch.logsumexp(logits, dim=-1)
             target = torch.where(mine[part], logits.gather(1, index[part, None])[:, 0], 0.0)
             log_probs = logits.sub_(lse.clamp(min=NO_MASS)[:, None]).clamp_(min=NO_CHANCE, max=0.0)
-            # The mean of the logits instead of the log-probs would cancel against lse: entropies of logits beyond 100.
+            # Entropy as lse minus the mean logit would cancel badly for logits beyond 100; this form does not.
             columns[:, part] = torch.stack([lse, target, -torch.linalg.vecdot(log_probs.exp(), log_probs)])
         lse, target, own = vocabulary.gathered(columns).unbind(1)
         normaliser = torch.logsumexp(lse, dim=0)
@@ -186,7 +187,8 @@ def _logit_gradient(
     grad_entropy: Tensor | None,
     entropy: Tensor,
 ) -> Tensor:
-    """g_l (onehot - p) - g_H p (log p + H), at the scaled logits. Overwrites `log_softmax`; the others are columns."""
+    """Returns g_l (onehot - p) - g_H p (log p + H), the gradient at the scaled logits. It overwrites `log_softmax`; the
+    other arguments are columns."""
     log_softmax.clamp_(min=NO_CHANCE, max=0.0)
     coefficient: Tensor | float = 0.0 if grad_logprobs is None else grad_logprobs
     if grad_entropy is None:

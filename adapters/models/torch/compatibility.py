@@ -1,8 +1,8 @@
-"""Whether packed training computes what a transformers model computes, and how its logits follow from its head.
+"""Checks that packed training computes the same as a transformers model, and finds the formula of its logits.
 
-A freshly loaded model is compared with itself: its own forward pass over one sequence at a time against a pack of
-sequences of several lengths that share a beginning. Limits that the configuration sets, such as sliding windows, are
-lowered meanwhile, so that short sequences reach beyond them. The comparison costs three forward passes of at most 40
+A freshly loaded model is compared with itself: its own forward pass over one sequence at a time, and a pack of
+sequences of several lengths that share a beginning. Limits in the configuration, such as sliding windows, are lowered
+meanwhile, so that short sequences exceed them. The comparison costs three forward passes of at most 40
 tokens: each reads the weights once, which for a model of 7 billion parameters in bfloat16 takes about 10 ms on a GPU
 and 1 s on a CPU.
 Does not own: decoding, which the engine compares itself.
@@ -21,7 +21,7 @@ from rollgrad.adapters.models.torch.layout import prefill_layout
 from rollgrad.domain.errors import ConfigurationError
 
 LONG, SHORT, SHARED = 24, 16, 3
-"""Tokens of the two sequences that are compared, and of the beginning that they share."""
+"""Lengths of the two sequences that are compared, and of their common beginning, in tokens."""
 
 LOWERED = 5
 """Width of sliding windows during the comparison."""
@@ -30,13 +30,13 @@ LIMITS = ("sliding_window", "sliding_window_size", "attention_window_size")
 """Names that configurations and layers give to the width of a window."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""How far logits may be off by rounding, see `logit_gap`."""
+"""Largest `logit_gap` that rounding explains."""
 
 NOISE = 3.0
-"""Times the effect of one rounding step of the embeddings that the roundings of all layers may add up to."""
+"""Factor by which the rounding errors of all layers may exceed the effect of one rounding step of the embeddings."""
 
 LENGTH_DEPENDENT = ("longrope", "dynamic")
-"""Rotary embeddings whose angles depend on the longest sequence of a forward pass, once that is beyond a limit."""
+"""Rotary embeddings whose angles depend on the longest sequence of a forward pass, if that exceeds a limit."""
 
 
 def install_and_compare(model: Any) -> None:
@@ -65,8 +65,8 @@ def install_and_compare(model: Any) -> None:
 
 
 def allowed_gap(model: Any, sequences: Sequence[tuple[int, ...]], gap: float) -> float:
-    """What rounding may make of `logit_gap`. Where `gap` is beyond the usual in a coarse format it is measured: some
-    models (mixtures of experts with large random weights) multiply every rounding."""
+    """Returns the largest `logit_gap` that rounding explains. If `gap` exceeds the usual bound in a coarse format, it
+    is measured: some models (mixtures of experts with large random weights) amplify every rounding error."""
     dtype = next(model.parameters()).dtype
     if gap <= TOLERANCE[dtype] or dtype == torch.float32:
         return TOLERANCE[dtype]
@@ -86,7 +86,7 @@ def allowed_gap(model: Any, sequences: Sequence[tuple[int, ...]], gap: float) ->
 
 
 def probe_tokens(model: Any) -> list[tuple[int, ...]]:
-    """Two sequences of unlike lengths with the same beginning, without tokens that stand for images and the like."""
+    """Returns two sequences of different length with a common beginning, without tokens that stand for images etc."""
     config = model.config.get_text_config()
     special = {
         token
@@ -101,16 +101,17 @@ def probe_tokens(model: Any) -> list[tuple[int, ...]]:
 
 
 def plain_logits(model: Any, tokens: Sequence[int]) -> Tensor:
-    """logits_TV of one sequence by the model's own forward pass, float32."""
+    """Returns logits_TV of one sequence by the model's own forward pass, float32."""
     logits: Tensor = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
     return logits.float()
 
 
 def logit_gap(found_TV: Tensor, expected_TV: Tensor) -> float:
-    """Of the median token, the root mean square of the logits' difference as a share of their standard deviation.
+    """Returns, for the median token, the root mean square of the logits' difference as a share of their standard
+    deviation.
 
-    The median token, because rounding makes the routers of a mixture choose another expert for a few tokens, while what
-    is wrong with attention is wrong for most.
+    The median is used because rounding makes the routers of a mixture choose another expert for a few tokens, while an
+    error of attention affects most tokens.
     """
     difference_T = (found_TV - expected_TV).square().mean(-1).sqrt()
     gap = (difference_T / expected_TV.std(-1).clamp(min=torch.finfo(torch.float32).tiny)).median()
@@ -118,7 +119,7 @@ def logit_gap(found_TV: Tensor, expected_TV: Tensor) -> float:
 
 
 def packed_logits(model: Any, sequences: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """logits_TV of each of the sequences, which share a beginning, by one pass over all of them; float32."""
+    """Returns logits_TV of each sequence, by one pass over all of them, which share a beginning; float32."""
     layout, leaves = prefill_layout(sequences)
     weight = next(model.parameters())
     hidden_MH = backbone(model)(
@@ -135,7 +136,7 @@ def packed_logits(model: Any, sequences: Sequence[tuple[int, ...]]) -> list[Tens
 
 @contextmanager
 def lowered_limits(model: Any) -> Iterator[None]:
-    """Inside, every sliding window is a few tokens wide."""
+    """Makes every sliding window a few tokens wide inside the block."""
     places = {id(place): place for part in model.modules() for place in (part, getattr(part, "config", None))}
     places |= {id(place): place for place in (model.config, model.config.get_text_config())}
     before = []
@@ -155,7 +156,7 @@ def lowered_limits(model: Any) -> Iterator[None]:
 
 @contextmanager
 def foreign_code() -> Iterator[None]:
-    """Whatever a model's code raises becomes a reason in one sentence; lack of memory stays what it is."""
+    """Turns any exception of a model's code into a reason in one sentence; lack of memory passes unchanged."""
     try:
         yield
     except (ConfigurationError, FloatingPointError, torch.OutOfMemoryError, MemoryError):
@@ -166,11 +167,11 @@ def foreign_code() -> Iterator[None]:
 
 
 def logit_form(model: Any) -> LogitForm:
-    """Returns how the logits of a causal language model follow from its head, found by giving known numbers to its head
-    and to what comes behind; no layer computes anything.
+    """Returns the formula of a causal language model's logits. It is found by giving known numbers to the head and the
+    code after it; no layer computes anything.
 
     Raises:
-        ConfigurationError: they follow otherwise than by a factor and a cap.
+        ConfigurationError: the formula is something else than a factor and a cap.
     """
     head = model.get_output_embeddings()
     if getattr(head, "weight", None) is None:
@@ -179,7 +180,7 @@ def logit_form(model: Any) -> LogitForm:
         raise ConfigurationError("its output embedding is no linear layer.")
     bodies, weight = {backbone(model), model.get_decoder()} - {model}, next(model.parameters())
     vocabulary, width = head.weight.shape
-    # Rows: numbers too small to be capped, a ramp, numbers that any cap holds down.
+    # Three rows: numbers too small for a cap to matter, a ramp, and numbers that any cap limits.
     given_TV = torch.stack(
         [torch.full((vocabulary,), 2.0**-12), torch.linspace(-50, 50, vocabulary), torch.full((vocabulary,), 1e6)]
     ).to(weight.device)
@@ -221,12 +222,12 @@ def logit_form(model: Any) -> LogitForm:
 
 
 def _rounded(number: float) -> float:
-    """Without what measuring in float32 adds."""
+    """Rounds away the error of measuring in float32."""
     return float(f"{number:.6g}")
 
 
 class _Hidden:
-    """What the body of a model returns, of which only the last hidden states are anything."""
+    """Stand-in for the output of a model's body, of which only the last hidden states are set."""
 
     def __init__(self, hidden_BTH: Tensor) -> None:
         self.last_hidden_state = hidden_BTH
@@ -239,8 +240,8 @@ class _Hidden:
 
 
 def usable_positions(config: Any) -> int | None:
-    """Tokens of a sequence at most: as many as the model has positions for, and no more than its rotary embedding keeps
-    its angles for; None where the settings name no number."""
+    """Returns the largest number of tokens of a sequence: the model's positions, but no more than its rotary embedding
+    keeps its angles for; None if the settings name no number."""
     text = config.get_text_config()
     limits = [getattr(text, "max_position_embeddings", None)]
     limits += [rope.get("original_max_position_embeddings") for rope in _ropes(text) if rope["rope_type"] == "longrope"]
@@ -248,11 +249,10 @@ def usable_positions(config: Any) -> int | None:
 
 
 def check_positions(model: Any, longest: int) -> None:
-    """Whether the angles of rotary embeddings are the same for all sequences of a pack, whose longest has so many
-    tokens.
+    """Checks that rotary angles do not depend on the other sequences of a pack, whose longest has `longest` tokens.
 
     Raises:
-        ConfigurationError: it is beyond the limit from which on they depend on the others.
+        ConfigurationError: `longest` exceeds the limit from which on they do.
     """
     text = model.config.get_text_config()
     kinds = sorted({rope["rope_type"] for rope in _ropes(text)} & set(LENGTH_DEPENDENT))
@@ -265,7 +265,7 @@ def check_positions(model: Any, longest: int) -> None:
 
 
 def _ropes(text: Any) -> list[dict[str, Any]]:
-    """Settings of the rotary embeddings, one or one a kind of layer."""
+    """Returns the settings of the rotary embeddings: one, or one for each kind of layer."""
     settings = getattr(text, "rope_parameters", None) or {}
     found = [settings] if "rope_type" in settings else list(settings.values())
     return [rope for rope in found if isinstance(rope, dict) and "rope_type" in rope]

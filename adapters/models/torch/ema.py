@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class MovingAverage:
-    """Of `masters`, float32 tensors on any device that stay the same objects; `beta` is its decay."""
+    """Moving average of `masters`, float32 tensors on any device that stay the same objects; `beta` is its decay."""
 
     def __init__(self, masters: Sequence[Tensor], beta: float) -> None:
         self._masters = masters
@@ -21,13 +21,13 @@ class MovingAverage:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """After an optimizer step."""
+        """Updates the average after an optimizer step."""
         for average, master in zip(self._averages, self._masters, strict=True):
             average.lerp_(master.to("cpu"), 1 - self._beta)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the masters hold the averages, which may be written."""
+        """Puts the averages into the masters inside the block, where they may be written."""
         self._exchange()
         try:
             yield
@@ -36,7 +36,7 @@ class MovingAverage:
 
     @contextmanager
     def published(self, publish: Callable[[], None]) -> Iterator[None]:
-        """Inside, what `publish` makes of the masters is made of the averages."""
+        """Publishes the averages instead of the masters inside the block."""
         try:
             with self.in_place():
                 publish()

@@ -1,10 +1,11 @@
 """The load-balancing loss of a mixture of experts (Fedus et al. 2021, "Switch Transformers", equations 4 to 6):
 experts x sum over experts of (share of tokens sent to it) x (mean probability of sending a token to it).
 
-Tokens are those of a whole optimizer step, over all layers: the product of two means is not the sum over parts of a
-step, but once the shares are known, which have no gradient, it is a sum over tokens. So any split of the same samples
-gives the same gradient: that of transformers' `load_balancing_loss_func` for the step's samples as one padded batch.
-The shares count the experts that were chosen, by whatever rule: some routers add a correction to the probabilities or
+Means are over the tokens of a whole optimizer step and all layers. A product of two means is not a sum over parts of a
+step; but the shares have no gradient, and once they are known the loss is a sum over tokens. So any split of the same
+samples gives the same gradient: that of transformers' `load_balancing_loss_func` for the step as one padded batch.
+
+The shares count the experts that were chosen, whatever the rule: some routers add a correction to the probabilities or
 choose among groups. The probabilities are those of softmax(router logits).
 Does not own: routers, nor how many experts a token is sent to.
 """
@@ -23,11 +24,11 @@ from rollgrad.domain.errors import ConfigurationError
 
 
 def check_routers(model: Any, coef: float) -> None:
-    """Whether `model`, with packed attention installed, has routers whose choices can be seen, found by a forward pass
-    of two tokens.
+    """Checks by a forward pass of two tokens that `model`, with packed attention installed, has routers whose choices
+    can be observed.
 
     Raises:
-        ConfigurationError: it has none whose choices a loss could balance.
+        ConfigurationError: it has no such routers.
     """
     recorded = getattr(backbone(model), "_can_record_outputs", None) or {}
     problem = "has no routers to experts that a loss balances"
@@ -52,7 +53,7 @@ def check_routers(model: Any, coef: float) -> None:
 @contextmanager
 def chosen_experts(model: Any) -> Iterator[list[Tensor]]:
     """Yields a list to which a forward pass inside adds, for each layer with experts, the indices of the chosen ones,
-    [M, K]: what transformers hands to the experts beside the hidden states."""
+    [M, K], which transformers passes to the experts beside the hidden states."""
     chosen: list[Tensor] = []
 
     def note(module: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -71,7 +72,8 @@ def chosen_experts(model: Any) -> Iterator[list[Tensor]]:
 
 
 def token_counts(layout: Layout, batch: PackedBatch) -> Tensor:
-    """counts_M: how many samples each distinct token stands for, without those that weigh nothing; float32."""
+    """Returns counts_M, the number of samples that each distinct token stands for, not counting weightless ones;
+    float32."""
     assert batch.loss_weights_N is not None
     weighs_S = torch.zeros(len(batch), dtype=torch.bool)
     weighs_S[batch.sequence_ids_N[batch.loss_weights_N != 0]] = True
@@ -80,9 +82,9 @@ def token_counts(layout: Layout, batch: PackedBatch) -> Tensor:
 
 
 def routed(logits: Sequence[Tensor], chosen: Sequence[Tensor], counts_M: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens_E, probabilities_E) over all layers, float32: tokens sent to each expert, and the sum of the
-    probabilities of sending one there, which has a gradient. For each layer `logits` are [M, E] and the experts that
-    were chosen, `chosen`, [M, K]."""
+    """Returns tokens_E, the number of tokens sent to each expert, and probabilities_E, the sum of the probabilities of
+    sending one there, which has a gradient; both over all layers, float32. For each layer `logits` are [M, E], and the
+    chosen experts `chosen` are [M, K]."""
     tokens_E = torch.zeros(logits[0].shape[-1], device=logits[0].device)
     probabilities_E = torch.zeros_like(tokens_E)
     counts_M = counts_M.to(tokens_E.device)
@@ -95,6 +97,6 @@ def routed(logits: Sequence[Tensor], chosen: Sequence[Tensor], counts_M: Tensor)
 
 
 def balance_weights(tokens_E: Tensor, per_token: int) -> Tensor:
-    """The loss is the sum of these times `probabilities_E`, both of the whole step, or of its parts."""
+    """Returns weights_E of the whole step; the loss is the sum of weights_E x probabilities_E, for a step or a part."""
     rows = tokens_E.sum().clamp(min=1) / per_token
     return len(tokens_E) * (tokens_E / rows) / rows

@@ -1,7 +1,8 @@
 """Modules that compute a whole packed batch in one call.
 
 One forward pass takes a micro-batch as a single row of distinct tokens (`layout.py`), attends through a plan
-(`attention.py`) and evaluates the vocabulary at action positions only (`head.py`). Tokens may be divided over several
+(`attention.py`) and evaluates the vocabulary at action positions only (`chunked_logprobs.py`). Tokens may be divided
+over several
 processes (`sequence_parallel.py`), each of which then gets the results of all.
 Does not own: losses, batching, nor gradients.
 """
@@ -24,15 +25,15 @@ from rollgrad.domain.batches.packed import PackedBatch
 
 @frozen(kw_only=True, eq=False)
 class ActionRows:
-    """Of `count` action tokens those that this process computes (`actions_B`, indices among all): the `hidden_BH` of
-    their predecessors, and the tokens themselves, `targets_B`; where the model is."""
+    """The action tokens that this process computes, on the model's device: `actions_B`, their indices among all
+    `count`; `hidden_BH`, the hidden states of their predecessors; `targets_B`, the tokens themselves."""
 
     hidden_BH: Tensor
     targets_B: Tensor
     actions_B: Tensor
     count: int
     routing: tuple[Tensor, ...] = ()
-    """If it was asked for, what `routing.routed` says of all tokens."""
+    """Result of `expert_balance.routed` over all tokens, if requested."""
 
 
 def action_hidden(model: Any, batch: PackedBatch, group: SequenceGroup, *, routing: bool = False) -> ActionRows:
@@ -70,8 +71,9 @@ def scatter(values_A: Tensor, batch: PackedBatch) -> Tensor:
 
 
 class PackedLM(nn.Module):
-    """`forward(batch)` gives (logprobs_A, entropy_A) of the action tokens under softmax(logits / temperature), float32;
-    `forward(batch, True)` also (tokens_E, probabilities_E) of its routers to experts, see `routing.routed`.
+    """A causal language model over packed batches. `forward(batch)` returns (logprobs_A, entropy_A) of the action
+    tokens under softmax(logits / temperature), float32; `forward(batch, True)` also (tokens_E, probabilities_E) of its
+    routers, as `expert_balance.routed` computes them.
 
     `model` is a causal language model with packed attention installed (`loading.py`).
     """
@@ -83,7 +85,7 @@ class PackedLM(nn.Module):
         self.scorer = Scorer(model.get_output_embeddings(), temperature, logit_form(model))
 
     def forward(self, batch: PackedBatch, routing: bool = False) -> tuple[Tensor, ...]:
-        """See the class."""
+        """Returns the log-probs and entropies of the action tokens, with `routing` also the routers' counts."""
         rows = action_hidden(self.model, batch, self._group, routing=routing)
         columns_B = self.scorer(rows.hidden_BH, rows.targets_B)
         logprobs_A, entropy_A = self._group.gathered(rows.actions_B, rows.count, *columns_B)
@@ -91,8 +93,8 @@ class PackedLM(nn.Module):
 
 
 class Scorer(nn.Module):
-    """The vocabulary's head without its logits. The head stays a part of the model alone: a module is never a child
-    twice."""
+    """Computes log-probs from the vocabulary's head. The head remains a child of the model alone: torch would count the
+    parameters of a module with two parents twice."""
 
     def __init__(self, head: Any, temperature: float, form: LogitForm = PLAIN_LOGITS) -> None:
         super().__init__()
@@ -104,11 +106,11 @@ class Scorer(nn.Module):
 
     @property
     def head(self) -> Any:
-        """Whose weights are read."""
+        """Output embedding of the model."""
         return self._head[0]
 
     def forward(self, hidden_AH: Tensor, targets_A: Tensor) -> tuple[Tensor, Tensor]:
-        """(logprobs_A, entropy_A)."""
+        """Returns (logprobs_A, entropy_A)."""
         head = self.head
         return token_logprobs(
             hidden_AH, head.weight, head.bias, targets_A, self._temperature, self.vocabulary, self._form
@@ -116,9 +118,10 @@ class Scorer(nn.Module):
 
 
 class PackedValue(nn.Module):
-    """`forward(batch)` gives values_A of the action tokens, float32: a scalar head on the language model's body.
+    """A language model's body with a scalar head. `forward(batch)` returns values_A of the action tokens, float32.
 
-    Without a `head` (`weight` [1, H] and, if there is one, `bias` [1]) values start at 0: an untrained one is no bias.
+    Without a `head` (`weight` [1, H] and, if there is one, `bias` [1]) values start at 0, so that an untrained head
+    adds no bias.
     """
 
     def __init__(self, model: Any, head: dict[str, Tensor]) -> None:
@@ -134,7 +137,7 @@ class PackedValue(nn.Module):
             self.value_head.load_state_dict({"bias": self.value_head.bias.detach(), **head})
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """See the class."""
+        """Returns the values of the action tokens."""
         rows = action_hidden(self.model, batch, self._group)
         values_B: Tensor = self.value_head(rows.hidden_BH.to(self.value_head.weight.dtype))[:, 0]
         (values_A,) = self._group.gathered(rows.actions_B, rows.count, values_B.float())

@@ -13,9 +13,9 @@ from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it natively (CUDA, AMX, AVX512-BF16), else float32: without
-    native support a CPU's bfloat16 product is several times slower than its float32 one. float16 is never chosen by
-    itself: not every model's activations fit into it."""
+    """Returns the number format of a name. `auto` is bfloat16 if the hardware multiplies it natively (CUDA, AMX,
+    AVX512-BF16), else float32: without native support a CPU's bfloat16 product is several times slower than its float32
+    one. `auto` is never float16, whose range is too small for some models' activations."""
     if name != "auto":
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
     native = (
@@ -48,9 +48,9 @@ def load_causal_lm(
         dtype: compute format of the weights.
         device: where they go.
         flag: command-line flag to name in errors.
-        load_in_4bit: its linear layers but the head are quantised (`quantized.py`), and cannot be trained.
+        load_in_4bit: its linear layers but the head are quantised (`quantised.py`), and cannot be trained.
         float32_head: its logits are computed in float32.
-        headless: its files need not have an output embedding, which nobody reads.
+        headless: its files need not have an output embedding, which is not used.
 
     Raises:
         CheckpointError: there is no such model, it cannot be read, lacks weights, is quantised, or it is adapters to
@@ -95,7 +95,7 @@ def load_causal_lm(
 
 
 def _require_weights(model: Any, missing: Iterable[str], name_or_path: str, flag: str, *, headless: bool) -> None:
-    """Refuses what transformers would fill with random numbers.
+    """Refuses a model whose missing weights transformers would fill with random numbers.
 
     Raises:
         CheckpointError: the files lack weights.
@@ -114,7 +114,7 @@ def _require_weights(model: Any, missing: Iterable[str], name_or_path: str, flag
 def load_critic(
     name_or_path: str, *, dtype: torch.dtype, device: torch.device, flag: str
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """(a model as `load_causal_lm` gives it, the scalar head that its checkpoint holds).
+    """Returns a model as `load_causal_lm` does, and the scalar head in its checkpoint.
 
     A critic saved by rollgrad has `value_head.safetensors`; a reward model (sequence classification with one label) has
     `score`. Other checkpoints have no head: the dict is then empty.
@@ -182,7 +182,7 @@ def load_tokenizer(name_or_path: str, *, flag: str) -> Any:
 
 
 def load_positions(name_or_path: str) -> int | None:
-    """Returns the tokens that a sequence may have (`usable_positions`); None where the model's settings name no number.
+    """Returns the largest number of tokens of a sequence (`usable_positions`); None if the settings name no number.
 
     Raises:
         CheckpointError: there is no such model.
@@ -193,7 +193,7 @@ def load_positions(name_or_path: str) -> int | None:
 
 
 def load_generation_settings(name_or_path: str) -> Any:
-    """Returns the checkpoint's `GenerationConfig`, or what its model's settings say of generation."""
+    """Returns the checkpoint's `GenerationConfig`, or one made from its model's settings."""
     from transformers import AutoConfig, GenerationConfig
 
     try:
@@ -215,7 +215,7 @@ def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) 
         return factory.from_pretrained(str(path) if path.exists() else name_or_path, **kwargs)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # the code of a model's class and its files may raise anything
+    except Exception as error:  # a model's code and files may raise anything
         first_line = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(":.")
         raise CheckpointError(
             f"{flag} is {name_or_path!r}, which cannot be loaded as a Hugging Face model: {first_line}."

@@ -1,10 +1,10 @@
-"""LoRA: a model whose weights stay, each linear layer beside a product of two narrow matrices that is trained
+"""LoRA: a model whose weights stay, and a trained product of two narrow matrices beside each linear layer
 (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1: W + alpha / rank * B A).
 
-Invariants: the model keeps its class and its parts; B starts at 0, so that fresh adapters change nothing; A starts as
-the seed says, alike in every process. Whoever takes weights sees the plain model: adapters are added to the weights
-in float32, and the sum is rounded once to the compute format. What computes through the adapters does not round that
-sum: in bfloat16 an engine with a copy differs by this rounding, and one that shares the model does not.
+Invariants: the model keeps its class and its parts; B starts at 0, so that fresh adapters change nothing; A starts by
+the seed, equal in every process. Exported weights are those of the plain model: adapters are added to the weights in
+float32, and the sum is rounded once to the compute format. A forward pass through the adapters does not round that sum:
+in bfloat16 an engine with a copy of the weights differs by this rounding, one that shares the model does not.
 Does not own: the optimizer, nor putting weights together that are divided over processes (`models.py`).
 """
 
@@ -27,12 +27,12 @@ ADAPTER = "default"
 """Peft's name for the only adapter of a model."""
 
 SAVED_PREFIX = "base_model.model."
-"""What precedes a weight's name in peft's files: they are written from a model in two wrappers."""
+"""Prefix of weights' names in peft's files, which are written from a model in two wrappers."""
 
 
 @frozen(kw_only=True, eq=False)
 class NamedWeight:
-    """`parameter` under the name that the rest of the world knows it by; `layer` is peft's, if it has an adapter."""
+    """A `parameter` with its name in Hugging Face files; `layer` is peft's layer, if it has an adapter."""
 
     name: str
     parameter: nn.Parameter
@@ -40,7 +40,7 @@ class NamedWeight:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Whatever `value` reads."""
+        """All parameters that `value` reads."""
         return [self.parameter, *(_matrices(self.layer) if self.layer is not None else ())]
 
     def value(self) -> Tensor:
@@ -61,14 +61,14 @@ def add_lora(model: Any, lora: LoraConfig, *, seed: int) -> None:
     Args:
         model: a transformers model; for packed training, after its attention was installed.
         lora: what adapters there are; `rank` is above 0.
-        seed: of the first values of A.
+        seed: seed of the initial A.
 
     Raises:
         ConfigurationError: a target module is no linear layer of the model, or its head.
         MissingExtraError: peft is not installed.
     """
     targets = _targets(model, lora.target_modules)
-    # peft imports bitsandbytes wherever it is installed, which warns of a kernel for CPUs that it does without
+    # peft imports bitsandbytes if it is installed, which warns that it lacks an optional kernel for CPUs
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import peft
@@ -85,14 +85,14 @@ def add_lora(model: Any, lora: LoraConfig, *, seed: int) -> None:
         torch.default_generator.manual_seed(seed)  # peft draws on the CPU, wherever the model is
         peft.inject_adapter_in_model(settings, model, ADAPTER)
     for layer in _layers(model):
-        if is_quantised(layer.base_layer.weight):  # peft then takes float32
+        if is_quantised(layer.base_layer.weight):  # peft makes float32 adapters then
             for matrix in _matrices(layer):
                 matrix.data = matrix.data.to(layer.base_layer.compute_dtype)
     model.eval()
 
 
 def adapter_numbers(model: Any, lora: LoraConfig) -> int:
-    """Returns how many numbers the adapters of `lora` would have in `model`, which needs no memory for its weights.
+    """Returns the number of parameters of the adapters of `lora` in `model`, which may be on the meta device.
 
     Raises:
         ConfigurationError: as `add_lora`.
@@ -114,7 +114,7 @@ def plain_weights(module: nn.Module) -> list[NamedWeight]:
 
 
 def plain_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint of the model without adapters holds besides its weights."""
+    """Returns the buffers in a checkpoint of the model without adapters."""
     state = module.state_dict(keep_vars=True)
     scales = tuple(f"{name}." for name, parameter in module.named_parameters() if is_quantised(parameter))
     return {
@@ -150,7 +150,7 @@ def save_adapter(model: Any, weights: Mapping[str, Tensor], path: Path) -> None:
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what it did before it got adapters, for every thread."""
+    """Switches the adapters off inside the block, for every thread."""
     layers = _layers(module)
     for layer in layers:
         layer.enable_adapters(False)
@@ -162,7 +162,7 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> list[Any]:
-    """Peft's layers."""
+    """Returns peft's layers."""
     if not hasattr(module, "peft_config"):
         return []  # and peft, which takes seconds to import, is not needed
     from peft.tuners.lora import LoraLayer
@@ -171,17 +171,17 @@ def _layers(module: nn.Module) -> list[Any]:
 
 
 def _matrices(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
-    """A [rank, in] and B [out, rank]."""
+    """Returns A [rank, in] and B [out, rank]."""
     return layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
 
 
 def _plain(name: str) -> str:
-    """Peft keeps what it puts adapters beside in `base_layer`."""
+    """Returns a weight's name without peft's `base_layer`, where peft keeps the original layer."""
     return name.replace(".base_layer.", ".")
 
 
 def _targets(model: Any, wanted: tuple[str, ...]) -> list[str]:
-    """Full names of the linear layers that `wanted` names by how their names end."""
+    """Returns the full names of the linear layers whose names end as `wanted` says."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()

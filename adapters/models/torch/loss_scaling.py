@@ -1,7 +1,7 @@
-"""What a module under an optimizer does about gradients that are not finite: in float16 the step is skipped and the
-loss scaled down, in any other format, and where no scale helps, the run ends.
+"""Reaction to gradients that are not finite. In float16 the step is skipped and the loss scale lowered; in any other
+format, or at the lowest scale, the run ends.
 
-Does not own: the rule of the scale (`domain.loss_scale`), nor the gradients.
+Does not own: the rule of the scale (`domain.control.loss_scale`), nor the gradients.
 """
 
 from collections.abc import Mapping
@@ -19,32 +19,33 @@ from rollgrad.domain.errors import NonFiniteUpdateError
 log = structlog.get_logger(__name__)
 
 STATE = "loss_scale"
-"""Where a `TrainedModule.state_dict` has the scale, if there is one."""
+"""Key of the scale in a `TrainedModule.state_dict`."""
 
 
 class Scaling:
-    """The loss scale of `module`, if it computes in float16; `tells`: whether this is the process that logs what all of
-    them see."""
+    """The loss scale of `module`, if it computes in float16; `tells`: whether this process logs for all of
+    them."""
 
     def __init__(self, module: nn.Module, *, tells: bool = True) -> None:
         self.active = any(parameter.dtype == torch.float16 for parameter in module.parameters())
-        """Whether there is one."""
+        """Whether there is a loss scale."""
         self._scale = LossScale()
         self._tells = tells
 
     @property
     def factor(self) -> float:
-        """By which the loss is multiplied, and gradients are divided; 1 without a scale."""
+        """Factor by which the loss is multiplied and gradients are divided; 1 without a scale."""
         return self._scale.factor if self.active else 1.0
 
     def applied(self) -> dict[str, float]:
-        """After a step: its metrics, none without a scale."""
+        """Records a step; returns its metrics, none without a scale."""
         metrics = self._metrics(skipped=0.0)
         self._scale = self._scale.followed_by(overflow=False)
         return metrics
 
     def skipped(self, step: int, norm: float) -> dict[str, float]:
-        """Instead of the `step`-th one, as its gradient is not finite, whose size is `norm`: its metrics.
+        """Records that the `step`-th step is skipped because its gradient norm `norm` is not finite; returns its
+        metrics.
 
         Raises:
             NonFiniteUpdateError: no smaller scale is left.
@@ -63,11 +64,11 @@ class Scaling:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """What it adds to a `TrainedModule.state_dict`."""
+        """Returns its part of a `TrainedModule.state_dict`."""
         return {STATE: asdict(self._scale)} if self.active else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from such a state; that of another number format has no scale, and leaves this one's."""
+        """Continues from such a state; the state of another number format has no scale, and changes nothing."""
         if STATE in state:
             self._scale = LossScale(**state[STATE])
 

@@ -1,8 +1,8 @@
 """Policy, critic and reference over packed batches.
 
-What takes the optimizer's steps is a `TrainedModule`: one on this process's device, or one that is divided over
-processes, each of which then holds one of these objects and calls it at the same time with samples of its own.
-Does not own: losses (the objective is handed in), batching, nor what the weights are pushed to.
+A `TrainedModule` takes the optimizer's steps. It is on this process's device, or divided over processes, each of which
+then holds one of these objects and calls it at the same time with samples of its own.
+Does not own: losses (the objective is an argument), batching, nor the engines that get the weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,16 +39,16 @@ from rollgrad.domain.ports.models import (
 )
 
 Optimize = Callable[[nn.Module, OptimizerSettings], TrainedModule]
-"""Puts a module under an optimizer."""
+"""Function that puts a module under an optimizer."""
 
 ADAPTER_DIRECTORY = "adapter"
-"""Below the directory of a saved policy: its adapters alone."""
+"""Directory of the adapters, below that of a saved policy."""
 
 AVERAGE_DIRECTORY = "ema"
-"""Below the directory of a saved policy: the same with the moving averages of its weights."""
+"""Directory of the model with averaged weights, below that of a saved policy."""
 
 GATHERED_BYTES = 64 * 2**20
-"""Weights that are divided over processes are put together so many bytes at a time."""
+"""Bytes of divided weights that are gathered at a time."""
 
 
 def _optimizer_step(
@@ -68,7 +68,7 @@ def _optimizer_step(
 
 
 def _values(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[tuple[str, Tensor]]:
-    """Yields every weight once; what is divided over processes is whole until the next is asked for."""
+    """Yields every weight once; a weight divided over processes is whole only until the next one is requested."""
     run: list[NamedWeight] = []
     filled = 0
     for weight in [*weights, None]:
@@ -84,7 +84,7 @@ def _values(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[
 
 
 def _copied(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
-    """Copies on the CPU; without `keep` the weights are only gone through, which every process has to do."""
+    """Returns copies on the CPU. Without `keep` it only goes through the weights, as every process must."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in weights if keep}
 
 
@@ -100,17 +100,17 @@ class TorchPolicy(PolicyModel):
     merged.
 
     Args:
-        model: what is trained.
+        model: the model that is trained.
         tokenizer: saved beside it.
         settings: of the optimizer.
-        temperature: of the distribution whose log-probs are meant.
+        temperature: of the distribution of log-probs and entropy.
         gradient_checkpointing: recompute activations in the backward pass.
-        aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`routing.py`), which takes another
-            forward pass.
+        aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`expert_balance.py`), which takes
+            another forward pass.
         optimize: puts the model under an optimizer.
 
     Raises:
-        ConfigurationError: there is such a weight, but no mixture of experts.
+        ConfigurationError: `aux_loss_coef` is set, but the model is no mixture of experts.
     """
 
     def __init__(
@@ -162,12 +162,13 @@ class TorchPolicy(PolicyModel):
 
     @torch.no_grad()
     def _balance_weights(self, micro_batches: Sequence[PackedBatch]) -> Tensor:
-        """Of the whole step, in all processes: its routers' choices have to be known before any gradient."""
+        """Returns the balance weights of the whole step, over all processes. They come before any gradient, because
+        they depend on all choices of the routers."""
         tokens_E = torch.stack([self._trained(batch, True)[2] for batch in micro_batches]).sum(0)
         return balance_weights(self._trained.summed(tokens_E), self.module.config.num_experts_per_tok)
 
     def _balanced(self, batch: Batch, *, objective: PolicyObjective[Batch], weights_E: Tensor) -> LossOutput:
-        """Returns the objective, and the batch's share of the load-balancing loss."""
+        """Returns the objective plus the batch's share of the load-balancing loss."""
         *scored, _, probabilities_E = self._trained(batch, True)
         output = objective(_token_scores(scored, batch), batch)
         share = (weights_E * probabilities_E).sum().to(output.loss.device)
@@ -175,7 +176,8 @@ class TorchPolicy(PolicyModel):
         return LossOutput(loss=loss, metrics={**output.metrics, "aux_loss": Total(share)})
 
     def _train_without_dropout(self) -> None:
-        """transformers recomputes activations in train mode only, but ratios need a deterministic policy."""
+        """Puts the model in train mode without dropout: transformers recomputes activations in train mode only, but
+        ratios need a deterministic policy."""
         self.module.train()
         for module in self.module.modules():
             if isinstance(module, nn.Dropout):
@@ -186,7 +188,7 @@ class TorchPolicy(PolicyModel):
         return _values(plain_weights(self.module), self._trained)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """Returns the adapters' own weights, as peft names them in files; nothing without adapters."""
+        """Yields the adapters' own weights, by their names in peft's files; nothing without adapters."""
         return _values(adapter_weights(self.module), self._trained)
 
     def save(self, path: Path) -> None:
@@ -197,7 +199,9 @@ class TorchPolicy(PolicyModel):
             self._save(path)
         except OSError as raised:
             error = raised
-        if self._averages and self._trained.agree(error is None):  # one process writes, but all have parts of averages
+        if self._averages and self._trained.agree(
+            error is None
+        ):  # all processes have parts of the averages that one of them writes
             with self._trained.averaged():
                 self._save(path / AVERAGE_DIRECTORY)
         if error is not None:
@@ -223,7 +227,7 @@ class TorchPolicy(PolicyModel):
         """Implements `PolicyModel.load_state_dict`.
 
         Raises:
-            CheckpointError: the state is of other weights; nothing has changed.
+            CheckpointError: the state belongs to other weights; nothing has changed.
         """
         masters = state["masters"]
         sizes = {f"model.{name}": p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -238,8 +242,7 @@ class TorchPolicy(PolicyModel):
 
 
 class TorchReference(ReferenceModel):
-    """A frozen causal language model; `divide` gives what computes its forward pass where it lies in several
-    processes."""
+    """A frozen causal language model. `divide` divides it over several processes, and returns its forward pass."""
 
     def __init__(
         self, model: Any, *, temperature: float = 1.0, divide: Callable[[nn.Module], Callable[..., Any]] | None = None
@@ -254,7 +257,7 @@ class TorchReference(ReferenceModel):
 
 
 class AdapterlessReference(ReferenceModel):
-    """What `policy` was before it got adapters, on its own weights, with which nothing else may compute meanwhile."""
+    """The policy without its adapters, on the policy's own weights, with which nothing else may compute meanwhile."""
 
     def __init__(self, policy: TorchPolicy) -> None:
         self._policy = policy

@@ -1,5 +1,5 @@
 """Muon: the momentum of a matrix is orthogonalised before it becomes a step (Jordan et al. 2024, "Muon: An optimizer
-for hidden layers in neural networks"; a step of lr turns every direction of the matrix alike, by about lr).
+for hidden layers in neural networks"; a step changes all directions of the matrix equally, by about lr).
 
 Embeddings, the vocabulary's head, vectors and stacks of matrices are AdamW's, as the authors advise. The iteration and
 the scale by shape are `torch.optim.Muon`'s. Does not own: AdamW, nor where parts of a matrix lie.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rollgrad.adapters.models.torch.forward import Scorer
 
 MOMENTUM = "momentum_buffer"
-"""What Muon keeps of each matrix."""
+"""Key of Muon's state of a matrix."""
 
 
 @frozen(kw_only=True)
@@ -34,7 +34,7 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """All singular values of `matrix` brought near 1, times sqrt(max(1, rows / columns)); float32."""
+    """Returns `matrix` with all singular values brought near 1, times sqrt(max(1, rows / columns)); float32."""
     step = nn.Parameter(torch.zeros_like(matrix, dtype=torch.float32))
     step.grad = matrix.float()
     muon = torch.optim.Muon([step], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
@@ -43,11 +43,12 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 Directions = Callable[[Sequence[nn.Parameter], Tensor, Tensor], Tensor]
-"""(parameters of a group, one of the tensors that the group is stepped as, its momentum) -> the direction of a step."""
+"""Function from the parameters of a group, one of the tensors that are stepped for them, and its momentum to the
+direction of a step."""
 
 
 def whole_directions(_: Sequence[nn.Parameter], master: Tensor, momentum: Tensor) -> Tensor:
-    """Where each tensor that is stepped is a matrix."""
+    """Returns the direction of a step if each stepped tensor is a whole matrix."""
     return orthogonal(momentum)
 
 
@@ -56,7 +57,7 @@ class MuonWithAdam(torch.optim.Optimizer):
 
     Args:
         group: the parameter group of the matrices, with `lr` and `weight_decay`.
-        matrices: the parameters of the model that it stands for.
+        matrices: the model's parameters that the group stands for.
         adam: an optimizer of the rest; None if there is no rest.
         momentum: its decay.
         directions: makes steps of momentum; by default tensors are whole matrices.
@@ -78,7 +79,7 @@ class MuonWithAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of the groups that are there; whoever divides a model swaps tensors and groups between steps."""
+        """Takes one step of the current groups, which DeepSpeed may replace between steps."""
         for group in self.param_groups:
             if "matrices" in group:
                 for master in group["params"]:

@@ -1,4 +1,4 @@
-"""AdamW, or Muon beside it, on float32 master weights under a model that computes in another format.
+"""AdamW, optionally with Muon, on float32 master weights of a model that computes in another format.
 
 Invariants: gradients of all micro-batches of a step are summed in float32; a step with a non-finite gradient changes
 no weight, nor moment nor schedule; after `step` the compute weights equal the rounded masters.
@@ -30,7 +30,7 @@ from rollgrad.domain.control.learning_rate import lr_factor
 from rollgrad.domain.errors import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each parameter."""
+"""Keys of AdamW's state of a parameter."""
 
 
 @frozen(kw_only=True)
@@ -56,20 +56,20 @@ class TrainedModule(Protocol):
     gradient is the sum of theirs."""
 
     divided: bool
-    """Whether parameters, gradients or moments lie in several processes."""
+    """Whether parameters, gradients or moments are divided over several processes."""
     first: bool
-    """Whether this is the process that writes what all of them know."""
+    """Whether this process writes for all of them."""
 
     def __call__(self, *inputs: Any) -> Any:
         """Returns the module's forward pass."""
         ...
 
     def agree(self, well: bool) -> bool:
-        """Returns whether all processes are well."""
+        """Returns whether `well` is true in all processes."""
         ...
 
     def summed(self, values: Tensor) -> Tensor:
-        """Returns the sum of what all processes have."""
+        """Returns the sum of `values` over all processes."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -84,7 +84,7 @@ class TrainedModule(Protocol):
 
         Raises:
             NonFiniteUpdateError: the gradient is not finite, and no scale is left to lower; nothing has changed.
-            UntrainedParameterError: a parameter has none; nothing has changed.
+            UntrainedParameterError: a parameter has no gradient; nothing has changed.
         """
         ...
 
@@ -93,28 +93,28 @@ class TrainedModule(Protocol):
         ...
 
     def bytes(self, parameter: nn.Parameter) -> int:
-        """Size of a parameter when it is whole."""
+        """Returns the size in bytes of a whole parameter."""
         ...
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Inside, the parameters are whole."""
+        """Gathers the parameters inside the block."""
         ...
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside, the module computes with the moving averages of its weights."""
+        """Makes the module compute with the moving averages of its weights inside the block."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """`steps` taken, `masters` (float32 weights), `moments` (what the optimizer keeps) and, if they are kept,
-        `averages` by parameter name, and in float16 `loss_scale`: the same however the module is divided. Where it is
-        divided, of the first process; the others' may be empty."""
+        """Returns `steps` taken, `masters` (float32 weights), `moments` (the optimizer's state) and, if they are kept,
+        `averages`, by parameter name; in float16 also `loss_scale`. It does not depend on how the module is divided.
+        In a divided module the first process has it; that of others may be empty."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state_dict` of any division.
 
         Raises:
-            CheckpointError: it is of another optimizer, or has averages where none are kept, or none where they are.
+            CheckpointError: it is of another optimizer, or has averages and this module keeps none, or the reverse.
         """
         ...
 
@@ -126,10 +126,10 @@ def stepping(
     adam: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     directions: Directions = whole_directions,
 ) -> torch.optim.Optimizer:
-    """What steps `masters`, the tensors that stand for the trainable parameters of `module`: matrices decay, biases and
-    norm weights do not.
+    """Returns the optimizer of `masters`, the tensors that stand for the trainable parameters of `module`. Weight decay
+    applies to matrices, not to biases and norm weights.
 
-    `adam` makes AdamW of parameter groups; `directions` is Muon's, see `MuonWithAdam`.
+    `adam` makes an AdamW from parameter groups; `directions` is Muon's (`MuonWithAdam`).
     """
     matrices = hidden_matrices(module) if settings.muon else []
     chosen = set(matrices)
@@ -156,7 +156,7 @@ def stepping(
 
 
 def set_rates(optimizer: Any, settings: OptimizerSettings, step: int) -> float:
-    """The learning rates of the `step`-th optimizer step, from 0; returns AdamW's."""
+    """Sets the learning rates of the `step`-th optimizer step, from 0; returns AdamW's."""
     factor = lr_factor(
         settings.scheduler,
         step,
@@ -170,7 +170,7 @@ def set_rates(optimizer: Any, settings: OptimizerSettings, step: int) -> float:
 
 
 def moment_keys(module: nn.Module, settings: OptimizerSettings) -> dict[str, tuple[str, ...]]:
-    """What the optimizer keeps of each trainable parameter, by its name."""
+    """Returns the keys of the optimizer's state of each trainable parameter, by the parameter's name."""
     chosen = set(hidden_matrices(module) if settings.muon else [])
     return {
         name: (MOMENTUM,) if parameter in chosen else MOMENTS
@@ -251,7 +251,7 @@ class MasterOptimizer:
         (loss * self._scaling.factor).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> dict[str, float]:
-        """Clips, steps, copies masters to compute weights, clears gradients; see `TrainedModule.step`.
+        """Implements `TrainedModule.step`: clips, steps, copies masters to compute weights, clears gradients.
 
         Raises:
             NonFiniteUpdateError: the gradient norm is NaN or infinite, and no scale is left to lower; weights are
@@ -335,11 +335,11 @@ class MasterOptimizer:
         self._publish()
 
     def masters(self) -> dict[str, Tensor]:
-        """Master weights by parameter name."""
+        """Returns the master weights by parameter name."""
         return dict(zip(self._names, (m.detach() for m in self._masters), strict=True))
 
     def _gradient_sizes(self) -> dict[str, float]:
-        """Of each gradient the largest absolute entry, scaled."""
+        """Returns the largest absolute entry of each scaled gradient."""
         names, gradients = [], []
         for name, master in zip(self._names, self._masters, strict=True):
             if master.grad is not None:

@@ -3,7 +3,7 @@ Quantized LLMs", section 3), kept and computed with by bitsandbytes.
 
 Invariants: every linear layer but the vocabulary's head is in 4 bits, everything else in the compute format; a layer
 computes with its dequantised weight in that format, with gradients and without; the same files give the same weights.
-Whoever takes weights gets the dequantised ones.
+Exported weights are dequantised.
 Does not own: the adapters beside them (`lora.py`).
 """
 
@@ -16,7 +16,8 @@ from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingE
 
 
 def four_bits(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What transformers' `from_pretrained` takes to load in 4 bits, for computing in `dtype` on `device`.
+    """Returns the arguments of transformers' `from_pretrained` for loading in 4 bits, to compute in `dtype` on
+    `device`.
 
     Raises:
         MissingExtraError: bitsandbytes is not installed.
@@ -41,11 +42,11 @@ def four_bits(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
 
 
 def finish_loading(model: Any, name_or_path: str, flag: str) -> None:
-    """Makes a model that transformers has quantised one that is otherwise like any other; others are left alone.
+    """Makes a model that transformers has quantised behave like any other; other models are left alone.
 
     Raises:
-        CheckpointError: its files hold quantised weights, which engines could not be given in full.
-        ConfigurationError: it has experts, which stay as they are.
+        CheckpointError: its files hold quantised weights, so that engines could not be given the full ones.
+        ConfigurationError: it has experts, which would not be quantised.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is None:
@@ -57,17 +58,17 @@ def finish_loading(model: Any, name_or_path: str, flag: str) -> None:
     check_experts(model)
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
-            # Else a CPU that multiplies bfloat16 rounds scales and inputs to it wherever no gradient is asked for, and
-            # reorders the weight itself.
+            # Otherwise a CPU with native bfloat16 rounds scales and inputs to it if no gradient is needed, and reorders
+            # the weight in place.
             layer.support_avx512bf16_for_cpu = False
-    quantizer.remove_quantization_config(model)  # what is saved is dequantised, and has adapters merged
+    quantizer.remove_quantization_config(model)  # saved models are dequantised, with adapters merged
 
 
 def quantised_numbers(model: Any) -> int:
-    """Returns how many numbers of `model`, which needs no memory for its weights, would be in 4 bits.
+    """Returns the number of parameters of `model`, which may be on the meta device, that would be in 4 bits.
 
     Raises:
-        ConfigurationError: it has experts, which would stay as they are.
+        ConfigurationError: it has experts, which would not be quantised.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -78,8 +79,10 @@ def quantised_numbers(model: Any) -> int:
 
 
 def check_experts(model: Any) -> None:
-    """Raises:
-    ConfigurationError: `model` is a mixture of experts, whose weights are in no linear layers.
+    """Refuses a mixture of experts, whose weights are not in linear layers.
+
+    Raises:
+        ConfigurationError: `model` is one.
     """
     if any("experts" in name.split(".") and parameter.ndim > 2 for name, parameter in model.named_parameters()):
         raise ConfigurationError(
@@ -90,12 +93,12 @@ def check_experts(model: Any) -> None:
 
 
 def is_quantised(parameter: Tensor) -> bool:
-    """Returns whether it is in 4 bits."""
+    """Returns whether a parameter is in 4 bits."""
     return getattr(parameter, "quant_state", None) is not None
 
 
 def is_turned(parameter: Any) -> bool:
-    """Returns whether it is in 4 bits, and the transpose of what its model has (GPT-2)."""
+    """Returns whether a parameter is in 4 bits, and the transpose of the model's own (GPT-2)."""
     if not is_quantised(parameter):
         return False
     from transformers.pytorch_utils import Conv1D
@@ -104,7 +107,7 @@ def is_turned(parameter: Any) -> bool:
 
 
 def dequantised(parameter: Any) -> Tensor:
-    """What a layer computes with: of a parameter in 4 bits [out, in] in the compute format, of others their memory."""
+    """Returns a parameter in 4 bits dequantised, [out, in] in the compute format; another parameter's own memory."""
     if not is_quantised(parameter):
         weight: Tensor = parameter.detach()
         return weight

@@ -1,9 +1,8 @@
 """A reward model: one number for a whole text, from the last token of a sequence classifier.
 
-Invariants: a text's score depends on the text alone, not on what it is scored with: texts are padded on the right,
-where a causal model does not look, and the score is read at the last token of the text. Nothing is added behind a text:
-a reply that was cut off ends where it was cut off, and one that ended has its end-of-turn token. Does not own: its
-training.
+Invariants: a text's score depends on the text alone, not on its neighbours: texts are padded on the right, where a
+causal model does not look, and the score is read at the last token of the text. Nothing is added after a text: a
+truncated reply ends where it was truncated, a finished one with its end-of-turn token. Does not own: training.
 """
 
 import math
@@ -27,15 +26,15 @@ log = structlog.get_logger(__name__)
 
 @frozen
 class EncodedText:
-    """Token ids of a text, and whether its beginning was left out because it is longer than the model reads."""
+    """Token ids of a text, and whether its beginning was left out because it is too long for the model."""
 
     tokens: tuple[int, ...]
     truncated: bool
 
 
 def encode(text: str, tokenizer: Any, max_length: int) -> EncodedText:
-    """What a reward model with this tokenizer reads of a text (see `RewardModel`), `max_length` tokens at most."""
-    ended = text.rstrip("\n")  # templates write a line break behind the end of a turn, which a model never samples
+    """Returns the tokens, at most `max_length`, that a reward model with this tokenizer reads of a text."""
+    ended = text.rstrip("\n")  # templates write a line break after the end of a turn, which a model never samples
     text = ended if ended.endswith(_special_tokens(tokenizer)) else text
     tokens = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     bos = tokenizer.bos_token_id
@@ -67,17 +66,17 @@ def same_vocabulary(policy: Any, own: Any) -> bool:
 class RewardModel:
     """Scores texts with a `*ForSequenceClassification` of one label.
 
-    A text is a conversation as the model's template renders it; special tokens in it are what they stand for. Nothing
-    is added but the beginning-of-sequence token, where the tokenizer has it so; line breaks behind a special token at
-    the end are left out. OpenRLHF's server puts the tokenizer's end-of-sequence token behind every text instead.
+    A text is a conversation as the model's template renders it; special tokens in it are real. Only the
+    beginning-of-sequence token is added, if the tokenizer does so; line breaks after a special token at the end are
+    left out. OpenRLHF's server, in contrast, adds the tokenizer's end-of-sequence token to every text.
 
     Args:
         model: in eval mode; its head `score` maps hidden states to one number.
-        tokenizer: of the model; on which side it pads does not matter.
-        policy_tokenizer: of the model whose replies are judged: where it has the same vocabulary, their very tokens are
+        tokenizer: of the model; its padding side does not matter.
+        policy_tokenizer: of the model whose replies are judged: if it has the same vocabulary, the sampled tokens are
             scored, else their text.
-        max_length: tokens of a text at most, those added included; None: as many as the model has positions for. What
-            is too long loses its beginning (but for the beginning-of-sequence token): the reply is at the end.
+        max_length: largest number of tokens of a text, added ones included; None: the model's positions. A longer text
+            loses its beginning (but not the beginning-of-sequence token), because the reply is at the end.
         batch_tokens: tokens of a forward pass, padding included; a longer text has one of its own.
         moments: mean and standard deviation that scores are centred and scaled by; None leaves them as they are.
 
@@ -104,13 +103,13 @@ class RewardModel:
         if batch_tokens < 1:
             raise ConfigurationError(f"--batch_tokens is {batch_tokens}, but must be at least 1: raise it.")
         self._model = model
-        self._head = model.score.float()  # scores that half precision would round to ties stay apart
+        self._head = model.score.float()  # in half precision different scores would round to ties
         self._tokenizer = tokenizer
         self._max_length = max_length or positions
         self._batch_tokens = batch_tokens
         shared = policy_tokenizer is not None and same_vocabulary(policy_tokenizer, tokenizer)
         self._rows = model.get_input_embeddings().weight.shape[0] if shared else 0
-        """Token ids of the policy below this are the model's own."""
+        """Token ids of the policy below this number are those of the model."""
         self._mean, self._std = moments or (0.0, 1.0)
         self._device: torch.device = next(model.parameters()).device
 
@@ -134,7 +133,7 @@ class RewardModel:
 
         Raises:
             CheckpointError: there is no such model, or it has no scalar head.
-            ConfigurationError: its config.json lacks what `normalize` needs; see also the class.
+            ConfigurationError: its config.json lacks `mean` or `std`, or a setting is one that the class refuses.
         """
         from transformers import AutoModelForSequenceClassification
 
@@ -169,24 +168,25 @@ class RewardModel:
         )
 
     def encode(self, text: str) -> EncodedText:
-        """What the model reads of a text. Thread-compatible: one thread at a time."""
+        """Returns the tokens that the model reads of a text; only one thread may call it at a time."""
         return encode(text, self._tokenizer, self._max_length)
 
     def score(self, texts: Sequence[str]) -> list[float]:
-        """One number a text, in order; NaN or infinite if the model says so.
+        """Returns one number for each text, in order; it may be NaN or infinite.
 
         Raises:
-            ValueError: a text has no tokens (an empty one, of a tokenizer without end-of-sequence token).
+            ValueError: a text has no tokens.
         """
         return self.score_encoded([self.encode(text) for text in texts])
 
     def judge(self, replies: Sequence[RewardInput]) -> list[tuple[float, bool]]:
-        """Scores of the policy's replies, each with whether the beginning of its text was left out."""
+        """Returns the scores of the policy's replies, each with whether the beginning of its text was left out."""
         encoded = [self.encode_reply(reply) for reply in replies]
         return [(score, text.truncated) for score, text in zip(self.score_encoded(encoded), encoded, strict=True)]
 
     def encode_reply(self, reply: RewardInput) -> EncodedText:
-        """What the model reads of a reply: its tokens where they are the model's own, else those of its text."""
+        """Returns the tokens that the model reads of a reply: its own if the vocabularies agree, else those of its
+        text."""
         tokens = reply.token_ids
         if tokens and max(tokens) < self._rows:
             return _shortened(tokens, self._tokenizer.bos_token_id, self._max_length)
@@ -194,7 +194,7 @@ class RewardModel:
 
     @torch.inference_mode()
     def score_encoded(self, texts: Sequence[EncodedText]) -> list[float]:
-        """`score` of texts that `encode` has encoded."""
+        """Scores texts that `encode` has encoded."""
         if not all(text.tokens for text in texts):
             raise ValueError("A text without tokens cannot be scored.")
         scores = [0.0] * len(texts)
@@ -204,8 +204,8 @@ class RewardModel:
         return scores
 
     def _batches(self, texts: Sequence[EncodedText]) -> Iterator[list[int]]:
-        """Yields the indices of texts of like length, longest first, so that what does not fit in memory fails at
-        once."""
+        """Yields the indices of texts of similar length, longest first, so that a lack of memory shows
+        at once."""
         order = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens), reverse=True)
         while order:
             count = max(1, self._batch_tokens // len(texts[order[0]].tokens))
@@ -215,7 +215,7 @@ class RewardModel:
     def _forward(self, rows: Sequence[tuple[int, ...]]) -> list[float]:
         lengths_S = torch.tensor([len(row) for row in rows])
         width = int(lengths_S.max())
-        # Masked, and behind the text: any token serves as padding, whatever the tokenizer calls it.
+        # Padding is masked and after the text, so any token serves.
         tokens_ST = torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows])
         mask_ST = (torch.arange(width) < lengths_S[:, None]).long()
         hidden_STH = self._model.base_model(
@@ -227,7 +227,7 @@ class RewardModel:
 
 
 def _moments(config: Any, name_or_path: str, flag: str, *, wanted: bool) -> tuple[float, float] | None:
-    """Mean and standard deviation that a reward model's config.json names, if they are wanted."""
+    """Returns the mean and standard deviation in a reward model's config.json, if they are wanted."""
     pair: tuple[Any, Any] = getattr(config, "mean", None), getattr(config, "std", None)
     usable = all(isinstance(number, int | float) and math.isfinite(number) for number in pair) and pair[1] > 0
     if wanted and not usable:

@@ -11,7 +11,7 @@ from rollgrad.domain.errors import CheckpointError
 
 
 def save_pretrained(model: Any, tokenizer: Any, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Writes model and tokenizer to the directory `path`; `weights` replace the model's own where those are not whole.
+    """Writes model and tokenizer to the directory `path`; `weights` replace the model's own, which may be divided.
 
     Raises:
         CheckpointError: `path` cannot be written.
@@ -25,7 +25,7 @@ def save_pretrained(model: Any, tokenizer: Any, path: Path, weights: Mapping[str
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns what fails inside, because `path` cannot be written, into an error of one sentence.
+    """Turns errors of writing `path` inside the block into one sentence.
 
     Raises:
         CheckpointError: it cannot.
@@ -36,7 +36,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (OSError, SafetensorError) as error:  # of safetensors, a full disk is no OSError
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk by an error of its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"The model cannot be written to {path} ({reason}): make room there, or choose another --ckpt.output_dir."
@@ -47,9 +47,8 @@ def writing(path: Path) -> Iterator[None]:
 def _without_unwrapping() -> Iterator[None]:
     """Lets transformers save a model as it is.
 
-    It would look for wrappers around the model by accelerate, which imports DeepSpeed for that wherever it is
-    installed: seconds, and a warning about accelerators, in runs that have nothing to do with it. Models are not
-    wrapped here.
+    transformers lets accelerate look for wrappers around the model, which imports DeepSpeed if it is installed: that
+    takes seconds, and logs a warning about accelerators, in runs that do not use it. Models are not wrapped here.
     """
     from transformers import modeling_utils
 

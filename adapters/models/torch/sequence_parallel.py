@@ -1,8 +1,8 @@
 """One packed batch divided over the processes of a group (Ulysses; Jacobs et al. 2023, arXiv:2309.14509).
 
 Every process computes a share of the tokens. Attention needs them all, so around it tokens are exchanged for heads:
-each process attends over the whole batch with whole key/value groups of its own. What the processes compute of the
-action tokens is put together at the end, and every process computes the loss of the whole batch.
+each process attends over the whole batch with whole key/value groups of its own. The processes' results for
+action tokens are gathered at the end, and every process computes the loss of the whole batch.
 Invariant: the sum of the processes' gradients is the gradient of that loss, once.
 Suffixes: C are this process's tokens of M, B its action tokens of A; G key/value heads, each with its query heads in a
 row of W numbers.
@@ -25,14 +25,14 @@ from rollgrad.domain.errors import ConfigurationError
 @frozen(kw_only=True, eq=False)
 class SequenceGroup:
     """`size` processes with the same batches, of which this is number `rank`; `group` is torch's. The default is a
-    process alone: every share is then the whole."""
+    single process, whose share is the whole."""
 
     rank: int = 0
     size: int = 1
     group: Any = None
 
     def padded(self, layout: Layout) -> Layout:
-        """With a token for every process: those added are a sequence of their own, in which there is no action."""
+        """Returns a layout with a multiple of `size` tokens: the added ones are a sequence without actions."""
         missing = self.size - len(layout.tokens_M)
         if missing <= 0:
             return layout
@@ -44,20 +44,21 @@ class SequenceGroup:
         )
 
     def share(self, column_M: Tensor) -> Tensor:
-        """column_C: this process's tokens, every `size`-th one. Runs of prompt or observation tokens, which need no
-        product with the vocabulary, are thus nobody's alone."""
+        """Returns column_C, this process's tokens: every `size`-th one, so that prompt and observation tokens, which
+        need no product with the vocabulary, are spread evenly."""
         return column_M[self.rank :: self.size]
 
     def actions(self, rows_A: Tensor) -> tuple[Tensor, Tensor]:
-        """(actions_B: those of the action tokens whose rows in M are in this process's share, rows_B: where there)."""
+        """Returns actions_B, the action tokens whose rows in M are in this process's share, and rows_B, their rows
+        there."""
         actions_B = (rows_A % self.size == self.rank).nonzero()[:, 0]
         return actions_B, rows_A[actions_B] // self.size
 
     def heads(self, count: int) -> list[int]:
-        """Of `count` key/value heads, how many each process has.
+        """Returns the number of key/value heads of each process, out of `count`.
 
         Raises:
-            ConfigurationError: there are too few.
+            ConfigurationError: there are too few heads.
         """
         if count < self.size:
             raise ConfigurationError(
@@ -67,13 +68,13 @@ class SequenceGroup:
         return [count // self.size + (rank < count % self.size) for rank in range(self.size)]
 
     def plan(self, plan: AttentionPlan, tokens: int, device: torch.device) -> AttentionPlan:
-        """What attends as `plan` does, which is for all `tokens`, when each process has its share of them."""
+        """Returns a plan for shares of the `tokens` that attends as `plan` does for all of them."""
         return plan if self.size == 1 else _ExchangedAttention(plan, _Exchange(self, tokens, device))
 
     def gathered(self, actions_B: Tensor, count: int, *columns_B: Tensor) -> tuple[Tensor, ...]:
-        """columns_A of all `count` action tokens from those of each process.
+        """Returns columns_A of all `count` action tokens from those of each process.
 
-        The gradient is for a loss that every process computes alike: each takes that of its own values.
+        Every process computes the same loss; in the backward pass each takes the gradient of its own values.
         """
         if self.size == 1:
             return columns_B
@@ -123,7 +124,7 @@ class _ExchangedAttention(AttentionPlan):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
-        """See `AttentionPlan`; B is 1 and T is this process's share of M."""
+        """Implements `AttentionPlan.attend`; B is 1 and T is this process's share of M."""
         groups, dim = key.shape[1], key.shape[3]
         tokens, heads = query.shape[2], query.shape[1]
         # A key head and the query heads that share it are one row, so that one exchange carries all three.
@@ -138,7 +139,7 @@ class _ExchangedAttention(AttentionPlan):
 
 
 class _Exchange:
-    """Shares of `tokens` tokens with all heads <-> all tokens with a share of the heads."""
+    """Exchanges shares of `tokens` tokens with all heads for all tokens with a share of the heads, and back."""
 
     def __init__(self, group: SequenceGroup, tokens: int, device: torch.device) -> None:
         self._group = group
@@ -148,7 +149,7 @@ class _Exchange:
         self._place_M = torch.argsort(self._token_M)
 
     def to_heads(self, x_CGW: Tensor) -> Tensor:
-        """[M, this process's of G, W]."""
+        """Returns [M, this process's share of G, W]."""
         heads = self._group.heads(x_CGW.shape[1])
         tokens, mine, width = len(x_CGW), heads[self._group.rank], x_CGW.shape[2]
         received = self._all_to_all(
@@ -159,7 +160,7 @@ class _Exchange:
         return received.view(-1, mine, width).index_select(0, self._place_M)
 
     def to_tokens(self, x_MGW: Tensor, groups: int) -> Tensor:
-        """[C, `groups`, W]: the reverse."""
+        """Returns [C, `groups`, W], the inverse of `to_heads`."""
         heads = self._group.heads(groups)
         tokens, (mine, width) = self._counts[self._group.rank], x_MGW.shape[1:]
         sizes = [tokens * count * width for count in heads]
@@ -201,9 +202,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Any, actions_B: Tensor, count: int, *columns_B: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(actions_B)
-        ctx.set_materialize_grads(False)  # the head spares itself what a column without a gradient would cost
+        ctx.set_materialize_grads(False)  # a column without a gradient then costs nothing
         full_KA = torch.stack([column.new_zeros(count).index_copy(0, actions_B, column) for column in columns_B])
-        distributed.all_reduce(full_KA, group=group)  # every value is added to zeros
+        distributed.all_reduce(full_KA, group=group)  # each value is nonzero in one process only
         return full_KA.unbind()
 
     @staticmethod

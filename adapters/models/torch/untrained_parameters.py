@@ -1,7 +1,7 @@
 """Proof that an optimizer reaches every parameter that it was given.
 
-A parameter that takes no part in what a model computes gets no gradient and stays what it is, while loss and gradient
-norm look as they should. Does not own: gradients that are not finite (`optimizer.py`).
+A parameter without effect on the model's output gets no gradient and never changes, while loss and gradient norm look
+normal. Does not own: gradients that are not finite (`optimizer.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,19 @@ from rollgrad.domain.errors import UntrainedParameterError
 log = structlog.get_logger(__name__)
 
 STEPS = 2
-"""Steps in which a gradient may be 0 everywhere once: matrices behind one that starts at 0 (LoRA's A behind B, a critic
-behind its head) get another one in the second step."""
+"""Steps that are checked. A gradient may be 0 in the first, if a matrix after the parameter starts at 0 (LoRA's B after
+A, a critic's head after its body); it must not be 0 in the second."""
 
 SHOWN = 5
-"""Names in a message."""
+"""Largest number of names in a message."""
 
 
 class GradientProof:
-    """Looks at the gradients of the first steps.
+    """Checks the gradients of the first steps.
 
     Args:
         names: of the parameters that are trained.
-        tells: whether this is the process that logs what all of them see.
+        tells: whether this process logs for all of them.
     """
 
     def __init__(self, names: Sequence[str], *, tells: bool = True) -> None:
@@ -36,13 +36,14 @@ class GradientProof:
 
     @property
     def under_way(self) -> bool:
-        """Whether there is something left to prove."""
+        """Whether there are parameters left to check."""
         return bool(self._still) and self._steps < STEPS
 
     def look(self, sizes: Mapping[str, float]) -> None:
-        """Before a step: `sizes` are the largest absolute entries of the gradients, finite, of whoever got one.
+        """Checks the gradients before a step; `sizes` are their largest absolute entries, finite, of parameters with
+        one.
 
-        An expert to which no token was sent may have none.
+        An expert to which no token was sent may have no gradient.
 
         Raises:
             UntrainedParameterError: another parameter got none.
@@ -56,7 +57,7 @@ class GradientProof:
                 "take part by --actor.lora.rank and --actor.lora.target_modules."
             )
         if not any(sizes.values()):
-            return  # nothing was to be learned: that says nothing of any parameter
+            return  # nothing was to be learned, which says nothing about a parameter
         self._still = {name for name in self._still if not sizes.get(name)}
         self._steps += 1
         if self._tells and self._still and self._steps == STEPS:
