@@ -158,7 +158,7 @@ class TrainingText:
                 return len(prompt)
             anomalies.add(Anomaly.OTHER_PROMPT)
             # The reply begins behind the last mark or line that both have: `<think>` and `<tool_call>` share letters.
-            shared = _common_prefix(prompt, text)
+            shared = common_prefix(prompt, text)
             marks = [match.end() for match in self._special.finditer(text, 0, shared)]
             return max([text.rfind("\n", 0, shared) + 1, *marks])
         anomalies.add(Anomaly.OTHER_PROMPT)
@@ -166,7 +166,7 @@ class TrainingText:
         mark = unused_character([guarded.messages, guarded.tools, guarded.mark or ""])
         probe = Guarded([{**guarded.messages[0], "content": mark}], guarded.tools, guarded.mark, guarded.texts)
         written = self._codec.apply(probe, 1, generation_prompt=False)
-        return _common_prefix(written, text)
+        return common_prefix(written, text)
 
     def _closing(self, guarded: Guarded, index: int, text: str, start: int) -> tuple[str, int]:
         """`text`, which the template ends with reply `index`, with the token that closes the turn, and its end."""
@@ -199,7 +199,7 @@ class TrainingText:
         ends the turn is the last one that stands there as well when the user goes on.
         """
         last, between = self._turns
-        shared = [match.end() for match in self._special.finditer(last, 0, _common_prefix(last, between))]
+        shared = [match.end() for match in self._special.finditer(last, 0, common_prefix(last, between))]
         if shared:
             return last, shared[-1]
         match = self._special.search(last)  # gpt-oss ends another turn with another token
@@ -273,7 +273,7 @@ def chains(turns: Sequence[_Turn]) -> list[list[_Turn]]:
     return divided[::-1]
 
 
-def _common_prefix(first: str, second: str) -> int:
+def common_prefix(first: str, second: str) -> int:
     """Characters that both texts begin with."""
     length = min(len(first), len(second))
     return next((place for place in range(length) if first[place] != second[place]), length)

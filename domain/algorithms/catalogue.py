@@ -117,7 +117,11 @@ PAIR_LOSSES: dict[str, PairLossTraits] = {
     "sppo_hard": PairLossTraits(),
     "discopop": PairLossTraits(uses=("discopop_tau",)),
 }
-"""The losses of preference pairs."""
+"""The losses of preference pairs that `--dpo.loss` takes."""
+
+IMITATION = "sft"
+"""Name in a mixture of losses that stands for the negative log-likelihood of the chosen replies, which is no loss of
+pairs: it is a mean over the tokens of all chosen replies of the optimizer step."""
 
 
 OTHER_ESTIMATOR_NAMES = {

@@ -10,9 +10,11 @@ from typing import Any
 
 from attrs import field, frozen
 
+from rollgrad.adapters.chat.training_text import common_prefix
 from rollgrad.adapters.data.datasets.columns import has_value, value_at
 from rollgrad.adapters.data.examples.rows import (
     Conversation,
+    Pair,
     PlainText,
     Pretokenised,
     Reason,
@@ -44,8 +46,10 @@ COLUMNS: Mapping[ExampleFormat, tuple[str, ...]] = {
 }
 """Columns that each format needs."""
 
+PAIR_COLUMNS = ("chosen", "rejected")
+
 OTHER_TASKS: Mapping[str, tuple[str, ...]] = {
-    "preference pairs": ("chosen", "rejected"),
+    "preference pairs": PAIR_COLUMNS,
     "labelled steps": ("completions", "labels"),
     "rankings": ("context", "completions"),
 }
@@ -56,11 +60,13 @@ OTHER_TASKS: Mapping[str, tuple[str, ...]] = {
 class ReadingSettings:
     """How rows are read: the format, the columns by name where they are not the format's own, whether texts become
     messages of the chat template, a system message before every conversation, a text with {} around plain prompts, and
-    what is trained."""
+    what is trained. The format of preference pairs is never told by columns: who learns from pairs sets it."""
 
     format: ExampleFormat = ExampleFormat.AUTO
     input_key: str | None = None
     output_key: str | None = None
+    chosen_key: str | None = None
+    rejected_key: str | None = None
     apply_chat_template: bool = True
     system_prompt: str | None = None
     input_template: str | None = None
@@ -81,6 +87,16 @@ def find_format(columns: Sequence[str], name: str, settings: ReadingSettings) ->
     """
     present = set(columns)
     shown_columns = ", ".join(sorted(present - {"datasource"})) or "none"
+    if settings.format is ExampleFormat.PAIRS:
+        given = (settings.chosen_key, settings.rejected_key)
+        missing = [name for name, key in zip(PAIR_COLUMNS, given, strict=True) if key is None and name not in present]
+        if missing:
+            flags = " and ".join(f"--data.{name}_key" for name in missing)
+            raise DataError(
+                f"{name!r} has no column {' and no column '.join(map(repr, missing))}, but pairs have one for each "
+                f"reply: its columns are {shown_columns}; name the columns with {flags}."
+            )
+        return settings.format
     if settings.format is not ExampleFormat.AUTO:
         missing = [] if settings.input_key else [c for c in COLUMNS[settings.format] if c not in present]
         if missing:
@@ -217,13 +233,68 @@ def _alpaca(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     system = row.get("system")
     if isinstance(system, str) and system:
         before.append({"role": "system", "content": system})
-    for turn in row.get("history") or ():
+    turns = row.get("history") or ()
+    for turn in turns if isinstance(turns, Sequence) else [turns]:
         if isinstance(turn, str) or not isinstance(turn, Sequence) or len(turn) != 2:
             raise broken(f"history holds {shown(turn)}: it is a list of pairs of question and answer.")
         before.append({"role": "user", "content": text_of(turn[0], "history")})
         before.append({"role": "assistant", "content": text_of(turn[1], "history")})
     answer = text_of(_value(row, "output"), "output")
     return _answered(row, before, question, answer, settings, ("instruction", "output"))
+
+
+def _pair(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
+    """Prompt and replies are texts or messages; a reply that is messages and does not begin with the assistant's is a
+    whole conversation, and its prompt counts. Without a prompt it is what both replies begin with."""
+    keys = (settings.chosen_key or "chosen", settings.rejected_key or "rejected")
+    prompt_key = settings.input_key or ("prompt" if row.get("prompt") is not None else None)
+    prompt = None if prompt_key is None else _value(row, prompt_key)
+    chosen, rejected = (_value(row, key) for key in keys)
+    margin = 0.0 if row.get("margin") is None else read_weight(row["margin"], "margin")
+    if all(isinstance(reply, str) for reply in (chosen, rejected)) and (prompt is None or isinstance(prompt, str)):
+        return _pair_of_texts(row, prompt, (chosen, rejected), settings, keys, margin)
+    asked: list[Message] = []
+    if prompt is not None:
+        as_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        asked = read_messages(as_messages, prompt_key or "prompt", settings.known_role)
+    replies = []
+    for reply, key in zip((chosen, rejected), keys, strict=True):
+        as_messages = [{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply
+        replies.append(read_messages(as_messages, key, settings.known_role))
+    whole = [reply[0]["role"] != "assistant" for reply in replies]
+    if all(whole):  # UltraFeedback has such a prompt beside its conversations
+        shared = 0
+        while shared < min(map(len, replies)) and replies[0][shared] == replies[1][shared]:
+            shared += 1
+        if shared == len(replies[0]) == len(replies[1]):
+            raise RowError(Reason.EQUAL, "The chosen and the rejected reply are the same.")
+        asked, replies = replies[0][:shared], [reply[shared:] for reply in replies]
+    elif any(whole):
+        raise broken(f"Of {keys[0]} and {keys[1]} one is a whole conversation, the other a reply.")
+    if not all(replies) or not asked:
+        raise broken("The two conversations have no prompt in common, or one of them no reply of its own.")
+    first, second = (_conversation(row, [*asked, *reply], settings, context=len(asked)) for reply in replies)
+    return Pair(chosen=first, rejected=second, margin=margin)
+
+
+def _pair_of_texts(
+    row: Mapping[str, Any],
+    prompt: str | None,
+    replies: tuple[str, str],
+    settings: ReadingSettings,
+    keys: tuple[str, str],
+    margin: float,
+) -> Pair:
+    if prompt is None:  # what both begin with, as in Anthropic's hh-rlhf; a template writes messages only
+        shared = common_prefix(*replies)
+        texts = [PlainText(prompt=reply[:shared], completion=reply[shared:]) for reply in replies]
+        if replies[0] == replies[1]:
+            raise RowError(Reason.EQUAL, "The chosen and the rejected reply are the same.")
+        return Pair(chosen=texts[0], rejected=texts[1], margin=margin)
+    first, second = (
+        _answered(row, [], prompt, reply, settings, ("prompt", key)) for reply, key in zip(replies, keys, strict=True)
+    )
+    return Pair(chosen=first, rejected=second, margin=margin)
 
 
 def _answered(
@@ -233,7 +304,7 @@ def _answered(
     completion: str,
     settings: ReadingSettings,
     columns: tuple[str, str],
-) -> Sample:
+) -> Conversation | PlainText:
     """A prompt and a completion that are texts: messages where there is a chat template, as in rollouts."""
     for text, column in ((prompt, columns[0]), (completion, columns[1])):
         if not text.strip():
@@ -250,7 +321,7 @@ def _answered(
 
 def _conversation(
     row: Mapping[str, Any], messages: Sequence[Message], settings: ReadingSettings, *, context: int | None = None
-) -> Sample:
+) -> Conversation:
     """The conversation and what of it is trained; the first `context` messages are a prompt."""
     if settings.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": settings.system_prompt}, *messages]
@@ -318,5 +389,6 @@ READERS: Mapping[ExampleFormat, Callable[[Mapping[str, Any], ReadingSettings], S
     ExampleFormat.COMPLETION: _completion,
     ExampleFormat.ALPACA: _alpaca,
     ExampleFormat.TEXT: _text,
+    ExampleFormat.PAIRS: _pair,
 }
 """How a row of each format is read."""

@@ -29,18 +29,18 @@ from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.adapters.data.examples.rows import Reason, RowError
 from rollgrad.adapters.data.examples.sources import Mixture
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
-from rollgrad.domain.episodes.examples import Demonstration, WeightedTokens
+from rollgrad.domain.episodes.examples import Demonstration, Preference, WeightedTokens
 from rollgrad.domain.errors import DataError
 
 log = structlog.get_logger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Raised when the same rows and settings become other tokens."""
 CHUNK = 256
 """Rows handed to a process together."""
 LARGE = 1000
 """Rows from which a terminal is shown a progress bar."""
-ARRAYS = ("tokens", "weights", "lengths", "prompt_lengths", "branch_counts", "rows", "row_weights")
+ARRAYS = ("tokens", "weights", "lengths", "prompt_lengths", "branch_counts", "rows", "row_weights", "margins")
 REPORT_FILE = "report.json"
 
 
@@ -49,7 +49,7 @@ class PreparedExamples:
     """The examples of a data set as arrays, by index; `rows` is the place of each in the data.
 
     `tokens` int32 and `weights` float32 of all branches end to end, `lengths` and `prompt_lengths` int64 of each
-    branch, `branch_counts` int64 and `row_weights` float32 of each example.
+    branch, `branch_counts` int64, `row_weights` and `margins` float32 of each example.
     """
 
     tokens: Any
@@ -59,6 +59,7 @@ class PreparedExamples:
     branch_counts: Any
     rows: Any
     row_weights: Any
+    margins: Any
     report: DataReport
     fingerprint: str
 
@@ -90,6 +91,22 @@ class PreparedExamples:
     @_starts.default
     def _first_tokens(self) -> Any:
         return numpy.cumsum(self.lengths) - self.lengths
+
+
+@frozen(eq=False)
+class PreparedPairs:
+    """The preference pairs of a data set, by index: of each example the branches are its chosen and rejected reply."""
+
+    examples: PreparedExamples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Preference:
+        example = self.examples[index]
+        chosen, rejected = example.branches
+        margin = float(self.examples.margins[index])
+        return Preference(chosen=chosen, rejected=rejected, row=example.row, weight=example.weight, margin=margin)
 
 
 def prepare_examples(
@@ -157,6 +174,7 @@ def _prepare_all(
     counts: list[int] = []
     rows: list[int] = []
     row_weights: list[float] = []
+    margins: list[float] = []
     row_lengths: list[int] = []
     results = _results(mixture, tokenizer, settings, num_workers)
     for index, result in enumerate(_with_bar(results, len(mixture), setting)):
@@ -180,6 +198,7 @@ def _prepare_all(
         counts.append(len(result.branches))
         rows.append(index)
         row_weights.append(result.weight)
+        margins.append(result.margin)
         row_lengths.append(sum(len(branch.token_ids) for branch in result.branches))
         report.used += 1
         report.branches += len(result.branches)
@@ -196,6 +215,7 @@ def _prepare_all(
         "branch_counts": numpy.asarray(counts, dtype=numpy.int64),
         "rows": numpy.asarray(rows, dtype=numpy.int64),
         "row_weights": numpy.asarray(row_weights, dtype=numpy.float32),
+        "margins": numpy.asarray(margins, dtype=numpy.float32),
     }
     return arrays, report
 

@@ -5,7 +5,7 @@ write (`adapters/chat/training_text`).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -13,7 +13,7 @@ from attrs import evolve, field, frozen
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.chat.training_text import Anomaly, TokenBranch, TrainingText, TrainingTokens
 from rollgrad.adapters.data.examples.formats import ReadingSettings, read_row
-from rollgrad.adapters.data.examples.rows import Conversation, PlainText, Pretokenised, Reason, RowError, Sample, broken
+from rollgrad.adapters.data.examples.rows import Conversation, Pair, PlainText, Pretokenised, Reason, RowError, broken
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.errors import ConfigurationError, DataError
 
@@ -31,11 +31,13 @@ class PreparationSettings:
 
 @frozen(kw_only=True)
 class PreparedRow:
-    """A row that can be trained on: its branches, what was noticed, its weight, and whether it was over the limit."""
+    """A row that can be trained on: its branches (of a pair the chosen and the rejected reply), what was noticed, its
+    weight, a pair's margin, and whether it was over the limit."""
 
     branches: tuple[TokenBranch, ...]
     anomalies: frozenset[Anomaly]
     weight: float
+    margin: float = 0.0
     overlong: bool = False
 
 
@@ -67,20 +69,32 @@ class Preparer:
         sample, weight = read_row(row, kind, self._settings.reading)
         if weight == 0:
             raise RowError(Reason.UNTRAINED, "The row has the weight 0.")
-        made = self._tokens(sample)
+        margin = sample.margin if isinstance(sample, Pair) else 0.0
+        made = self._pair(sample) if isinstance(sample, Pair) else self._tokens(sample)
         limit = self._settings.max_tokens
         longest = max(len(branch.token_ids) for branch in made.branches)
         if longest <= limit:
-            return PreparedRow(branches=made.branches, anomalies=made.anomalies, weight=weight)
+            return PreparedRow(branches=made.branches, anomalies=made.anomalies, weight=weight, margin=margin)
         if self._settings.overlong is not LongRows.CUT:
             raise RowError(Reason.OVERLONG, f"It has {longest} tokens, more than --data.max_tokens {limit}.")
         cut = [TokenBranch(token_ids=b.token_ids[:limit], weights=b.weights[:limit]) for b in made.branches]
         left = tuple(branch for branch in cut if branch.trained)
-        if not left:
+        if not left or (isinstance(sample, Pair) and len(left) < len(cut)):
             raise RowError(Reason.CUT, f"Nothing that is trained is within its first {limit} of {longest} tokens.")
-        return PreparedRow(branches=left, anomalies=made.anomalies, weight=weight, overlong=True)
+        if isinstance(sample, Pair):
+            _refuse_equal(left)
+        return PreparedRow(branches=left, anomalies=made.anomalies, weight=weight, margin=margin, overlong=True)
 
-    def _tokens(self, sample: Sample) -> TrainingTokens:
+    def _pair(self, pair: Pair) -> TrainingTokens:
+        """Both replies, each with the prompt before it."""
+        made = [self._tokens(sample) for sample in (pair.chosen, pair.rejected)]
+        if any(len(reply.branches) > 1 for reply in made):
+            raise RowError(Reason.REFUSED, "The chat template rewrites the history within a reply of the pair.")
+        branches = tuple(reply.branches[0] for reply in made)
+        _refuse_equal(branches)
+        return TrainingTokens(branches=branches, anomalies=made[0].anomalies | made[1].anomalies)
+
+    def _tokens(self, sample: Conversation | PlainText | Pretokenised) -> TrainingTokens:
         try:
             match sample:
                 case Conversation():
@@ -113,3 +127,8 @@ class Preparer:
         if not any(weights):
             raise RowError(Reason.UNTRAINED, "None of input_ids is trained.")
         return TrainingTokens(branches=(TokenBranch(token_ids=sample.token_ids, weights=weights),))
+
+
+def _refuse_equal(branches: Sequence[TokenBranch]) -> None:
+    if branches[0].token_ids == branches[1].token_ids:
+        raise RowError(Reason.EQUAL, "The chosen and the rejected reply are the same tokens.")

@@ -32,6 +32,8 @@ class Reason(StrEnum):
     """Nothing in it has a weight in the loss."""
     OVERLONG = "overlong"
     """It has more tokens than data.max_tokens."""
+    EQUAL = "equal_replies"
+    """The chosen and the rejected reply are the same tokens."""
     CUT = "reply_cut_off"
     """Cut to data.max_tokens nothing that is trained would be left."""
 
@@ -87,7 +89,16 @@ class Pretokenised:
     weights: tuple[float, ...]
 
 
-Sample = Conversation | PlainText | Pretokenised
+@frozen(kw_only=True)
+class Pair:
+    """Two replies to one prompt, of which the first is better, by `margin` where the row says so."""
+
+    chosen: Conversation | PlainText
+    rejected: Conversation | PlainText
+    margin: float = 0.0
+
+
+Sample = Conversation | PlainText | Pretokenised | Pair
 
 SHAREGPT_ROLES: Mapping[str, str] = {
     "system": "system",

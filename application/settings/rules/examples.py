@@ -18,10 +18,10 @@ from rollgrad.application.settings.sections.cluster import ClusterConfig
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.ds import DeepSpeedConfig
 from rollgrad.application.settings.sections.examples import (
-    ExampleDataConfig,
     ExampleEvalConfig,
     ExampleFormat,
     ExampleTrainConfig,
+    RowsConfig,
 )
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.application.settings.sft import SFTRun
@@ -38,7 +38,7 @@ class ExampleRun(Protocol):
         ...
 
     @property
-    def data(self) -> ExampleDataConfig:
+    def data(self) -> RowsConfig:
         """Returns the section `data`."""
         ...
 
@@ -68,6 +68,7 @@ def sft_errors(run: SFTRun) -> list[ConfigurationError]:
 
     def rules(run: SFTRun) -> Iterator[Iterator[str]]:
         yield example_problems(run)
+        yield format_problems(run)
         yield shared_problems(run)
 
     return broken_rules(run, rules)
@@ -91,16 +92,6 @@ def example_problems(run: ExampleRun) -> Iterator[str]:
                 f"data.probs is {data.probs} with sum {total:g}, but probabilities are greater than 0 and sum to 1: "
                 "change --data.probs."
             )
-    if data.output_key is not None and data.input_key is None:
-        yield (
-            f"data.output_key is {data.output_key!r}, but no column with its prompt is named: set --data.input_key, or "
-            "leave --data.output_key out."
-        )
-    if data.input_key is not None and data.format in (ExampleFormat.TOKENS, ExampleFormat.ALPACA):
-        yield (
-            f"data.input_key is {data.input_key!r}, but data.format {data.format} has columns of its own: leave "
-            "--data.input_key or --data.format out."
-        )
     if train.max_steps is not None and train.num_epochs != ExampleTrainConfig().num_epochs:
         yield (
             f"train.max_steps is {train.max_steps} and train.num_epochs is {train.num_epochs}, but a run has one "
@@ -114,6 +105,26 @@ def example_problems(run: ExampleRun) -> Iterator[str]:
     if run.actor.lora.sync != LoraConfig().sync:
         yield (
             f"actor.lora.sync is {run.actor.lora.sync}, but no engine samples in this run: leave --actor.lora.sync out."
+        )
+
+
+def format_problems(run: SFTRun) -> Iterator[str]:
+    """Yields what is wrong with how rows are read."""
+    data = run.data
+    if data.output_key is not None and data.input_key is None:
+        yield (
+            f"data.output_key is {data.output_key!r}, but no column with its prompt is named: set --data.input_key, or "
+            "leave --data.output_key out."
+        )
+    if data.input_key is not None and data.format in (ExampleFormat.TOKENS, ExampleFormat.ALPACA):
+        yield (
+            f"data.input_key is {data.input_key!r}, but data.format {data.format} has columns of its own: leave "
+            "--data.input_key or --data.format out."
+        )
+    if data.format is ExampleFormat.PAIRS:
+        yield (
+            "data.format is pairs, which train dpo learns from: name the columns to imitate with --data.input_key and "
+            "--data.output_key, or leave --data.format out."
         )
 
 

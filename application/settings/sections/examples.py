@@ -24,6 +24,8 @@ class ExampleFormat(StrEnum):
     """`instruction`, `input` and `output`."""
     TEXT = "text"
     """`text`, all of which is trained."""
+    PAIRS = "pairs"
+    """`chosen` and `rejected`, with or without a `prompt`: texts, replies as messages, or whole conversations."""
 
 
 class TrainOn(StrEnum):
@@ -51,8 +53,8 @@ class LongRows(StrEnum):
 
 
 @define(kw_only=True)
-class ExampleDataConfig:
-    """The examples, and how they become tokens."""
+class RowsConfig:
+    """Rows of data sets, and how they become tokens."""
 
     dataset: str = setting(
         "",
@@ -61,22 +63,6 @@ class ExampleDataConfig:
     )
     probs: tuple[float, ...] | None = setting(None, "Mixing probabilities, one for each dataset; default: concatenate.")
     split: str = setting("train", "Split to read.")
-    format: ExampleFormat = setting(
-        ExampleFormat.AUTO,
-        "What a row is: tokens (input_ids with labels or a mask), messages, sharegpt (conversations), "
-        "prompt_completion, alpaca (instruction, input, output) or text; auto tells it by the columns.",
-    )
-    input_key: str | None = setting(
-        None,
-        "Column with the prompt, the messages or the text, where it is not the format's own; a dot leads into a "
-        "nested column.",
-    )
-    output_key: str | None = setting(None, "Column with the completion of input_key's prompt.")
-    train_on: TrainOn = setting(
-        TrainOn.ASSISTANT,
-        "Tokens that carry loss: of every assistant message, of the last one, of the completion (what follows the "
-        "last user message), or all. The keys train and weight of a message win.",
-    )
     max_tokens: int = setting(
         4096,
         "Longest example, in tokens; of a conversation whose template rewrites the history, longest branch.",
@@ -111,6 +97,40 @@ class ExampleDataConfig:
         None,
         "Directory where prepared data are kept for later runs; default: rollgrad in XDG_CACHE_HOME or ~/.cache.",
     )
+
+
+@define(kw_only=True)
+class ExampleDataConfig(RowsConfig):
+    """The examples, and how they become tokens."""
+
+    format: ExampleFormat = setting(
+        ExampleFormat.AUTO,
+        "What a row is: tokens (input_ids with labels or a mask), messages, sharegpt (conversations), "
+        "prompt_completion, alpaca (instruction, input, output) or text; auto tells it by the columns.",
+    )
+    input_key: str | None = setting(
+        None,
+        "Column with the prompt, the messages or the text, where it is not the format's own; a dot leads into a "
+        "nested column.",
+    )
+    output_key: str | None = setting(None, "Column with the completion of input_key's prompt.")
+    train_on: TrainOn = setting(
+        TrainOn.ASSISTANT,
+        "Tokens that carry loss: of every assistant message, of the last one, of the completion (what follows the "
+        "last user message), or all. The keys train and weight of a message win.",
+    )
+
+
+@define(kw_only=True)
+class PairDataConfig(RowsConfig):
+    """The preference pairs, and how they become tokens. Each row has a chosen and a rejected reply, as texts or
+    messages, and a prompt, or else whole conversations; `weight` is its weight in the loss."""
+
+    prompt_key: str | None = setting(
+        None, "Column with the prompt, a text or messages; default: prompt, where rows have one."
+    )
+    chosen_key: str | None = setting(None, "Column with the better reply; default: chosen.")
+    rejected_key: str | None = setting(None, "Column with the other reply; default: rejected.")
 
 
 @define(kw_only=True)

@@ -12,15 +12,11 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollgrad.domain.algorithms.catalogue import PAIR_LOSSES, PairLossTraits
+from rollgrad.domain.algorithms.catalogue import IMITATION, PAIR_LOSSES, PairLossTraits
 from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
-
-IMITATION = "sft"
-"""Name in a mixture of losses that stands for the negative log-likelihood of the chosen replies, which is no loss of
-pairs: it is a mean over the tokens of all chosen replies of the optimizer step."""
 
 CERTAIN = -1e-6
 """Mean log-probs are held below this where log(1 - p) is needed: nearer to 0 its gradient is not finite in float32."""

@@ -31,6 +31,8 @@ ROWS: Mapping[ExampleFormat, Mapping[str, Any]] = {
     ExampleFormat.ALPACA: {"instruction": "Add.", "input": "3 4", "output": "seven"},
     ExampleFormat.TEXT: {"text": "The quick brown fox"},
 }
+PAIR = {"prompt": "What is 3 plus 4?", "chosen": "seven", "rejected": "eight"}
+"""A row that its columns do not tell from others: who learns from pairs says so."""
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -255,7 +257,8 @@ json_values = st.recursive(
     kind=st.sampled_from([kind for kind in ExampleFormat if kind is not ExampleFormat.AUTO]),
     noise=st.dictionaries(
         st.sampled_from(["messages", "conversations", "prompt", "completion", "text", "input_ids", "labels", "tools",
-                         "weight", "instruction", "output", "history", "system", "chat_template_kwargs"]),
+                         "weight", "instruction", "output", "history", "system", "chat_template_kwargs",
+                         "chosen", "rejected", "margin"]),
         json_values,
         max_size=3,
     ),
@@ -264,7 +267,7 @@ json_values = st.recursive(
 def test_no_row_raises_anything_else(
     kind: ExampleFormat, noise: Mapping[str, Any], based: bool, tiny_tokenizer: Any
 ) -> None:
-    row = {**(ROWS[kind] if based else {}), **noise}
+    row = {**(ROWS.get(kind, PAIR) if based else {}), **noise}
     try:
         made = Preparer(tiny_tokenizer, PreparationSettings()).prepare(row, kind)
     except RowError:

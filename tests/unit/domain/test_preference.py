@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain.algorithms.catalogue import PAIR_LOSSES
-from rollgrad.domain.algorithms.losses.preference import FUNCTIONS, IMITATION, PreferenceObjective
+from rollgrad.domain.algorithms.catalogue import IMITATION, PAIR_LOSSES
+from rollgrad.domain.algorithms.losses.preference import FUNCTIONS, PreferenceObjective
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.batches.packed import PackedBatch

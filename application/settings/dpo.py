@@ -1,0 +1,110 @@
+"""A run that learns from preference pairs: its sections, and the rules across them.
+
+Importable without torch.
+"""
+
+from collections.abc import Iterator
+
+from attrs import define
+
+from rollgrad.application.settings.rules.examples import example_problems, shared_problems
+from rollgrad.application.settings.sections.actor import ModelConfig
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig
+from rollgrad.application.settings.sections.cluster import ClusterConfig
+from rollgrad.application.settings.sections.ds import DeepSpeedConfig
+from rollgrad.application.settings.sections.examples import ExampleEvalConfig, ExampleTrainConfig, PairDataConfig
+from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.application.settings.sections.optimizer import AdamConfig, LRScheduler
+from rollgrad.application.settings.sections.ref import RefConfig
+from rollgrad.application.settings.validation import broken_rules
+from rollgrad.domain.algorithms.catalogue import IMITATION, PAIR_LOSSES
+from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.settings import BELOW_ONE, section, setting
+
+
+@define(kw_only=True)
+class PreferenceModelConfig(ModelConfig):
+    """The model that is trained, and its optimizer."""
+
+    adam: AdamConfig = section(
+        lambda: AdamConfig(lr=5e-7), "AdamW. Adapters (lora.rank above 0) want about ten times the learning rate."
+    )
+    lr_scheduler: LRScheduler = setting(LRScheduler.COSINE_WITH_MIN_LR, "Learning rate after warm-up.")
+    lr_warmup_ratio: float = setting(0.03, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
+
+
+@define(kw_only=True)
+class DPORun:
+    """A run that learns from preference pairs."""
+
+    actor: PreferenceModelConfig = section(PreferenceModelConfig, "The model that is trained.")
+    ref: RefConfig = section(RefConfig, "The frozen reference.")
+    dpo: PreferenceSettings = section(PreferenceSettings, "The loss of preference pairs.")
+    data: PairDataConfig = section(PairDataConfig, "The preference pairs.")
+    train: ExampleTrainConfig = section(ExampleTrainConfig, "How pairs become optimizer steps.")
+    eval: ExampleEvalConfig = section(ExampleEvalConfig, "Evaluation.")
+    cluster: ClusterConfig = section(ClusterConfig, "Processes of their own for the models, on this machine or many.")
+    ds: DeepSpeedConfig = section(DeepSpeedConfig, "How models are divided over their processes.")
+    ckpt: CheckpointConfig = section(CheckpointConfig, "What is written where.")
+    logger: LoggerConfig = section(LoggerConfig, "Where metrics go.")
+
+
+def has_reference(dpo: PreferenceSettings) -> bool:
+    """Returns whether one of the losses compares with a reference."""
+    return any(PAIR_LOSSES[name].reference for name in dpo.loss if name != IMITATION)
+
+
+def dpo_errors(run: DPORun) -> list[ConfigurationError]:
+    """Returns every rule that the settings of a run over preference pairs break."""
+
+    def rules(run: DPORun) -> Iterator[Iterator[str]]:
+        yield example_problems(run)
+        yield loss_problems(run)
+        yield shared_problems(run)
+
+    return broken_rules(run, rules)
+
+
+def loss_problems(run: DPORun) -> Iterator[str]:
+    """Yields what is wrong with the loss and its reference."""
+    dpo, default = run.dpo, PreferenceSettings()
+    unknown = [name for name in dpo.loss if name not in PAIR_LOSSES and name != IMITATION]
+    if unknown:
+        yield (
+            f"dpo.loss names {', '.join(unknown)}, but the losses are {', '.join(PAIR_LOSSES)} and {IMITATION}: change "
+            "--dpo.loss."
+        )
+        return
+    if dpo.loss_weights is not None and len(dpo.loss_weights) != len(dpo.loss):
+        yield (
+            f"dpo.loss_weights has {len(dpo.loss_weights)} numbers for {len(dpo.loss)} losses: give one for each of "
+            "--dpo.loss."
+        )
+    elif dpo.loss_weights is not None and not any(dpo.loss_weights):
+        yield "dpo.loss_weights are all 0, so that nothing is learned: raise one of --dpo.loss_weights."
+    used = {setting for name in dpo.loss if name != IMITATION for setting in PAIR_LOSSES[name].uses}
+    for key in ("label_smoothing", "simpo_gamma", "discopop_tau"):
+        if getattr(dpo, key) != getattr(default, key) and key not in used:
+            readers = ", ".join(name for name, traits in PAIR_LOSSES.items() if key in traits.uses)
+            yield (
+                f"dpo.{key} is {getattr(dpo, key)}, but none of the losses {', '.join(dpo.loss)} reads it: leave "
+                f"--dpo.{key} out, or set --dpo.loss to one of {readers}."
+            )
+    if "exo_pair" in dpo.loss and dpo.label_smoothing == 0:
+        yield (
+            "dpo.loss has exo_pair, whose divergence is infinite for labels without doubt, but dpo.label_smoothing is "
+            "0: set --dpo.label_smoothing, such as 0.001."
+        )
+    if dpo.loss == (IMITATION,) and (dpo.beta, dpo.ld_alpha) != (default.beta, default.ld_alpha):
+        yield f"dpo.beta or dpo.ld_alpha is set, but the loss {IMITATION} compares no replies: leave them out."
+    if run.ref.model_name_or_path is not None and not has_reference(dpo):
+        yield (
+            f"ref.model_name_or_path is {run.ref.model_name_or_path!r}, but {', '.join(dpo.loss)} compares with no "
+            "reference: leave --ref.model_name_or_path out, or change --dpo.loss."
+        )
+    if run.cluster.enable and (run.ref.num_nodes, run.ref.num_gpus_per_node) != (None, None):
+        yield (
+            "ref.num_nodes or ref.num_gpus_per_node is set, but the reference is in the actor's processes, before "
+            "training begins: leave --ref.num_nodes and --ref.num_gpus_per_node out."
+        )

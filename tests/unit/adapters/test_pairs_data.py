@@ -1,0 +1,128 @@
+"""Rows with a chosen and a rejected reply become pairs of tokens that share their prompt."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.data.examples.formats import ReadingSettings, find_format
+from rollgrad.adapters.data.examples.preparation import PreparedPairs
+from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
+from rollgrad.adapters.data.examples.rows import Reason, RowError
+from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
+from rollgrad.domain.batches.examples import pack_preferences
+from rollgrad.domain.episodes.examples import Preference
+from rollgrad.domain.errors import DataError
+from tests.unit.adapters.test_examples_data import opened, prepared, write
+
+READING = ReadingSettings(format=ExampleFormat.PAIRS)
+ASKED = [{"role": "user", "content": "What is 3 plus 4?"}]
+SEVEN, EIGHT = ({"role": "assistant", "content": text} for text in ("seven", "eight"))
+
+ROWS: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": "What is 3 plus 4?", "chosen": "seven", "rejected": "eight"},
+    "prompt of messages": {"prompt": ASKED, "chosen": "seven", "rejected": [EIGHT]},
+    "all messages": {"prompt": ASKED, "chosen": [SEVEN], "rejected": [EIGHT]},
+    "conversations": {"chosen": [*ASKED, SEVEN], "rejected": [*ASKED, EIGHT]},
+    "conversations beside a prompt": {
+        "prompt": "What is 3 plus 4?",
+        "chosen": [*ASKED, SEVEN],
+        "rejected": [*ASKED, EIGHT],
+    },
+}
+"""The same pair, in each form."""
+
+
+def pairs_of(path: Path, tokenizer: Any, *rows: Any, reading: ReadingSettings = READING, **more: Any) -> PreparedPairs:
+    mixture = opened(write(path / "pairs.jsonl", *rows), reading)
+    return PreparedPairs(prepared(mixture, tokenizer, path / "cache", reading=reading, **more))
+
+
+def texts(pair: Preference, tokenizer: Any) -> tuple[str, str, str]:
+    """The shared prompt, and what is trained of each reply."""
+    prompt = tokenizer.decode(pair.chosen.token_ids_T[: pair.chosen.prompt_length])
+    trained = (tokenizer.decode(reply.token_ids_T[reply.weights_T > 0]) for reply in (pair.chosen, pair.rejected))
+    return (prompt, *trained)
+
+
+@pytest.mark.parametrize("form", ROWS)
+def test_every_form_of_a_pair_is_the_same_pair(form: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    (pair,) = (pairs_of(tmp_path, tiny_tokenizer, ROWS[form])[0],)
+    prompt = TemplateCodec(tiny_tokenizer).render(ASKED).token_ids
+    assert pair.chosen.token_ids_T[: pair.chosen.prompt_length].tolist() == list(prompt), "the prompt of a rollout"
+    assert torch.equal(pair.rejected.token_ids_T[: len(prompt)], pair.chosen.token_ids_T[: len(prompt)])
+    assert texts(pair, tiny_tokenizer)[1:] == ("seven<|im_end|>", "eight<|im_end|>")
+
+
+def test_texts_without_a_prompt_share_what_both_begin_with(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    row = {"chosen": "\n\nHuman: Add.\n\nAssistant: seven", "rejected": "\n\nHuman: Add.\n\nAssistant: eight"}
+    prompt, chosen, rejected = texts(pairs_of(tmp_path, tiny_tokenizer, row)[0], tiny_tokenizer)
+    assert prompt.startswith("\n\nHuman: Add.\n\nAssistant:")
+    assert prompt + chosen.removesuffix("<|im_end|>") == row["chosen"]
+    assert prompt + rejected.removesuffix("<|im_end|>") == row["rejected"]
+
+
+def test_only_what_follows_the_common_messages_is_trained(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    before = [*ASKED, SEVEN, {"role": "user", "content": "And more?"}]
+    row = {"chosen": [*before, EIGHT], "rejected": [*before, SEVEN], "margin": 2, "weight": 0.5}
+    pair = pairs_of(tmp_path, tiny_tokenizer, row)[0]
+    assert texts(pair, tiny_tokenizer)[1:] == ("eight<|im_end|>", "seven<|im_end|>")
+    assert (pair.margin, pair.weight, pair.row) == (2.0, 0.5, 0)
+    batch = pack_preferences([pair])
+    assert batch.prompt_lengths_S.tolist() == [pair.chosen.prompt_length] * 2
+
+
+def test_columns_of_other_names(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    reading = evolve(READING, input_key="question", chosen_key="better", rejected_key="worse")
+    row = {"question": "What is 3 plus 4?", "better": "seven", "worse": "eight"}
+    pair = pairs_of(tmp_path, tiny_tokenizer, row, reading=reading)[0]
+    assert texts(pair, tiny_tokenizer)[1:] == ("seven<|im_end|>", "eight<|im_end|>")
+    with pytest.raises(DataError, match=r"no column 'chosen' and no column 'rejected'.*--data.chosen_key and"):
+        find_format(list(row), "set", READING)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "said"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, Reason.EQUAL, "same"),
+        ({"chosen": [*ASKED, SEVEN], "rejected": [*ASKED, SEVEN]}, Reason.EQUAL, "same"),
+        ({"chosen": "same", "rejected": "same"}, Reason.EQUAL, "same"),
+        ({"prompt": "a", "chosen": "", "rejected": "b"}, Reason.EMPTY, "chosen is empty"),
+        ({"prompt": " ", "chosen": "a", "rejected": "b"}, Reason.EMPTY, "prompt is empty"),
+        ({"prompt": "a", "chosen": None, "rejected": "b"}, Reason.EMPTY, "chosen has no messages"),
+        ({"prompt": "a", "rejected": "b"}, Reason.BROKEN, "no column 'chosen'"),
+        ({"prompt": "a", "chosen": 3, "rejected": "b"}, Reason.BROKEN, "chosen holds 3"),
+        ({"prompt": ASKED, "chosen": [], "rejected": [SEVEN]}, Reason.EMPTY, "chosen has no messages"),
+        ({"prompt": 5, "chosen": "a", "rejected": "b"}, Reason.BROKEN, "prompt holds 5"),
+        ({"chosen": [*ASKED, SEVEN], "rejected": [EIGHT]}, Reason.BROKEN, "one is a whole conversation"),
+        ({"chosen": [*ASKED, SEVEN], "rejected": ASKED}, Reason.BROKEN, "no reply of its own"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "big"}, Reason.BROKEN, "margin"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "weight": 0}, Reason.UNTRAINED, "weight 0"),
+    ],
+)
+def test_rows_that_are_no_pairs_have_a_reason(
+    row: dict[str, Any], reason: Reason, said: str, tiny_tokenizer: Any
+) -> None:
+    preparer = Preparer(tiny_tokenizer, PreparationSettings(reading=READING))
+    with pytest.raises(RowError, match=said) as refused:
+        preparer.prepare(row, ExampleFormat.PAIRS)
+    assert refused.value.reason is reason
+
+
+def test_long_pairs_are_dropped_or_cut_but_never_to_equal_replies(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    long = {"prompt": "a", "chosen": "b " * 40 + "x", "rejected": "b " * 40 + "y"}
+    for overlong, reason in ((LongRows.DROP, Reason.OVERLONG), (LongRows.CUT, Reason.EQUAL)):
+        path = tmp_path / overlong
+        path.mkdir()
+        kept = pairs_of(path, tiny_tokenizer, ROWS["texts"], long, max_tokens=40, overlong=overlong)
+        assert len(kept) == 1
+        assert set(kept.examples.report.dropped) == {reason}
+    differing = {"prompt": "a", "chosen": "b " * 40, "rejected": "c " * 40}
+    path = tmp_path / "differing"
+    path.mkdir()
+    kept = pairs_of(path, tiny_tokenizer, differing, max_tokens=40, overlong=LongRows.CUT)
+    assert [len(reply) for reply in (kept[0].chosen, kept[0].rejected)] == [40, 40]
+    assert texts(kept[0], tiny_tokenizer)[1].startswith("b b")

@@ -1,0 +1,73 @@
+"""Settings of preference runs: each changes something, or is refused in one sentence."""
+
+import re
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig, dpo_errors
+from rollgrad.application.settings.rules.examples import sft_errors
+from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleFormat, PairDataConfig
+from rollgrad.application.settings.sections.ref import RefConfig
+from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig
+from rollgrad.domain.algorithms.settings import PreferenceSettings
+
+RUN = DPORun(actor=PreferenceModelConfig(model_name_or_path="m"), data=PairDataConfig(dataset="pairs.jsonl"))
+
+
+def sentences(run: DPORun) -> list[str]:
+    return [str(error) for error in dpo_errors(run)]
+
+
+def test_a_run_with_a_model_and_pairs_is_right() -> None:
+    assert sentences(RUN) == []
+    assert RUN.dpo.mixture == {"sigmoid": 1.0}
+    mpo = PreferenceSettings(loss=("sigmoid", "bco_pair", "sft"), loss_weights=(0.8, 0.2, 1.0), beta=0.2)
+    assert sentences(evolve(RUN, dpo=mpo)) == []
+    assert mpo.mixture == {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("dpo", "said"),
+    [
+        ({"loss": ("dpo",)}, r"dpo.loss names dpo, but the losses are sigmoid, .* and sft"),
+        ({"loss": ()}, "at least one name"),
+        ({"loss": ("ipo", "ipo")}, "each once"),
+        ({"loss_weights": (1.0, 2.0)}, "2 numbers for 1 losses"),
+        ({"loss_weights": (0.0,)}, "all 0"),
+        ({"loss_weights": (-1.0,)}, "at least 0"),
+        ({"beta": 0.0}, "greater than 0"),
+        ({"label_smoothing": 0.5}, "below 0.5"),
+        ({"loss": ("ipo",), "label_smoothing": 0.1}, "none of the losses ipo reads it.*sigmoid, robust"),
+        ({"simpo_gamma": 0.5}, "reads it.*simpo"),
+        ({"discopop_tau": 0.5}, "reads it.*discopop"),
+        ({"ld_alpha": 1.5}, "from 0 to 1"),
+        ({"loss": ("exo_pair",)}, "set --dpo.label_smoothing"),
+        ({"loss": ("sft",), "beta": 0.1}, "compares no replies"),
+    ],
+)
+def test_settings_of_the_loss_that_cannot_be(dpo: dict[str, Any], said: str) -> None:
+    (sentence,) = sentences(evolve(RUN, dpo=PreferenceSettings(**dpo)))
+    assert re.search(said, sentence), sentence
+
+
+def test_a_reference_that_nobody_reads_is_refused() -> None:
+    named = evolve(RUN, ref=RefConfig(model_name_or_path="r"))
+    assert sentences(named) == []
+    (sentence,) = sentences(evolve(named, dpo=PreferenceSettings(loss=("simpo", "sft"))))
+    assert "compares with no reference" in sentence
+
+
+def test_all_problems_are_named_together() -> None:
+    found = sentences(DPORun(dpo=PreferenceSettings(loss=("what",), beta=-1.0)))
+    assert [sentence.split()[0] for sentence in found] == ["dpo.beta", "No", "dpo.loss", "No"]
+
+
+def test_pairs_are_not_imitated() -> None:
+    run = SFTRun(
+        actor=SupervisedModelConfig(model_name_or_path="m"),
+        data=ExampleDataConfig(dataset="a.jsonl", format=ExampleFormat.PAIRS),
+    )
+    (error,) = sft_errors(run)
+    assert "train dpo" in str(error)
