@@ -17,7 +17,6 @@ from rollgrad.application.settings.function_path import FunctionPath
 from rollgrad.application.settings.memory_plan import (
     MIB,
     Machine,
-    ModelShape,
     RoleMemory,
     memory_plan,
     places,
@@ -25,7 +24,6 @@ from rollgrad.application.settings.memory_plan import (
 )
 from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, RollgradError, raise_together
 from rollgrad.entrypoints.run_directory import output_problem
@@ -101,59 +99,6 @@ def show_plan(config: RLConfig, console: "Console") -> list[str]:
     return list(shortages(rows, machine))
 
 
-def model_shape(key: str, name: str, lora: LoraConfig | None = None) -> ModelShape:
-    """The shape of a model, with the adapters of `lora`, from its configuration alone: it is built without memory for
-    its weights.
-
-    Raises:
-        CheckpointError: there is no such model.
-        ConfigurationError: a target module of `lora` is no linear layer of it, or it has no 4-bit form.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from rollgrad.adapters.models.torch.attention import check_layers
-    from rollgrad.adapters.models.torch.lora import adapter_numbers
-    from rollgrad.adapters.models.torch.quantised import quantised_numbers
-
-    try:
-        settings = AutoConfig.from_pretrained(str(Path(name).expanduser()) if _is_path(name) else name)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings)
-        check_layers(model)
-        text = settings.get_text_config()
-        layers = [text.per_layer_config[index] for index in range(text.num_hidden_layers)]  # Gemma 4's are unlike
-        kv_heads, head_dim = max(map(_cache_shape, layers), key=math.prod)
-    except ConfigurationError as error:
-        raise ConfigurationError(
-            f"--{key} is {name!r}, which packed training does not compute as it is ({str(error).rstrip('.')}): choose "
-            f"another --{key}."
-        ) from error
-    except Exception as error:  # the code of a model's class and its settings may raise anything
-        raise CheckpointError(f"{key} is {name!r}, which is no readable model: check --{key}.") from error
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    return ModelShape(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        adapters=adapter_numbers(model, lora) if lora is not None and lora.rank else 0,
-        quantised=quantised_numbers(model) if lora is not None and lora.load_in_4bit else 0,
-        embedding=embedding.numel(),
-        tied=head is not None and head.weight is embedding,
-    )
-
-
-def _cache_shape(text: Any) -> tuple[int, int]:
-    """(heads, mean width of keys and values) that a token has in the cache of a layer with these settings."""
-    heads: int = text.num_attention_heads
-    if getattr(text, "kv_lora_rank", None) is not None:  # latent attention: the cache holds what each head computes
-        return heads, -(-(text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) // 2)
-    width: int = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return getattr(text, "num_key_value_heads", None) or heads, width
-
-
 def _machine() -> Machine:
     """This one's memory: other machines of a cluster are not asked before the run."""
     import torch
@@ -164,6 +109,7 @@ def _machine() -> Machine:
 
 def _plan_memory(config: RLConfig, machine: Machine) -> list[RoleMemory]:
     from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
+    from rollgrad.adapters.models.torch.shape import model_shape
 
     critic, reference = config.critic.model_name_or_path, config.ref.model_name_or_path
     reward = config.reward.model_name_or_path

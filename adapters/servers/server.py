@@ -41,6 +41,9 @@ from rollgrad.adapters.servers.guard import (
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError
 
+App = Starlette
+"""What `run_server` serves."""
+
 TOKEN_VARIABLE = "ROLLGRAD_TOKEN"
 """Environment variable with the token that clients must send; a flag would show it to every user of the machine."""
 STOP_SECONDS = 10.0

@@ -11,7 +11,7 @@ from attrs import define
 from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
+    from rollgrad.adapters.servers.server import App
 
 
 @define(kw_only=True)
@@ -56,7 +56,7 @@ def serve_agent(arguments: ServeAgentArguments) -> None:
 
 
 @contextlib.contextmanager
-def _loaded_app(arguments: ServeAgentArguments) -> "Iterator[tuple[Starlette, int]]":
+def _loaded_app(arguments: ServeAgentArguments) -> "Iterator[tuple[App, int]]":
     from rollgrad.adapters.servers.agent_server import AgentServer, max_body_bytes
     from rollgrad.entrypoints.composition.assistant import load_assistant
 

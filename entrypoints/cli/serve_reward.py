@@ -11,7 +11,7 @@ from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
+    from rollgrad.adapters.servers.server import App
 
 
 @define(kw_only=True)
@@ -67,7 +67,7 @@ def serve_reward_model(arguments: ServeRewardArguments) -> None:
 
 
 @contextlib.contextmanager
-def _loaded_app(arguments: ServeRewardArguments) -> "Iterator[tuple[Starlette, int]]":
+def _loaded_app(arguments: ServeRewardArguments) -> "Iterator[tuple[App, int]]":
     from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
     from rollgrad.adapters.models.torch.reward_model import RewardModel
     from rollgrad.adapters.servers.guard import MAX_BODY_BYTES

@@ -1,17 +1,14 @@
 """From the settings `actor` and `data` to the tokenizer, and the template that writes and reads conversations."""
 
-import re
-from pathlib import Path
 from typing import Any
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.chat.template_file import read_chat_template
 from rollgrad.adapters.models.torch.loading import load_tokenizer
 from rollgrad.application.settings.sections.actor import ActorConfig
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.errors import ConfigurationError
 
-_GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
-"""Tags around a reply, which transformers adds to Jinja."""
 BOOLEANS = {"true": True, "false": False}
 """Values on a command line that are booleans of a template, for `false` as a text would count as true there."""
 
@@ -27,34 +24,6 @@ def make_tokenizer(actor: ActorConfig, data: DataConfig) -> Any:
     if data.chat_template is not None:
         tokenizer.chat_template = read_chat_template(data.chat_template)
     return tokenizer
-
-
-def read_chat_template(value: str) -> str:
-    """The template that `data.chat_template` is, or names.
-
-    Raises:
-        ConfigurationError: it is no file that can be read, or no Jinja template.
-    """
-    from jinja2 import Environment, TemplateSyntaxError
-
-    text, where = value, "data.chat_template"
-    if "{{" not in value and "{%" not in value:
-        where = f"data.chat_template {value}"
-        try:
-            text = Path(value).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not text"
-            raise ConfigurationError(
-                f"data.chat_template is {value!r}, which is no Jinja template and no file that can be read ({reason}): "
-                "check --data.chat_template."
-            ) from error
-    try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text))
-    except TemplateSyntaxError as error:
-        raise ConfigurationError(
-            f"{where} is no Jinja template (line {error.lineno}: {error.message}): check --data.chat_template."
-        ) from error
-    return text
 
 
 def make_codec(data: DataConfig, tokenizer: Any) -> TemplateCodec:

@@ -12,6 +12,7 @@ import torch
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.adapters.models.ray.sharded import ShardedPolicy, ShardedReference, ShardedValue, reward_copies
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.rewards.model import ModelReward
@@ -30,7 +31,6 @@ from rollgrad.domain.errors import (
     WorkerError,
 )
 from rollgrad.domain.ports.checkpoint_store import TrainingState
-from rollgrad.entrypoints.dry_run import model_shape
 from tests.fakes import cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

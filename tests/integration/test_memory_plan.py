@@ -8,12 +8,12 @@ import torch
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.application.settings.memory_plan import Machine, memory_plan
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
-from rollgrad.entrypoints.dry_run import model_shape
 from tests.fakes import cluster
 from tests.tensor_bytes import tensor_bytes
 from tests.tiny_models import saved, tiny_model

@@ -12,11 +12,11 @@ from rollgrad.adapters.models.torch import attention
 from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
 from rollgrad.adapters.models.torch.compatibility import check_positions, logit_form
 from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition.models import make_actor_model, make_reference_model
-from rollgrad.entrypoints.dry_run import model_shape
 from tests.tiny_architectures import tiny_model
 
 FLAG = "--critic.model_name_or_path"
