@@ -4,10 +4,10 @@ The classes whose fields are made by `setting` and `section` are the configurati
 checks are read from them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attrs import Attribute, Factory, field, frozen
+from attrs import Attribute, Factory, define, field, frozen
 
 
 @frozen
@@ -34,6 +34,7 @@ class Told:
 
     doc: str
     range: Range | None = None
+    brought: Callable[[], Mapping[str, type]] | None = None
 
     @classmethod
     def by(cls, attribute: "Attribute[Any]") -> "Told":
@@ -69,6 +70,19 @@ def setting(
     return field(default=default, converter=converter, metadata={Told: Told(doc, range)})
 
 
-def section(kind: Callable[[], Any], doc: str) -> Any:
-    """Returns the field of a section of settings, which `kind` makes."""
-    return field(default=Factory(kind), metadata={Told: Told(doc)})
+def own_first(_: type, fields: Sequence["Attribute[Any]"]) -> list["Attribute[Any]"]:
+    """Orders the fields of a class: its own before those of the class that it derives from, for `define`."""
+    return sorted(fields, key=lambda its: bool(its.inherited))  # type: ignore[attr-defined]
+
+
+@define(kw_only=True)
+class OwnSettings:
+    """A section of sections that are not known beforehand, such as the settings that policy losses bring."""
+
+
+def section(kind: Callable[[], Any], doc: str, brought: Callable[[], Mapping[str, type]] | None = None) -> Any:
+    """Returns the field of a section of settings, which `kind` makes.
+
+    `brought`: returns the sections within it that are known by now, by name, for `OwnSettings`.
+    """
+    return field(default=Factory(kind), metadata={Told: Told(doc, brought=brought)})

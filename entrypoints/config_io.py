@@ -16,6 +16,7 @@ import cattrs
 import yaml
 
 from rollgrad.application.foreign import foreign_code
+from rollgrad.application.settings.brought import with_brought
 from rollgrad.application.settings.presets import preset_settings
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.spelling import choice
@@ -26,6 +27,10 @@ from rollgrad.entrypoints.redaction import hide, secrets_of_settings
 Config = TypeVar("Config", bound=attrs.AttrsInstance)
 Run = TypeVar("Run", bound=attrs.AttrsInstance)
 """A composition of sections, such as `RLConfig`."""
+
+EXTENSION = "algo.extension_path"
+"""Names the file with a user's estimators and policy losses, and the settings that these bring, in the runs that have
+this setting."""
 
 PRESET = "algo.preset"
 """Names recipes in the runs that have this setting, until they are expanded where a file or flags are read."""
@@ -49,16 +54,18 @@ def load_config(path: Path | str | None = None, *, preset: str | None = None) ->
 
 
 def read_config(
-    path: Path | str | None, *, preset: str | None = None, run: type[Run]
+    path: Path | str | None, *, preset: str | None = None, extension: str | None = None, run: type[Run]
 ) -> tuple[Run, list[ConfigurationError]]:
     """`load_config` for any run, as far as the file can be read: what it says wrongly keeps its default, and why is
     listed.
+
+    `extension`: the user's file with algorithms, in place of the one that the file names.
 
     Raises:
         ConfigurationError: the file cannot be read, is not YAML, or there is no such preset.
     """
     if path is None:
-        return _structured(run, None, preset)
+        return _structured(run, None, preset, extension)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -72,7 +79,7 @@ def read_config(
             line = f" at line {where.line + 1}" if where else ""
             raise ConfigurationError(f"The configuration file {path} is not YAML{line}: correct it.") from error
         hide(secrets_of_settings(data))
-        return _structured(run, data, preset)
+        return _structured(run, data, preset, extension)
 
 
 class _OnceLoader(yaml.SafeLoader):
@@ -103,7 +110,7 @@ def structure_config(data: Mapping[str, Any] | None, *, preset: str | None = Non
     Raises:
         ConfigurationError: an unknown key, preset, or a value of a wrong type.
     """
-    config, problems = _structured(RLConfig, data, preset)
+    config, problems = _structured(RLConfig, data, preset, None)
     raise_together(problems)
     return config
 
@@ -115,10 +122,13 @@ def forget_preset(config: attrs.AttrsInstance) -> None:
 
 
 def _structured(
-    run: type[Run], data: Mapping[str, Any] | None, preset: str | None
+    run: type[Run], data: Mapping[str, Any] | None, preset: str | None, extension: str | None
 ) -> tuple[Run, list[ConfigurationError]]:
     """The configuration as far as it can be read, and what cannot be."""
     problems: list[ConfigurationError] = []
+    if EXTENSION in setting_names(run):
+        problems += load_extension_file(extension or _named(data, EXTENSION))
+        run = with_brought(run)
     config = _section(run, data, "", problems)
     names = preset or (attrgetter(PRESET)(config) if PRESET in setting_names(run) else None)
     if names is not None:
@@ -130,6 +140,25 @@ def _structured(
             config = _section(run, _merged(settings, data if isinstance(data, Mapping) else {}), "", [])
         forget_preset(config)
     return config, problems
+
+
+def load_extension_file(path: Any) -> list[ConfigurationError]:
+    """Runs the file with the user's algorithms, if one is named; returns why it cannot be."""
+    if isinstance(path, str):
+        from rollgrad.adapters.system.python_file import load_python_file
+
+        try:
+            load_python_file(path, flag=f"--{EXTENSION}")
+        except ConfigurationError as error:
+            return [error]
+    return []
+
+
+def _named(data: Any, name: str) -> Any:
+    """Returns what nested mappings hold under a dotted name; None where there is nothing."""
+    for key in name.split("."):
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:

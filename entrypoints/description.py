@@ -16,6 +16,7 @@ import yaml
 
 import rollgrad
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
+from rollgrad.application.settings.brought import with_brought
 from rollgrad.application.settings.rules.resume import MODELS, changes, refusals
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, raise_together
@@ -45,7 +46,7 @@ def describe(config: RLConfig, prompts: Any) -> Description:
 def flat_settings(config: RLConfig) -> dict[str, Any]:
     """Every setting by its dotted name, without secrets, as JSON has it."""
     settings = _public_settings(config)
-    return {name: reduce(getitem, name.split("."), settings) for name in setting_names()}
+    return {name: reduce(getitem, name.split("."), settings) for name in setting_names(type(config))}
 
 
 def versions() -> dict[str, str]:
@@ -74,7 +75,7 @@ def check_continues(begun: Mapping[str, Any] | None, now: Description) -> None:
     if begun is None:
         log.warning("the training state does not say which run it is of: nothing is compared")
         return
-    defaults = flat_settings(RLConfig())
+    defaults = flat_settings(with_brought(RLConfig)())
     try:
         raise_together([CheckpointError(sentence) for sentence in refusals(begun, now, defaults)])
         changed = changes(begun, now, defaults)

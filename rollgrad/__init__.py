@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rollgrad.application.settings.run import RLConfig as RLConfig
     from rollgrad.domain.algorithms.estimators.registry import estimator as estimator
     from rollgrad.domain.algorithms.losses.contract import policy_loss as policy_loss
+    from rollgrad.domain.settings import setting as setting
     from rollgrad.entrypoints.library import TrainResult as TrainResult
     from rollgrad.entrypoints.library import evaluate as evaluate
     from rollgrad.entrypoints.library import load_config as load_config
@@ -30,6 +31,7 @@ _PUBLIC = {
     "TrainResult": "rollgrad.entrypoints.library",
     "estimator": "rollgrad.domain.algorithms.estimators.registry",
     "policy_loss": "rollgrad.domain.algorithms.losses.contract",
+    "setting": "rollgrad.domain.settings",
     "tool": "rollgrad.adapters.tools.function",
 }
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "evaluate",
     "load_config",
     "policy_loss",
+    "setting",
     "tool",
     "train",
 ]

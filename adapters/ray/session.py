@@ -2,9 +2,11 @@
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from rollgrad.adapters.system.python_file import USER_MODULE
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
 
@@ -47,6 +49,9 @@ class RaySession:
 
     def __init__(self, address: str | None, *, cpus: float) -> None:
         ray = ray_module()
+        # Classes of a user's file, such as settings that a loss brings, travel whole: no process could import them.
+        for module in [module for name, module in sys.modules.items() if name.startswith(USER_MODULE)]:
+            ray.cloudpickle.register_pickle_by_value(module)
         self._owned = not ray.is_initialized()
         if not self._owned:
             return

@@ -8,6 +8,9 @@ from types import ModuleType
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError
 
+USER_MODULE = "rollgrad_user_"
+"""Begins the names of modules that are made of users' files, which no import finds."""
+
 
 def load_python_file(path: str, *, flag: str) -> ModuleType:
     """Returns the module made of the file; `flag` is what named it.
@@ -18,7 +21,7 @@ def load_python_file(path: str, *, flag: str) -> ModuleType:
     file = Path(path)
     if not file.is_file():
         raise ConfigurationError(f"{flag} is {path!r}, but there is no such file.")
-    name = f"rollgrad_user_{file.stem}"
+    name = f"{USER_MODULE}{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ConfigurationError(f"{flag} is {path!r}: it must be a Python file (.py).")

@@ -12,7 +12,7 @@ from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.domain.algorithms import shaping
 from rollgrad.domain.algorithms.catalogue import estimator_traits
-from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParams, estimate
+from rollgrad.domain.algorithms.estimators import EstimatorInput, estimate
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.settings import Normalise, OldLogprobs
 from rollgrad.domain.batches.packed import RolloutBatch, pack
@@ -108,10 +108,7 @@ class ExperienceService:
         reward = self._reward
         if reward.cosine_length:
             assert self._max_length is not None
-            settings = shaping.CosineLength(
-                passed=reward.cosine_passed, failed=reward.cosine_failed, exceeded=reward.cosine_exceeded
-            )
-            shaped_N = shaping.cosine_length(batch, settings, limit=self._max_length, threshold=reward.pass_threshold)
+            shaped_N = shaping.cosine_length(batch, reward, limit=self._max_length)
             batch = evolve(batch, rewards_N=shaped_N)
         if reward.overlong_buffer_len is not None:
             assert self._max_length is not None
@@ -190,14 +187,10 @@ class ExperienceService:
                 reward_parts_SK=parts_SK,
                 part_weights_K=weights_K,
             ),
-            EstimatorParams(
-                gamma=advantage.gamma,
-                lambd=advantage.lambd,
-                critic_lambd=advantage.critic_lambd,
-                length_adaptive_alpha=advantage.length_adaptive_alpha,
-            ),
+            advantage,
             whiten=advantage.whiten,
             std_norm=not advantage.no_std_norm,
+            settings=getattr(self._algo.estimators, advantage.estimator, None),
         )
         actions_A = result.advantages_N[batch.action_mask_N]
         metrics["advantage/mean"] = float(actions_A.mean())

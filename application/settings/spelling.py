@@ -3,7 +3,7 @@
 `choice` and `canonical_names` are the one place that understands them, for flags, YAML and the library alike.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from types import UnionType
 from typing import Any, TypeVar, get_args
@@ -23,7 +23,7 @@ from rollgrad.domain.algorithms.catalogue import (
     plain_name,
 )
 from rollgrad.domain.algorithms.settings import Aggregation, KLEstimator
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, raise_together
 
 Kind = TypeVar("Kind", bound=StrEnum)
 
@@ -66,9 +66,9 @@ def canonical_names(config: RLConfig) -> None:
     own file (`algo.extension_path`) must be known before: their names come first.
 
     Raises:
-        ConfigurationError: a value is no member of its setting's enum, or the name of a preset.
+        ConfigurationError: values are no members of their settings' enums, or names of presets; one sentence for each.
     """
-    canonical_choices(config)
+    problems = list(_choices(config, ""))
     config.algo.advantage.estimator = canonical_estimator(config.algo.advantage.estimator)
     config.actor.policy_loss_type = canonical_policy_loss(config.actor.policy_loss_type)
     for name, value, known in (
@@ -77,25 +77,28 @@ def canonical_names(config: RLConfig) -> None:
     ):
         preset = preset_name(value)
         if value not in known and preset is not None:
-            raise ConfigurationError(
-                f"{name} is {value!r}, which is a preset of several settings: set --algo.preset {preset}."
-            )
+            problems.append(f"{name} is {value!r}, which is a preset of several settings: set --algo.preset {preset}.")
+    raise_together([ConfigurationError(problem) for problem in problems])
 
 
-def canonical_choices(section: Any, prefix: str = "") -> None:
+def canonical_choices(run: attrs.AttrsInstance) -> None:
     """Replaces other spellings of the values of enums by the canonical ones, in any run, in place.
 
     Raises:
-        ConfigurationError: a value is no member of its setting's enum.
+        ConfigurationError: values are no members of their settings' enums; one sentence for each.
     """
+    raise_together([ConfigurationError(problem) for problem in _choices(run, "")])
+
+
+def _choices(section: Any, prefix: str) -> Iterator[str]:
+    """Replaces spellings; yields a sentence for each value that has none."""
     for field in attrs.fields(type(section)):
         value, name = getattr(section, field.name), f"{prefix}{field.name}"
         kind = choice_kind(field.type)
         if attrs.has(type(value)):
-            canonical_choices(value, f"{name}.")
+            yield from _choices(value, f"{name}.")
         elif kind is not None and value is not None and not isinstance(value, kind):
             try:
                 setattr(section, field.name, choice(kind, value))
-            except ValueError as error:
-                known = ", ".join(kind)
-                raise ConfigurationError(f"{name} is {value!r}, which is none of {known}: change --{name}.") from error
+            except ValueError:
+                yield f"{name} is {value!r}, which is none of {', '.join(kind)}: change --{name}."

@@ -7,13 +7,15 @@ both with `@estimator` and `@policy_loss`.
 
 import difflib
 from collections.abc import Container, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from attrs import frozen
+import attrs
+from attrs import evolve, frozen
 
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.settings import Told
 
-Traits = TypeVar("Traits")
+Traits = TypeVar("Traits", bound="_AlgorithmTraits")
 
 NEEDS = ("group", "critic", "greedy_baseline", "teacher", "reward_parts", "rewards_from_0")
 """Needs that an estimator may have: several samples of a prompt, values, a greedy rollout of each prompt, a teacher's
@@ -24,7 +26,19 @@ WHITENINGS = ("none", "batch", "group")
 
 
 @frozen(kw_only=True)
-class EstimatorTraits:
+class _AlgorithmTraits:
+    """`settings`: class of the settings that the function brings and takes third, whose fields are made by `setting`;
+    they are a section of `algo.estimators` or `algo.losses`."""
+
+    settings: type[Any] | None = None
+
+    def own(self, settings: Any = None) -> tuple[Any, ...]:
+        """Returns what the function takes besides inputs and parameters: settings of its own, if it has any."""
+        return () if self.settings is None else (settings or self.settings(),)
+
+
+@frozen(kw_only=True)
+class EstimatorTraits(_AlgorithmTraits):
     """Traits of an estimator: its `needs`, from `NEEDS`; the settings of `algo.advantage` that it `uses`; and the
     whitening that it takes by default, from `WHITENINGS`."""
 
@@ -34,20 +48,17 @@ class EstimatorTraits:
 
 
 @frozen(kw_only=True)
-class PolicyLossTraits:
+class PolicyLossTraits(_AlgorithmTraits):
     """Traits of a policy loss.
 
     `clip`: default (lower, upper) clip range, None if it clips nothing. `aggregation`: default way from token losses to
-    one number. `uses`: settings of `actor` that it reads besides the clip range. `selects`: whether it needs tokens
-    chosen from the whole optimizer step before the step is split (`domain.algorithms.losses.covariance`).
-    `proportional`: whether a token with advantage 0 has no gradient, so that samples without advantages may be left
-    out.
+    one number. `uses`: settings of `actor` that it reads besides the clip range. `proportional`: whether a token with
+    advantage 0 has no gradient, so that samples without advantages may be left out.
     """
 
     clip: tuple[float, float] | None = (0.2, 0.2)
     aggregation: str = "token_mean"
     uses: tuple[str, ...] = ()
-    selects: bool = False
     proportional: bool = False
 
 
@@ -92,8 +103,8 @@ POLICY_LOSSES: dict[str, PolicyLossTraits] = {
     "gmpo": PolicyLossTraits(proportional=True, clip=(0.4, 0.4), aggregation="sequence_mean"),
     "cispo": PolicyLossTraits(proportional=True, clip=(1.0, 4.0)),
     "sapo": PolicyLossTraits(proportional=True, clip=None, aggregation="sequence_mean", uses=("sapo_tau",)),
-    "clip_cov": PolicyLossTraits(proportional=True, uses=("cov_share", "cov_range"), selects=True),
-    "kl_cov": PolicyLossTraits(clip=None, uses=("cov_share", "cov_kl_coef"), selects=True),
+    "clip_cov": PolicyLossTraits(proportional=True, uses=("cov_share", "cov_range")),
+    "kl_cov": PolicyLossTraits(clip=None, uses=("cov_share", "cov_kl_coef")),
     "dppo_tv": PolicyLossTraits(proportional=True, clip=(0.15, 0.15)),
     "dppo_kl": PolicyLossTraits(proportional=True, clip=(0.05, 0.05)),
     "policy_gradient": PolicyLossTraits(proportional=True, clip=None),
@@ -142,6 +153,33 @@ OTHER_ESTIMATOR_NAMES = {
 
 OTHER_POLICY_LOSS_NAMES = {"vanilla": "ppo", "clip": "ppo", "geo_mean": "gmpo", "reinforce": "policy_gradient"}
 """Names of policy losses in papers and in verl, and their names here."""
+
+
+def estimator_settings() -> dict[str, type[Any]]:
+    """Returns the classes of settings that estimators bring, by the estimator's name."""
+    return {name: traits.settings for name, traits in ESTIMATORS.items() if traits.settings is not None}
+
+
+def policy_loss_settings() -> dict[str, type[Any]]:
+    """Returns the classes of settings that policy losses bring, by the loss's name."""
+    return {name: traits.settings for name, traits in POLICY_LOSSES.items() if traits.settings is not None}
+
+
+def with_settings(traits: Traits, name: str, settings: type[Any] | None) -> Traits:
+    """Returns the traits of an algorithm that brings `settings`; None leaves them as they are.
+
+    Raises:
+        ConfigurationError: the settings cannot be a section of that name.
+    """
+    if settings is None:
+        return traits
+    if not name.isidentifier():
+        raise ConfigurationError(
+            f"{name!r} brings settings, which have the name before them ({name}.SETTING): use letters, digits and _."
+        )
+    for field in attrs.fields(settings):
+        Told.by(field)
+    return evolve(traits, settings=settings)
 
 
 def plain_name(name: str) -> str:

@@ -4,7 +4,8 @@ from enum import StrEnum
 
 from attrs import define
 
-from rollgrad.domain.settings import NOT_NEGATIVE, POSITIVE, SHARE, Range, setting
+from rollgrad.domain.algorithms.catalogue import policy_loss_traits
+from rollgrad.domain.settings import COUNT, INTERVAL, NOT_NEGATIVE, POSITIVE, SHARE, SOME_SHARE, Range, setting
 
 
 class KLEstimator(StrEnum):
@@ -136,6 +137,14 @@ class Normalise(StrEnum):
     MODEL = "model"
 
 
+class OldLogprobs(StrEnum):
+    """Where the log-probs of the policy before the update come from."""
+
+    RECOMPUTE = "recompute"
+    ROLLOUT = "rollout"
+    INTERPOLATE = "interpolate"
+
+
 class Aggregation(StrEnum):
     """How token losses become one number."""
 
@@ -145,12 +154,124 @@ class Aggregation(StrEnum):
     CONSTANT_LENGTH = "constant_length"
 
 
-class OldLogprobs(StrEnum):
-    """Where the log-probs of the policy before the update come from."""
+@define(kw_only=True, slots=False)  # the actor is a model besides
+class PolicyLossSettings:
+    """The policy loss, its clip range, and what is added to it."""
 
-    RECOMPUTE = "recompute"
-    ROLLOUT = "rollout"
-    INTERPOLATE = "interpolate"
+    policy_loss_type: str = setting(
+        "ppo",
+        "ppo, gspo, gspo_token, sequence_ppo, gmpo, cispo, sapo, clip_cov, kl_cov, dppo_tv, dppo_kl, "
+        "policy_gradient, or a name that algo.extension_path defines.",
+    )
+    eps_clip: float | None = setting(
+        None,
+        "Clip range, both sides, in the loss's own measure; default: the loss's own (ppo 0.2, gspo 3e-4 and 4e-4, "
+        "...).",
+        SHARE,
+    )
+    eps_clip_low_high: tuple[float, float] | None = setting(
+        None,
+        "Separate lower and upper clip range (DAPO's clip-higher); replaces eps_clip.",
+        Range(
+            lambda clip: 0 <= clip[0] <= 1 and clip[1] >= 0, "a lower range from 0 to 1, and an upper range at least 0"
+        ),
+    )
+    dual_clip: float | None = setting(
+        None,
+        "Bound on the loss of negative advantages (dual-clip PPO); must exceed 1.",
+        Range(lambda value: value > 1, "greater than 1"),
+    )
+    sapo_tau: tuple[float, float] = setting(
+        (1.0, 1.05),
+        "Temperatures of SAPO's gate for positive and negative advantages.",
+        Range(lambda tau: min(tau) > 0, "two numbers greater than 0"),
+    )
+    cov_share: float = setting(2e-4, "Share of tokens that clip_cov and kl_cov treat apart.", SOME_SHARE)
+    cov_range: tuple[float, float] = setting(
+        (1.0, 5.0),
+        "Covariance of log-prob and advantage from which and up to which clip_cov may choose a token.",
+        INTERVAL,
+    )
+    cov_kl_coef: float = setting(1.0, "Weight of kl_cov's penalty at the chosen tokens.", NOT_NEGATIVE)
+    entropy_coef: float = setting(
+        0.0, "Weight of the entropy bonus; with entropy_target its starting value.", NOT_NEGATIVE
+    )
+    entropy_target: float | None = setting(
+        None, "Entropy per token, in nats, below which an adaptive bonus acts; none keeps the weight fixed.", POSITIVE
+    )
+    entropy_coef_step: float = setting(5e-3, "How much the adaptive weight moves each rollout.", POSITIVE)
+    positive_nll_coef: float = setting(
+        0.0, "Weight of the likelihood of replies that passed, as an additional loss (VAPO).", NOT_NEGATIVE
+    )
+    loss_aggregation: Aggregation | None = setting(
+        None,
+        "How token losses become one number; default: the loss's own (ppo token_mean, gspo sequence_mean, ...); "
+        "constant_length is Dr. GRPO's form.",
+    )
+
+    @property
+    def clip_low(self) -> float:
+        """Clip range below, in the loss's own measure."""
+        return self._clip_range[0]
+
+    @property
+    def clip_high(self) -> float:
+        """Clip range above, in the loss's own measure."""
+        return self._clip_range[1]
+
+    @property
+    def _clip_range(self) -> tuple[float, float]:
+        """The clip range as set, or else the loss's own."""
+        if self.eps_clip_low_high is not None:
+            return self.eps_clip_low_high
+        if self.eps_clip is not None:
+            return self.eps_clip, self.eps_clip
+        return policy_loss_traits(self.policy_loss_type).clip or (0.0, 0.0)
+
+
+@define(kw_only=True)
+class ShapingSettings:
+    """What happens to rewards before any baseline sees them."""
+
+    pass_threshold: float = setting(1.0, "A reply passes when its score reaches this.")
+    clip_range: tuple[float, float] | None = setting(
+        None,
+        "The reward of a whole episode, summed over its turns, is clamped to this range before any baseline.",
+        INTERVAL,
+    )
+    normalize: Normalise = setting(
+        Normalise.NONE,
+        "Centre and scale rewards: by the running mean and deviation of all so far, by those of a dataset, or those "
+        "that the reward model's config.json names (mean and std, as OpenRLHF saves them).",
+    )
+    normalize_mean_std: tuple[float, float] | None = setting(
+        None,
+        "Mean and standard deviation of rewards over a dataset, for normalize dataset.",
+        Range(lambda pair: pair[1] > 0, "a mean, and a standard deviation greater than 0"),
+    )
+    overlong_buffer_len: int | None = setting(
+        None,
+        "Last tokens before the limit over which a length penalty grows (DAPO); none turns it off. The limit is "
+        "rollout.max_new_tokens, in episodes of several turns rollout.max_episode_tokens; sampled tokens count.",
+        COUNT,
+    )
+    overlong_penalty_factor: float = setting(1.0, "Penalty at full length.", POSITIVE)
+    stop_properly_penalty_coef: float | None = setting(
+        None,
+        "What a truncated reply is worth at most: this share of its reward, or this reward if negative; none turns "
+        "it off.",
+        Range(lambda coef: coef <= 1, "at most 1"),
+    )
+    cosine_length: bool = setting(
+        False,
+        "Reward by outcome and length along half a cosine, in place of the reward itself; full length is the limit "
+        "of overlong_buffer_len.",
+    )
+    cosine_passed: tuple[float, float] = setting((2.0, 1.0), "Reward of a reply that passed, at no and at full length.")
+    cosine_failed: tuple[float, float] = setting(
+        (-10.0, 0.0), "Reward of a reply that failed, at no and at full length."
+    )
+    cosine_exceeded: float = setting(-10.0, "Reward of a reply that was cut off.")
 
 
 @define(kw_only=True)

@@ -12,20 +12,11 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from rollgrad.domain.algorithms.settings import ShapingSettings
 from rollgrad.domain.batches.packed import RolloutBatch
 
 STD_FLOOR = 1e-8
 """Standard deviation below which normalisation stops dividing by it."""
-
-
-@frozen(kw_only=True)
-class CosineLength:
-    """Rewards at length 0 and at the limit, of replies that `passed` and that `failed`, and of truncated ones
-    (`exceeded`; Yeo et al. 2025, "Demystifying Long Chain-of-Thought", table 1)."""
-
-    passed: tuple[float, float] = (2.0, 1.0)
-    failed: tuple[float, float] = (-10.0, 0.0)
-    exceeded: float = -10.0
 
 
 @frozen(kw_only=True, eq=False)
@@ -97,15 +88,16 @@ def stop_properly(batch: RolloutBatch, coef: float) -> Tensor:
     return outcomes.replace(batch, torch.where(outcomes.truncated_R, lowered_R, outcomes.reward_R))
 
 
-def cosine_length(batch: RolloutBatch, settings: CosineLength, *, limit: int, threshold: float) -> Tensor:
+def cosine_length(batch: RolloutBatch, settings: ShapingSettings, *, limit: int) -> Tensor:
     """Replaces outcomes by a reward that follows half a cosine, from that of an empty reply to that of one of `limit`
-    tokens; replies whose score reaches `threshold` have other ends than the rest (Yeo et al. 2025, eq. 1)."""
+    tokens; replies whose score reaches `pass_threshold` have other ends than the rest, and truncated ones a reward of
+    their own (Yeo et al. 2025, "Demystifying Long Chain-of-Thought", eq. 1 and table 1)."""
     outcomes = _Outcomes.of(batch)
     share_R = (outcomes.length_R / limit).clamp(max=1.0)
     bend_R = 0.5 * (1 + torch.cos(math.pi * share_R))
-    passed, failed = (end + bend_R * (start - end) for start, end in (settings.passed, settings.failed))
-    reward_R = torch.where(outcomes.score_R >= threshold, passed, failed)
-    return outcomes.replace(batch, torch.where(outcomes.truncated_R, settings.exceeded, reward_R))
+    passed, failed = (end + bend_R * (start - end) for start, end in (settings.cosine_passed, settings.cosine_failed))
+    reward_R = torch.where(outcomes.score_R >= settings.pass_threshold, passed, failed)
+    return outcomes.replace(batch, torch.where(outcomes.truncated_R, settings.cosine_exceeded, reward_R))
 
 
 def normalise(batch: RolloutBatch, *, mean: float, std: float) -> Tensor:

@@ -17,6 +17,7 @@ from attrs import frozen
 
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.settings import Told
+from rollgrad.entrypoints.cli.parsing import with_extension
 from rollgrad.entrypoints.names.suggestions import unknown_flag
 
 HELP_FLAGS = ("-h", "--help")
@@ -91,7 +92,7 @@ def show_help(command: str, kind: type[attrs.AttrsInstance], arguments: Sequence
     Raises:
         ConfigurationError: there is no such section.
     """
-    sections = list(_sections(kind(), ""))
+    sections = list(_sections(with_extension(kind, arguments)(), ""))
     topic = _topic(arguments)
     if topic is None:
         lines = _essentials(command, kind, sections)

@@ -26,7 +26,7 @@ from rollgrad.entrypoints.cli.help import asks_for_help, show_help
 from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, parse, parse_run
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments, serve_reward_model
-from rollgrad.entrypoints.composition.extensions import extension_errors
+from rollgrad.entrypoints.composition.extensions import spelling_errors
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.names.suggestions import unknown_command
 from rollgrad.entrypoints.redaction import OutputClosedError, hidden_note, redacted_output
@@ -105,7 +105,7 @@ def train_rl(arguments: Sequence[str]) -> int:
         return show_help("train rl", TrainArguments, arguments)
     parsed, config, unread = parse_run(TrainArguments, RLConfig, "train rl", arguments)
     if parsed.print_config:
-        return _print_config(config, [*unread, *extension_errors(config), *setting_errors(config)])
+        return _print_config(config, [*unread, *spelling_errors(config), *setting_errors(config)])
     return _train(config, unread, dry_run=parsed.dry_run)
 
 
@@ -125,7 +125,7 @@ def _train(config: RLConfig, unread: Sequence[RollgradError] = (), *, dry_run: b
     """Trains, unless something is wrong; `unread` is what is wrong with the settings' file."""
     from rollgrad.entrypoints.dry_run import file_problems
 
-    errors = [*unread, *extension_errors(config), *setting_errors(config)]
+    errors = [*unread, *spelling_errors(config), *setting_errors(config)]
     if dry_run:
         from rollgrad.entrypoints.rehearsal import rehearse
 
@@ -147,7 +147,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     if asks_for_help(arguments):
         return show_help("eval", EvalArguments, arguments)
     parsed, config, unread = parse_run(EvalArguments, RLConfig, "eval", arguments)
-    errors = [*unread, *extension_errors(config), *evaluation_errors(config)]
+    errors = [*unread, *spelling_errors(config), *evaluation_errors(config)]
     if parsed.print_config:
         return _print_config(config, errors)
     from rollgrad.entrypoints.dry_run import eval_file_problems

@@ -13,12 +13,21 @@ from typing import Any, TypeVar, get_args
 import attrs
 from attrs import define, frozen
 
+from rollgrad.application.settings.brought import with_brought
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.application.settings.spelling import choice, choice_kind
 from rollgrad.domain.errors import ConfigurationError, raise_together
 from rollgrad.domain.settings import setting
-from rollgrad.entrypoints.config_io import PRESET, Run, forget_preset, read_config, setting_names
+from rollgrad.entrypoints.config_io import (
+    EXTENSION,
+    PRESET,
+    Run,
+    forget_preset,
+    load_extension_file,
+    read_config,
+    setting_names,
+)
 from rollgrad.entrypoints.names.suggestions import unknown_flag
 
 Arguments = TypeVar("Arguments", bound=attrs.AttrsInstance)
@@ -165,16 +174,30 @@ def parse_run(
     """
     words = spell_out(arguments, flag_kinds(kind))
     path = _flag_value("--config", words)
-    config, unread = read_config(path, preset=_flag_value(f"--{PRESET}", words), run=run)
+    extension = _flag_value(f"--{EXTENSION}", words)
+    config, unread = read_config(path, preset=_flag_value(f"--{PRESET}", words), extension=extension, run=run)
+    kind = with_brought(kind)
+    words = spell_out(words, flag_kinds(kind))  # flags of the extension are known by now
     sections = {name: getattr(config, name) for name in attrs.fields_dict(run)}
     try:
         parsed = _parse(kind(config=None if path is None else Path(path), **sections), command, words)
     except ConfigurationError as error:
         raise_together([*unread, error])
         raise AssertionError from error
-    settings = run(**{name: getattr(parsed, name) for name in attrs.fields_dict(run)})
+    settings = type(config)(**{name: getattr(parsed, name) for name in attrs.fields_dict(run)})
     forget_preset(settings)  # expanded above
     return parsed, settings, unread
+
+
+def with_extension(kind: type[Arguments], arguments: Sequence[str]) -> type[Arguments]:
+    """Returns the class of a command's arguments with the settings that algorithms bring, those of the extension among
+    them that a command line names.
+
+    Raises:
+        ConfigurationError: the extension cannot be loaded.
+    """
+    raise_together(load_extension_file(_flag_value(f"--{EXTENSION}", spell_out(arguments, {}))))
+    return with_brought(kind)
 
 
 def parse(default: Arguments, command: str, arguments: Sequence[str]) -> Arguments:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from attrs import evolve
 from torch import Tensor
 
 from rollgrad.application.rollouts.sampler import SamplingPlan
@@ -11,9 +12,7 @@ from rollgrad.application.settings.sections.train import PartialRollout
 from rollgrad.domain.algorithms.catalogue import estimator_traits, policy_loss_traits
 from rollgrad.domain.algorithms.curriculum import Curriculum
 from rollgrad.domain.algorithms.filtering import GroupFilter
-from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
-from rollgrad.domain.algorithms.losses.corrections import Correction
-from rollgrad.domain.algorithms.losses.covariance import clip_cov_tokens, kl_cov_tokens, token_keys
+from rollgrad.domain.algorithms.losses.contract import TOKEN_SELECTIONS
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionLevel, KLAgainst, OldLogprobs
 from rollgrad.domain.batches.packed import RolloutBatch
@@ -31,43 +30,17 @@ def make_aggregation(config: RLConfig) -> str:
     return config.actor.loss_aggregation or policy_loss_traits(config.actor.policy_loss_type).aggregation
 
 
-def _loss_params(config: RLConfig) -> PolicyLossParams:
-    actor = config.actor
-    default = policy_loss_traits(actor.policy_loss_type).clip or (0.0, 0.0)
-    same = None if actor.eps_clip is None else (actor.eps_clip, actor.eps_clip)
-    low, high = actor.eps_clip_low_high or same or default
-    return PolicyLossParams(
-        clip_low=low,
-        clip_high=high,
-        dual_clip=actor.dual_clip,
-        sapo_tau=actor.sapo_tau,
-        cov_kl_coef=actor.cov_kl_coef,
-    )
-
-
-def _correction(config: RLConfig) -> Correction | None:
-    settings, level = config.algo.correction, correction_level(config)
-    if level is CorrectionLevel.OFF:
-        return None
-    return Correction(
-        level=level,
-        mode=settings.mode,
-        gate=settings.gate,
-        low=settings.low,
-        high=settings.high,
-        threshold=settings.threshold,
-        bypass=config.algo.old_logprobs is OldLogprobs.ROLLOUT,
-    )
-
-
 def make_objective(
     config: RLConfig, *, kl_coef: float, entropy_coef: float, version: int
 ) -> PolicyObjective[RolloutBatch]:
     """The policy's loss for the current weights of its terms."""
+    level = correction_level(config)
     return PolicyLossObjective(
         loss=config.actor.policy_loss_type,
-        params=_loss_params(config),
-        correction=_correction(config),
+        params=config.actor,
+        settings=getattr(config.algo.losses, config.actor.policy_loss_type, None),
+        correction=None if level is CorrectionLevel.OFF else evolve(config.algo.correction, level=level),
+        bypass=config.algo.old_logprobs is OldLogprobs.ROLLOUT,
         kl_coef=kl_coef if config.algo.kl.use_loss else 0.0,
         kl_estimator=config.algo.kl.estimator,
         kl_against=config.algo.kl.against,
@@ -78,25 +51,11 @@ def make_objective(
 
 
 def make_token_selection(config: RLConfig) -> Callable[[RolloutBatch], Tensor] | None:
-    """What chooses the tokens that clip_cov and kl_cov treat apart."""
-    actor = config.actor
-
-    def clip_cov(batch: RolloutBatch) -> Tensor:
-        return clip_cov_tokens(
-            batch.start_logprobs_N,
-            batch.filled("advantages_N"),
-            batch.action_mask_N,
-            share=actor.cov_share,
-            limits=actor.cov_range,
-            keys_N=token_keys(batch.sample_ids_S, batch.positions_N, batch.lengths_S),
-        )
-
-    def kl_cov(batch: RolloutBatch) -> Tensor:
-        return kl_cov_tokens(
-            batch.start_logprobs_N, batch.filled("advantages_N"), batch.action_mask_N, share=actor.cov_share
-        )
-
-    return {"clip_cov": clip_cov, "kl_cov": kl_cov}.get(actor.policy_loss_type)
+    """Returns the function that chooses the tokens which the loss treats apart; None for losses that need none."""
+    loss = config.actor.policy_loss_type
+    select = TOKEN_SELECTIONS.get(loss)
+    own = policy_loss_traits(loss).own(getattr(config.algo.losses, loss, None))
+    return None if select is None else lambda batch: select(batch, config.actor, *own)
 
 
 def advantage_is_all(config: RLConfig) -> bool:

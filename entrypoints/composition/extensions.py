@@ -2,7 +2,8 @@
 
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.spelling import canonical_names
-from rollgrad.domain.errors import RollgradError
+from rollgrad.domain.errors import RollgradError, raise_together
+from rollgrad.entrypoints.config_io import load_extension_file
 
 
 def load_extension(config: RLConfig) -> None:
@@ -12,17 +13,14 @@ def load_extension(config: RLConfig) -> None:
     Raises:
         ConfigurationError: there is no such file, it cannot be imported, or a value is none of its setting's.
     """
-    if config.algo.extension_path is not None:
-        from rollgrad.adapters.system.python_file import load_python_file
-
-        load_python_file(config.algo.extension_path, flag="--algo.extension_path")
+    raise_together(load_extension_file(config.algo.extension_path))
     canonical_names(config)
 
 
-def extension_errors(config: RLConfig) -> list[RollgradError]:
-    """`load_extension`, with what it raises in a list."""
+def spelling_errors(config: RLConfig) -> list[RollgradError]:
+    """Replaces other spellings by the canonical names, in place; returns what cannot be understood."""
     try:
-        load_extension(config)
+        canonical_names(config)
     except RollgradError as error:
         return [error]
     return []

@@ -16,8 +16,9 @@ from torch import Tensor
 from rollgrad.domain.algorithms.estimators import group
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
-from rollgrad.domain.algorithms.losses.corrections import Correction, correction_weights
+from rollgrad.domain.algorithms.losses.corrections import correction_weights
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
+from rollgrad.domain.algorithms.settings import CorrectionSettings
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.estimators import EstimatorInput, EstimatorParams, estimate
 from rollgrad.domain.ports.models import TokenScores
@@ -327,9 +328,7 @@ def run_ours(
 
 def objective_of(loss: str = "ppo", clip: tuple[float, float] = CLIP, **rest: Any) -> PolicyLossObjective:
     params = {name: rest.pop(name) for name in ("dual_clip", "sapo_tau") if name in rest}
-    return PolicyLossObjective(
-        loss=loss, params=PolicyLossParams(clip_low=clip[0], clip_high=clip[1], **params), **rest
-    )
+    return PolicyLossObjective(loss=loss, params=PolicyLossParams(eps_clip_low_high=clip, **params), **rest)
 
 
 def agree(trl: Outcome, ours: tuple[Tensor, Tensor]) -> None:
@@ -338,15 +337,16 @@ def agree(trl: Outcome, ours: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(ours[1], trl.gradient_N, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def correction(case: Case, level: str, mode: str, **rest: Any) -> Tensor:
+def correction(case: Case, level: str, mode: str, *, bypass: bool = False, **rest: Any) -> Tensor:
     return correction_weights(
-        Correction(level=level, mode=mode, **rest),
+        CorrectionSettings(level=level, mode=mode, **rest),
         logprobs_N=case.old_N,
         rollout_logprobs_N=case.rollout_N,
         advantages_N=our_advantages(case),
         action_mask_N=case.mask_N,
         sequence_N=case.sequence_N,
         sequences=len(case.lengths_S),
+        bypass=bypass,
     )
 
 
@@ -422,8 +422,8 @@ def test_off_policy_sequence_mask_is_opsm(case: Case, threshold: float) -> None:
     """Without vLLM, TRL's sampler is its old policy: our bypass."""
     sampled = evolve(case, rollout_N=case.old_N)
     trl = run_trl("GRPOTrainer", sampled, off_policy_mask_threshold=threshold, beta=BETA)
-    opsm = Correction(level="sequence", mode="mask", gate="opsm", threshold=threshold, bypass=True)
-    agree(trl, run_ours(sampled, "sequence_mean", objective_of(correction=opsm, kl_coef=BETA)))
+    opsm = CorrectionSettings(level="sequence", mode="mask", gate="opsm", threshold=threshold)
+    agree(trl, run_ours(sampled, "sequence_mean", objective_of(correction=opsm, bypass=True, kl_coef=BETA)))
 
 
 @pytest.mark.parametrize("threshold", [-0.05, 0.0, 0.05])
@@ -467,7 +467,7 @@ def test_vllm_importance_sampling(
     )
     ratio_BT = trl.inputs["importance_sampling_ratio"].expand(len(case.lengths_S), -1)
     ratio_BT = ratio_BT.expand_as(case.padded(case.mask_N.float()))
-    chosen = Correction(level=level, mode=ours, low=0.0 if low is None else low, high=1.3)
+    chosen = CorrectionSettings(level=level, mode=ours, low=0.0 if low is None else low, high=1.3)
     weights_N = correction(case, level, ours, low=chosen.low, high=chosen.high)
     torch.testing.assert_close(weights_N, case.packed(ratio_BT), rtol=TOLERANCE, atol=TOLERANCE)
     agree(trl, run_ours(case, aggregation, objective_of(correction=chosen, kl_coef=BETA)))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from rollgrad.application.settings.rules.agent import agent_problems
 from rollgrad.application.settings.rules.algorithm import (
     algorithm_problems,
+    brought_problems,
     correction_problems,
     kl_problems,
     policy_loss_problems,
@@ -59,6 +60,7 @@ def setting_errors(
         yield model_problems(config)
         yield required_data_problems(config)
         yield algorithm_problems(config)
+        yield brought_problems(config)
         yield policy_loss_problems(config)
         yield lora_problems(config)
         yield kl_problems(config)

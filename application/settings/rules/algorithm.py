@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
+import attrs
+
 from rollgrad.application.settings.correction import correction_level
 from rollgrad.application.settings.derived import first_change
 from rollgrad.application.settings.run import RLConfig
@@ -76,6 +78,24 @@ def algorithm_problems(config: RLConfig) -> Iterator[str]:
             "--ref.model_name_or_path, set --algo.kl.init_coef above 0 (1 is usual), and leave --algo.kl.use_loss and "
             "--algo.kl.estimator out."
         )
+
+
+def brought_problems(config: RLConfig) -> Iterator[str]:
+    """Settings that an algorithm brings which is not the one that runs."""
+    algo = config.algo
+    chosen = {
+        "estimators": (algo.estimators, "algo.advantage.estimator", algo.advantage.estimator),
+        "losses": (algo.losses, "actor.policy_loss_type", config.actor.policy_loss_type),
+    }
+    for kind, (sections, key, running) in chosen.items():
+        for name in attrs.fields_dict(type(sections)):
+            own = getattr(sections, name)
+            changed = first_change(own, type(own)())
+            if changed and name != running:
+                yield (
+                    f"algo.{kind}.{name}.{changed} is {getattr(own, changed)!r}, but {key} is {running}: set --{key} "
+                    f"{name}, or leave --algo.{kind}.{name}.{changed} out."
+                )
 
 
 def policy_loss_problems(config: RLConfig) -> Iterator[str]:

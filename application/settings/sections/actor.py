@@ -5,15 +5,13 @@ from enum import StrEnum
 from attrs import define
 
 from rollgrad.application.settings.sections.optimizer import AdamConfig, LRScheduler, MuonConfig, Optim
-from rollgrad.domain.algorithms.settings import Aggregation
+from rollgrad.domain.algorithms.settings import PolicyLossSettings
 from rollgrad.domain.settings import (
     BELOW_ONE,
     COUNT,
-    INTERVAL,
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
-    SOME_SHARE,
     Range,
     section,
     setting,
@@ -108,56 +106,5 @@ class ModelConfig:
 
 
 @define(kw_only=True)
-class ActorConfig(ModelConfig):
+class ActorConfig(PolicyLossSettings, ModelConfig):
     """The policy that is trained."""
-
-    policy_loss_type: str = setting(
-        "ppo",
-        "ppo, gspo, gspo_token, sequence_ppo, gmpo, cispo, sapo, clip_cov, kl_cov, dppo_tv, dppo_kl, "
-        "policy_gradient, or a name that algo.extension_path defines.",
-    )
-    eps_clip: float | None = setting(
-        None,
-        "Clip range, both sides, in the loss's own measure; default: the loss's own (ppo 0.2, gspo 3e-4 and 4e-4, "
-        "...).",
-        SHARE,
-    )
-    eps_clip_low_high: tuple[float, float] | None = setting(
-        None,
-        "Separate lower and upper clip range (DAPO's clip-higher); replaces eps_clip.",
-        Range(
-            lambda clip: 0 <= clip[0] <= 1 and clip[1] >= 0, "a lower range from 0 to 1, and an upper range at least 0"
-        ),
-    )
-    dual_clip: float | None = setting(
-        None,
-        "Bound on the loss of negative advantages (dual-clip PPO); must exceed 1.",
-        Range(lambda value: value > 1, "greater than 1"),
-    )
-    sapo_tau: tuple[float, float] = setting(
-        (1.0, 1.05),
-        "Temperatures of SAPO's gate for positive and negative advantages.",
-        Range(lambda tau: min(tau) > 0, "two numbers greater than 0"),
-    )
-    cov_share: float = setting(2e-4, "Share of tokens that clip_cov and kl_cov treat apart.", SOME_SHARE)
-    cov_range: tuple[float, float] = setting(
-        (1.0, 5.0),
-        "Covariance of log-prob and advantage from which and up to which clip_cov may choose a token.",
-        INTERVAL,
-    )
-    cov_kl_coef: float = setting(1.0, "Weight of kl_cov's penalty at the chosen tokens.", NOT_NEGATIVE)
-    entropy_coef: float = setting(
-        0.0, "Weight of the entropy bonus; with entropy_target its starting value.", NOT_NEGATIVE
-    )
-    entropy_target: float | None = setting(
-        None, "Entropy per token, in nats, below which an adaptive bonus acts; none keeps the weight fixed.", POSITIVE
-    )
-    entropy_coef_step: float = setting(5e-3, "How much the adaptive weight moves each rollout.", POSITIVE)
-    positive_nll_coef: float = setting(
-        0.0, "Weight of the likelihood of replies that passed, as an additional loss (VAPO).", NOT_NEGATIVE
-    )
-    loss_aggregation: Aggregation | None = setting(
-        None,
-        "How token losses become one number; default: the loss's own (ppo token_mean, gspo sequence_mean, ...); "
-        "constant_length is Dr. GRPO's form.",
-    )

@@ -2,8 +2,9 @@
 
 from attrs import define
 
+from rollgrad.domain.algorithms.catalogue import estimator_settings, policy_loss_settings
 from rollgrad.domain.algorithms.settings import AdvantageSettings, CorrectionSettings, KLSettings, OldLogprobs
-from rollgrad.domain.settings import COUNT, INTERVAL, section, setting
+from rollgrad.domain.settings import COUNT, INTERVAL, OwnSettings, section, setting
 
 
 @define(kw_only=True)
@@ -20,6 +21,17 @@ class AlgoConfig:
     )
     advantage: AdvantageSettings = section(AdvantageSettings, "From rewards to advantages.")
     kl: KLSettings = section(KLSettings, "Keeping near the reference.")
+    estimators: OwnSettings = section(
+        OwnSettings,
+        "Settings that estimators bring, by their names: those of algo.extension_path, with settings= of @estimator.",
+        estimator_settings,
+    )
+    losses: OwnSettings = section(
+        OwnSettings,
+        "Settings that policy losses bring, by their names: those of algo.extension_path, with settings= of "
+        "@policy_loss.",
+        policy_loss_settings,
+    )
     old_logprobs: OldLogprobs = setting(
         OldLogprobs.RECOMPUTE,
         "Log-probs in the ratio's denominator (proximal policy): the trainer's own before the update, the rollout's "

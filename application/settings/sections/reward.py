@@ -4,8 +4,8 @@ from enum import StrEnum
 
 from attrs import define
 
-from rollgrad.domain.algorithms.settings import Normalise
-from rollgrad.domain.settings import COUNT, INTERVAL, POSITIVE, Range, setting
+from rollgrad.domain.algorithms.settings import ShapingSettings
+from rollgrad.domain.settings import COUNT, INTERVAL, POSITIVE, own_first, setting
 
 
 class Verifier(StrEnum):
@@ -30,8 +30,8 @@ REWARD_TOKENS = 16384
 """Tokens of a reward model's forward pass, padding included: some GiB of activations in a model of eight billion."""
 
 
-@define(kw_only=True)
-class RewardConfig:
+@define(kw_only=True, field_transformer=own_first)
+class RewardConfig(ShapingSettings):
     """What a reply is worth."""
 
     function_path: str | None = setting(
@@ -101,42 +101,3 @@ class RewardConfig:
         None,
         "Weight of each named reward, for functions that return several: name weight name weight; default: 1 each.",
     )
-    pass_threshold: float = setting(1.0, "A reply passes when its score reaches this.")
-    clip_range: tuple[float, float] | None = setting(
-        None,
-        "The reward of a whole episode, summed over its turns, is clamped to this range before any baseline.",
-        INTERVAL,
-    )
-    normalize: Normalise = setting(
-        Normalise.NONE,
-        "Centre and scale rewards: by the running mean and deviation of all so far, by those of a dataset, or those "
-        "that the reward model's config.json names (mean and std, as OpenRLHF saves them).",
-    )
-    normalize_mean_std: tuple[float, float] | None = setting(
-        None,
-        "Mean and standard deviation of rewards over a dataset, for normalize dataset.",
-        Range(lambda pair: pair[1] > 0, "a mean, and a standard deviation greater than 0"),
-    )
-    overlong_buffer_len: int | None = setting(
-        None,
-        "Last tokens before the limit over which a length penalty grows (DAPO); none turns it off. The limit is "
-        "rollout.max_new_tokens, in episodes of several turns rollout.max_episode_tokens; sampled tokens count.",
-        COUNT,
-    )
-    overlong_penalty_factor: float = setting(1.0, "Penalty at full length.", POSITIVE)
-    stop_properly_penalty_coef: float | None = setting(
-        None,
-        "What a truncated reply is worth at most: this share of its reward, or this reward if negative; none turns "
-        "it off.",
-        Range(lambda coef: coef <= 1, "at most 1"),
-    )
-    cosine_length: bool = setting(
-        False,
-        "Reward by outcome and length along half a cosine, in place of the reward itself; full length is the limit "
-        "of overlong_buffer_len.",
-    )
-    cosine_passed: tuple[float, float] = setting((2.0, 1.0), "Reward of a reply that passed, at no and at full length.")
-    cosine_failed: tuple[float, float] = setting(
-        (-10.0, 0.0), "Reward of a reply that failed, at no and at full length."
-    )
-    cosine_exceeded: float = setting(-10.0, "Reward of a reply that was cut off.")

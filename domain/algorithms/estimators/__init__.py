@@ -1,6 +1,8 @@
 """Estimators turn rewards into advantages. `ESTIMATORS` maps names to functions, whose contract is in `types`;
 `estimate` calls one and whitens its result."""
 
+from typing import Any
+
 from attrs import evolve
 
 from rollgrad.domain.algorithms.catalogue import estimator_traits
@@ -11,7 +13,13 @@ from rollgrad.domain.algorithms.estimators.types import Advantages, Estimator, E
 
 
 def estimate(
-    name: str, inputs: EstimatorInput, params: EstimatorParams, *, whiten: str | None = None, std_norm: bool = True
+    name: str,
+    inputs: EstimatorInput,
+    params: EstimatorParams,
+    *,
+    whiten: str | None = None,
+    std_norm: bool = True,
+    settings: Any = None,
 ) -> Advantages:
     """Returns the advantages of estimator `name`, whitened over action tokens; the critic's targets are never whitened.
 
@@ -19,13 +27,15 @@ def estimate(
         name: key of `ESTIMATORS`.
         whiten: from `catalogue.WHITENINGS`; None takes the estimator's own.
         std_norm: divide by the standard deviation too; without it only the mean is subtracted.
+        settings: of the estimator's own; None takes their defaults.
 
     Raises:
         ConfigurationError: unknown `name`.
         ValueError: an input that the estimator needs is missing.
     """
-    over = whiten or estimator_traits(name).whiten
-    result = ESTIMATORS[name](inputs, params)
+    traits = estimator_traits(name)
+    over = whiten or traits.whiten
+    result = ESTIMATORS[name](inputs, params, *traits.own(settings))
     if over == "none":
         return result
     actions = Actions.of(inputs)

@@ -1,6 +1,7 @@
 """The table of estimators, and the decorator that adds to it."""
 
 from collections.abc import Callable
+from typing import Any
 
 from rollgrad.domain.algorithms import catalogue
 from rollgrad.domain.algorithms.catalogue import EstimatorTraits
@@ -10,10 +11,14 @@ ESTIMATORS: dict[str, Estimator] = {}
 """Functions by name; `catalogue.ESTIMATORS` has their traits."""
 
 
-def estimator(name: str, traits: EstimatorTraits | None = None) -> Callable[[Estimator], Estimator]:
+def estimator(
+    name: str, traits: EstimatorTraits | None = None, *, settings: type[Any] | None = None
+) -> Callable[[Estimator], Estimator]:
     """Registers a function as the estimator `name`, replacing one of that name.
 
-    `traits`: its needs and settings; None keeps those that the catalogue has for the name, if any.
+    `traits`: what it needs and reads; None keeps those that the catalogue has for the name, if any. `settings`: class
+    of settings of its own, made by `rollgrad.setting`; the function takes them third, and users set them as
+    `algo.estimators.NAME.SETTING`.
 
     >>> from rollgrad.domain.algorithms.estimators import ESTIMATORS, Advantages
     >>> @estimator("reward_to_all", EstimatorTraits(whiten="batch"))
@@ -25,9 +30,9 @@ def estimator(name: str, traits: EstimatorTraits | None = None) -> Callable[[Est
     """
 
     def register(function: Estimator) -> Estimator:
+        known = traits or catalogue.ESTIMATORS.get(name, EstimatorTraits())
+        catalogue.ESTIMATORS[name] = catalogue.with_settings(known, name, settings)
         ESTIMATORS[name] = function
-        if traits is not None or name not in catalogue.ESTIMATORS:
-            catalogue.ESTIMATORS[name] = traits or EstimatorTraits()
         return function
 
     return register

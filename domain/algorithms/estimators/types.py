@@ -19,6 +19,8 @@ from attrs import field, frozen
 from attrs.converters import optional
 from torch import Tensor
 
+from rollgrad.domain.algorithms.settings import AdvantageSettings
+
 
 def _at_least_float32(values: Tensor) -> Tensor:
     return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
@@ -48,18 +50,8 @@ class EstimatorInput:
     part_weights_K: Tensor | None = None
 
 
-@frozen(kw_only=True)
-class EstimatorParams:
-    """Parameters of an estimator.
-
-    `gamma`: discount per action token (per turn for turn-level estimators). `lambd`: GAE's lambda.
-    `critic_lambd`: lambda of the critic's targets (VAPO's decoupled GAE); None takes `lambd`.
-    `length_adaptive_alpha`: lambda becomes 1 - 1 / (alpha * length) for each sequence (VAPO), None keeps `lambd`."""
-
-    gamma: float = 1.0
-    lambd: float = 1.0
-    critic_lambd: float | None = None
-    length_adaptive_alpha: float | None = None
+EstimatorParams = AdvantageSettings
+"""The section `algo.advantage`, which estimators read: `gamma`, `lambd`, `critic_lambd`, `length_adaptive_alpha`."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -71,4 +63,5 @@ class Advantages:
     returns_N: Tensor
 
 
-Estimator = Callable[[EstimatorInput, EstimatorParams], Advantages]
+Estimator = Callable[..., Advantages]
+"""Takes inputs and parameters; an estimator that was registered with settings of its own takes these third."""

@@ -1,12 +1,14 @@
 """The table of policy losses, the decorator that adds to it, and the contract of a policy loss."""
 
 from collections.abc import Callable
+from typing import Any
 
 from attrs import frozen
 from torch import Tensor
 
 from rollgrad.domain.algorithms import catalogue
 from rollgrad.domain.algorithms.catalogue import PolicyLossTraits
+from rollgrad.domain.algorithms.settings import PolicyLossSettings
 
 
 @frozen(kw_only=True, eq=False)
@@ -26,19 +28,8 @@ class PolicyLossInput:
     selected_N: Tensor | None = None
 
 
-@frozen(kw_only=True)
-class PolicyLossParams:
-    """Parameters of the policy losses.
-
-    `clip_low`, `clip_high`: clip range below and above, in the loss's own measure. `dual_clip`: bound of `ppo` for
-    negative advantages. `sapo_tau`: temperatures for positive and negative advantages. `cov_kl_coef`: weight of the
-    penalty of `kl_cov`."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    sapo_tau: tuple[float, float] = (1.0, 1.05)
-    cov_kl_coef: float = 1.0
+PolicyLossParams = PolicyLossSettings
+"""The section `actor` as far as policy losses read it: `clip_low` and `clip_high`, `dual_clip`, `sapo_tau`, ..."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -52,24 +43,40 @@ class PolicyLoss:
     clipped_high_N: Tensor
 
 
-PolicyLossFunction = Callable[[PolicyLossInput, PolicyLossParams], PolicyLoss]
+PolicyLossFunction = Callable[..., PolicyLoss]
+"""Takes inputs and parameters; a loss that was registered with settings of its own takes these third."""
+
+TokenSelection = Callable[..., Tensor]
+"""Takes a whole optimizer step's batch and what a loss takes besides its inputs; returns a bool for each token."""
 
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {}
 """Functions by name; `catalogue.POLICY_LOSSES` has their traits."""
 
+TOKEN_SELECTIONS: dict[str, TokenSelection] = {}
+"""Functions that choose tokens for a loss, by its name, for losses that need `selected_N`."""
+
 
 def policy_loss(
-    name: str, traits: PolicyLossTraits | None = None
+    name: str,
+    traits: PolicyLossTraits | None = None,
+    *,
+    settings: type[Any] | None = None,
+    select: TokenSelection | None = None,
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Registers a function as the policy loss `name`, replacing one of that name.
 
-    `traits`: the settings that it reads; None keeps those that the catalogue has for the name, or the defaults.
+    `traits`: what it reads; None keeps those that the catalogue has for the name, or the defaults. `settings`: class of
+    settings of its own, made by `rollgrad.setting`; the function takes them third, and users set them as
+    `algo.losses.NAME.SETTING`. `select`: chooses `selected_N` from the whole optimizer step, before it is split.
     """
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:
+        known = traits or catalogue.POLICY_LOSSES.get(name, PolicyLossTraits())
+        catalogue.POLICY_LOSSES[name] = catalogue.with_settings(known, name, settings)
         POLICY_LOSSES[name] = function
-        if traits is not None or name not in catalogue.POLICY_LOSSES:
-            catalogue.POLICY_LOSSES[name] = traits or PolicyLossTraits()
+        TOKEN_SELECTIONS.pop(name, None)
+        if select is not None:
+            TOKEN_SELECTIONS[name] = select
         return function
 
     return register

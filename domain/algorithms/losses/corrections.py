@@ -19,30 +19,14 @@ All weights are constants to the gradient; every log-ratio is bounded before exp
 """
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from rollgrad.domain.algorithms.losses.ratios import binary_kl, binary_tv, bounded, sequence_mean, sequence_sum
-
-
-@frozen(kw_only=True)
-class Correction:
-    """Settings of the correction: `level`, `mode` and `gate` as in the module's docstring, with their bounds.
-
-    `bypass`: the proximal policy is the behaviour policy, so that the loss's own ratio already holds w_t: weights are 1
-    for tokens that are kept, and 0 for the others."""
-
-    level: str = "token"
-    mode: str = "truncate"
-    gate: str = "ratio"
-    low: float = 0.5
-    high: float = 2.0
-    threshold: float = 5e-3
-    bypass: bool = False
+from rollgrad.domain.algorithms.settings import CorrectionSettings
 
 
 def correction_weights(
-    correction: Correction,
+    correction: CorrectionSettings,
     *,
     logprobs_N: Tensor,
     rollout_logprobs_N: Tensor,
@@ -50,17 +34,20 @@ def correction_weights(
     action_mask_N: Tensor,
     sequence_N: Tensor,
     sequences: int,
+    bypass: bool = False,
 ) -> Tensor:
     """Returns the factor of each token's loss, at least 0; 0 for tokens that are left out and outside actions.
 
     Args:
-        correction: the settings.
+        correction: `level`, `mode` and `gate` as above, with their bounds; its level is not auto.
         logprobs_N: under the proximal policy, without gradient.
         rollout_logprobs_N: under the behaviour policy.
         advantages_N: the gate `opsm` reads their sign.
         action_mask_N: bool.
         sequence_N: sequence (0..S-1) of each token.
         sequences: S.
+        bypass: the proximal policy is the behaviour policy, so that the loss's own ratio already holds w_t: weights are
+            1 for tokens that are kept, and 0 for the others.
 
     Raises:
         ValueError: unknown level, mode or gate.
@@ -90,11 +77,11 @@ def correction_weights(
                 kept_N = kept_N & (level_N >= correction.low) & (level_N <= correction.high)
         case _:
             raise ValueError(f"Unknown correction mode {correction.mode!r}: use truncate, clip or mask.")
-    return torch.where(kept_N, torch.ones_like(weight_N) if correction.bypass else weight_N, 0.0)
+    return torch.where(kept_N, torch.ones_like(weight_N) if bypass else weight_N, 0.0)
 
 
 def _passes(
-    correction: Correction,
+    correction: CorrectionSettings,
     base_N: Tensor,
     new_N: Tensor,
     advantages_N: Tensor,

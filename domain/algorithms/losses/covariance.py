@@ -8,6 +8,9 @@ split, order and packing. On the first step of a rollout these are the current l
 import torch
 from torch import Tensor
 
+from rollgrad.domain.algorithms.settings import PolicyLossSettings
+from rollgrad.domain.batches.packed import RolloutBatch
+
 KNUTH = 2654435761
 """Multiplier of multiplicative hashing (Knuth, TAOCP vol. 3, section 6.4)."""
 
@@ -50,6 +53,25 @@ def kl_cov_tokens(logprobs_N: Tensor, advantages_N: Tensor, action_mask_N: Tenso
     actions = int(action_mask_N.sum())
     chosen = covariance_N.topk(min(actions, max(1, int(share * actions)))).indices
     return torch.zeros_like(action_mask_N).index_fill_(0, chosen, True)
+
+
+def select_for_clip_cov(batch: RolloutBatch, params: PolicyLossSettings) -> Tensor:
+    """Returns the tokens of an optimizer step that `clip_cov` leaves out."""
+    return clip_cov_tokens(
+        batch.start_logprobs_N,
+        batch.filled("advantages_N"),
+        batch.action_mask_N,
+        share=params.cov_share,
+        limits=params.cov_range,
+        keys_N=token_keys(batch.sample_ids_S, batch.positions_N, batch.lengths_S),
+    )
+
+
+def select_for_kl_cov(batch: RolloutBatch, params: PolicyLossSettings) -> Tensor:
+    """Returns the tokens of an optimizer step that `kl_cov` penalises."""
+    return kl_cov_tokens(
+        batch.start_logprobs_N, batch.filled("advantages_N"), batch.action_mask_N, share=params.cov_share
+    )
 
 
 def token_keys(sample_ids_S: Tensor, positions_N: Tensor, lengths_S: Tensor) -> Tensor:

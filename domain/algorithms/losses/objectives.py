@@ -6,16 +6,20 @@ of a step of 100 action tokens in token_mean is sum(entropy) / 100, of which a m
 sum / 100.
 """
 
+from typing import Any
+
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from rollgrad.domain.algorithms.catalogue import policy_loss_traits
 from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
 from rollgrad.domain.algorithms.losses.contract import POLICY_LOSSES, PolicyLossInput, PolicyLossParams
-from rollgrad.domain.algorithms.losses.corrections import Correction, correction_weights, interpolated_proximal
+from rollgrad.domain.algorithms.losses.corrections import correction_weights, interpolated_proximal
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.losses.ratios import ratio
 from rollgrad.domain.algorithms.losses.value import value_loss
+from rollgrad.domain.algorithms.settings import CorrectionSettings
 from rollgrad.domain.batches.metrics import Total
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores
@@ -30,14 +34,17 @@ class PolicyLossObjective:
     `positive_nll_coef` x the negative log-likelihood of replies that passed (VAPO, Yue et al. 2025, eq. 10). It is a
     `PolicyObjective`.
 
-    `loss`: key of `POLICY_LOSSES`. `kl_against`: `reference`, or `rollout` for the policy that sampled. `version`: the
-    version of the policy under training; if given, the proximal log-probs are interpolated between those of the
-    sampling and of the current policy.
+    `loss`: key of `POLICY_LOSSES`. `settings`: of the loss's own; None takes their defaults. `correction`: None for
+    none. `bypass`: see `correction_weights`. `kl_against`: `reference`, or `rollout` for the policy that sampled.
+    `version`: the version of the policy under training; if given, the proximal log-probs are interpolated between those
+    of the sampling and of the current policy.
     """
 
     loss: str = "ppo"
     params: PolicyLossParams = field(factory=PolicyLossParams)
-    correction: Correction | None = None
+    settings: Any = None
+    correction: CorrectionSettings | None = None
+    bypass: bool = False
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     kl_against: str = "reference"
@@ -67,6 +74,7 @@ class PolicyLossObjective:
                 selected_N=batch.selected_N,
             ),
             self.params,
+            *policy_loss_traits(self.loss).own(self.settings),
         )
 
         def mean(values_N: Tensor) -> Tensor:
@@ -78,12 +86,13 @@ class PolicyLossObjective:
             factor_N = correction_weights(
                 self.correction,
                 # With `bypass` the ratio of the loss is pi / mu already: the gate looks at the current policy.
-                logprobs_N=logprobs_N if self.correction.bypass else old_N,
+                logprobs_N=logprobs_N if self.bypass else old_N,
                 rollout_logprobs_N=rollout_N,
                 advantages_N=advantages_N,
                 action_mask_N=mask_N,
                 sequence_N=sequence_N,
                 sequences=len(batch),
+                bypass=self.bypass,
             )
             token_loss_N = token_loss_N * factor_N
             metrics["correction_weight"] = mean(factor_N)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rollgrad.domain.algorithms.losses.contract import PolicyLoss, PolicyLossInput, PolicyLossParams, policy_loss
+from rollgrad.domain.algorithms.losses.covariance import select_for_clip_cov, select_for_kl_cov
 from rollgrad.domain.algorithms.losses.ratios import binary_kl, bounded, ratio, sequence_mean, sequence_sum
 
 MAX_WEIGHT = 20.0
@@ -89,7 +90,7 @@ def sapo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     return _unclipped(-torch.sigmoid(tau_N * (ratio_N - 1)) * 4 / tau_N * inputs.advantages_N, ratio_N)
 
 
-@policy_loss("clip_cov")
+@policy_loss("clip_cov", select=select_for_clip_cov)
 def clip_cov(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     """`ppo` without a gradient at the selected tokens, those where log-prob and advantage covary strongly (Cui et al.
     2025, "The Entropy Mechanism", eq. 12); chosen by `covariance.clip_cov_tokens`.
@@ -106,7 +107,7 @@ def clip_cov(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     )
 
 
-@policy_loss("kl_cov")
+@policy_loss("kl_cov", select=select_for_kl_cov)
 def kl_cov(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     """-rho A, plus cov_kl_coef |log rho| at the selected tokens (Cui et al. 2025, eq. 14); chosen by
     `covariance.kl_cov_tokens`.

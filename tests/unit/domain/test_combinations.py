@@ -18,10 +18,9 @@ from torch import Tensor
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, policy_loss_traits
 from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParams, estimate
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
-from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
-from rollgrad.domain.algorithms.losses.corrections import Correction
-from rollgrad.domain.algorithms.losses.covariance import clip_cov_tokens, kl_cov_tokens, token_keys
+from rollgrad.domain.algorithms.losses.contract import TOKEN_SELECTIONS, PolicyLossParams
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
+from rollgrad.domain.algorithms.settings import CorrectionSettings
 from rollgrad.domain.batches.packed import RolloutBatch, rollout_ids
 from rollgrad.domain.batches.partition import balanced_partitions
 from rollgrad.domain.ports.models import TokenScores
@@ -31,7 +30,7 @@ AGGREGATIONS = ["token_mean", "sequence_mean", "prompt_mean", "constant_length"]
 TRIPLES = [
     None,
     *(
-        Correction(level=level, mode=mode, gate=gate, low=0.7, high=1.5, threshold=0.05)
+        CorrectionSettings(level=level, mode=mode, gate=gate, low=0.7, high=1.5, threshold=0.05)
         for level in ("token", "sequence", "geometric")
         for mode in ("truncate", "clip", "mask")
         for gate in ("ratio", "binary_kl", "tv", "opsm")
@@ -105,20 +104,15 @@ def make_batch(seed: int, estimator: str, loss: str, aggregation: str) -> tuple[
 
 
 def select(batch: RolloutBatch, loss: str) -> Tensor | None:
-    if not policy_loss_traits(loss).selects:
+    if loss not in TOKEN_SELECTIONS:
         return None
-    arguments = batch.start_logprobs_N, batch.filled("advantages_N"), batch.action_mask_N
-    if loss == "kl_cov":
-        return kl_cov_tokens(*arguments, share=0.2)
-    keys_N = token_keys(batch.sample_ids_S, batch.positions_N, batch.lengths_S)
-    return clip_cov_tokens(*arguments, share=0.2, limits=(0.0, 5.0), keys_N=keys_N)
+    return TOKEN_SELECTIONS[loss](batch, PolicyLossParams(cov_share=0.2, cov_range=(0.0, 5.0)))
 
 
-def make_objective(loss: str, correction: Correction | None) -> PolicyLossObjective:
-    low, high = policy_loss_traits(loss).clip or (0.2, 0.2)
+def make_objective(loss: str, correction: CorrectionSettings | None) -> PolicyLossObjective:
     return PolicyLossObjective(
         loss=loss,
-        params=PolicyLossParams(clip_low=low, clip_high=high),
+        params=PolicyLossParams(eps_clip_low_high=policy_loss_traits(loss).clip or (0.2, 0.2)),
         correction=correction,
         kl_coef=0.1,
         kl_estimator="k3_unbiased",
@@ -145,7 +139,7 @@ combination = {
 @settings(max_examples=12, deadline=None)
 @given(**combination, ranks=st.integers(1, 5))
 def test_any_sharding_in_any_order_gives_the_same_gradient(
-    loss: str, aggregation: str, seed: int, estimator: str, correction: Correction | None, ranks: int
+    loss: str, aggregation: str, seed: int, estimator: str, correction: CorrectionSettings | None, ranks: int
 ) -> None:
     batch, theta_N = make_batch(seed, estimator, loss, aggregation)
     objective = make_objective(loss, correction)
@@ -172,7 +166,7 @@ def test_masked_tokens_change_nothing(
     aggregation: str,
     seed: int,
     estimator: str,
-    correction: Correction | None,
+    correction: CorrectionSettings | None,
     poison: float,
     padding: int,
 ) -> None:
@@ -210,7 +204,7 @@ def spans(batch: RolloutBatch) -> list[Tensor]:
 @settings(max_examples=8, deadline=None)
 @given(**combination, factor=st.sampled_from([2.0, 10.0]))
 def test_the_policy_gradient_scales_with_the_advantages(
-    loss: str, seed: int, estimator: str, correction: Correction | None, factor: float
+    loss: str, seed: int, estimator: str, correction: CorrectionSettings | None, factor: float
 ) -> None:
     if loss == "kl_cov":
         return  # its penalty does not

@@ -11,9 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollgrad.domain.algorithms.losses.corrections import Correction, correction_weights, interpolated_proximal
+from rollgrad.domain.algorithms import settings as algorithm
+from rollgrad.domain.algorithms.losses.corrections import correction_weights, interpolated_proximal
 from tests.unit.domain import references
 from tests.unit.domain.references import CorrectionSettings, Tokens
+
+
+@attrs.define(kw_only=True)
+class Correction(algorithm.CorrectionSettings):
+    """With the level resolved, as in a run, and whether the ratio of the loss is against the sampler already."""
+
+    level: str = "token"
+    bypass: bool = False
+
 
 LEVELS = ["token", "sequence", "geometric"]
 TRIPLES = list(
@@ -55,6 +65,7 @@ def weigh(
         action_mask_N=mask,
         sequence_N=torch.tensor(tokens.sequence),
         sequences=tokens.sequences,
+        bypass=correction.bypass,
     )
 
 

@@ -68,7 +68,7 @@ def batch_of(seed: int, mode: str) -> RolloutBatch:
 
 
 OBJECTIVE = PolicyLossObjective(
-    params=PolicyLossParams(clip_low=0.2, clip_high=0.3, dual_clip=3.0),
+    params=PolicyLossParams(eps_clip_low_high=(0.2, 0.3), dual_clip=3.0),
     kl_coef=0.1,
     kl_estimator="k3",
     entropy_coef=0.01,

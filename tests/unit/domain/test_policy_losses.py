@@ -74,6 +74,11 @@ def loss_inputs(tokens: Tokens, logprobs_N: Tensor) -> PolicyLossInput:
     )
 
 
+def params_of(options: LossSettings) -> PolicyLossParams:
+    rest = attrs.asdict(options)
+    return PolicyLossParams(eps_clip_low_high=(rest.pop("clip_low"), rest.pop("clip_high")), **rest)
+
+
 def run(
     name: str,
     tokens: Tokens,
@@ -83,7 +88,7 @@ def run(
 ) -> tuple[PolicyLoss, Tensor]:
     """(the loss, the gradient of its weighted sum over action tokens)."""
     leaf = torch.tensor(tokens.logprobs, dtype=dtype, requires_grad=True)
-    params = PolicyLossParams(**attrs.asdict(options or LossSettings()))
+    params = params_of(options or LossSettings())
     loss = POLICY_LOSSES[name](loss_inputs(tokens, leaf), params)
     chosen = torch.tensor(weights or [1.0] * len(tokens.actions), dtype=dtype)
     total = weighted_sum(loss.loss_N, chosen, torch.tensor(tokens.actions))
@@ -346,7 +351,7 @@ def test_the_weight_inside_a_trust_region_is_bounded(name: str) -> None:
             sequence_N=torch.zeros(4, dtype=torch.int64),
             sequences=1,
         ),
-        PolicyLossParams(clip_low=0.15, clip_high=0.15),
+        PolicyLossParams(eps_clip=0.15),
     )
     (gradient,) = torch.autograd.grad(loss.loss_N.sum(), leaf)
     torch.testing.assert_close(gradient, torch.tensor([-20.0, -20.0, -1.1, -1.0], dtype=torch.float64))

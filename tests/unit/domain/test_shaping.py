@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollgrad.domain.algorithms import shaping
+from rollgrad.domain.algorithms.settings import ShapingSettings
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from tests.fakes.agent_executor import make_trajectory
 
@@ -70,8 +71,8 @@ def test_stop_properly_never_rewards_truncation(rewards: list[float], coef: floa
 
 def test_cosine_length_by_hand() -> None:
     packed = batch([1.0, 1.0, 0.0, 0.0, 1.0], [10, 5, 10, 5, 10], truncated=(4,))
-    settings_ = shaping.CosineLength(passed=(2.0, 1.0), failed=(-10.0, 0.0), exceeded=-7.0)
-    found = outcomes(packed, shaping.cosine_length(packed, settings_, limit=10, threshold=1.0))
+    settings_ = ShapingSettings(cosine_passed=(2.0, 1.0), cosine_failed=(-10.0, 0.0), cosine_exceeded=-7.0)
+    found = outcomes(packed, shaping.cosine_length(packed, settings_, limit=10))
     assert found == pytest.approx([1.0, 1.5, 0.0, -5.0, -7.0], abs=1e-5)
 
 
