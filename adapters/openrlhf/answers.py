@@ -1,6 +1,6 @@
-"""Reads what agent files return: mappings with numbers in tensors, lists or plain.
+"""Parses the results of agent files: mappings with numbers, plain or in tensors or lists.
 
-Errors are `ValueError`: an answer that cannot be read costs its own episode.
+Errors are `ValueError`: an unreadable result fails its own episode only.
 """
 
 import math
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def required(answer: Any, key: str, method: str) -> Any:
-    """`answer[key]`.
+    """Returns `answer[key]`.
 
     Raises:
-        ValueError: `answer`, what `method` returned, is no mapping, or has no such key.
+        ValueError: `answer`, the result of `method`, is no mapping, or has no such key.
     """
     if not isinstance(answer, Mapping):
         raise ValueError(f"{method} returned {type(answer).__name__}, but it must return a dict with {key!r}")
@@ -27,7 +27,7 @@ def number(value: Any, what: str) -> float:
     """Returns a number, or the one number in a tensor, array or list.
 
     Raises:
-        ValueError: it is none, not a single one, or not finite.
+        ValueError: there is not exactly one number, or it is not finite.
     """
     items = value.reshape(-1).tolist() if hasattr(value, "reshape") else value
     if isinstance(items, list | tuple):
@@ -44,7 +44,7 @@ def number(value: Any, what: str) -> float:
 
 
 def metrics(logs: Any) -> dict[str, float]:
-    """Returns the numbers of `extra_logs`; of several, the first.
+    """Returns the numbers in `extra_logs`; of a list the first.
 
     Raises:
         ValueError: a value is no number.

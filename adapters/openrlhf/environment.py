@@ -23,14 +23,13 @@ NEUTRAL = {
     "min_p": 0.0,
     "ignore_eos": False,
 }
-"""Settings of vLLM that change what is sampled and that no engine here knows: the only value each may have."""
+"""Settings of vLLM that change sampling and that no engine here supports, each with the only value that is accepted."""
 
 
 class AgentInstanceEnvironment(Environment):
-    """Plays `instance`, an `AgentInstanceBase`. Feedback after the last turn is not appended: nothing follows it. Of
-    what several turns log under one name, the last is kept.
-
-    `params`: the run's sampling settings, which the instance is shown and may replace for its later turns.
+    """Plays `instance`, an `AgentInstanceBase`. Feedback after the last turn is not appended. If
+    several turns log a value under one name, the last is kept.
+    `params`: the run's sampling settings, which the instance may read, and replace for its later turns.
     """
 
     def __init__(self, instance: Any, params: SamplingParams) -> None:
@@ -42,7 +41,7 @@ class AgentInstanceEnvironment(Environment):
         self._metrics: dict[str, float] = {}
 
     async def reset(self, prompt: Prompt) -> str:
-        """Starts the episode: with what the instance adds to the prompt, or with what it makes of it."""
+        """Starts the episode; the instance's text follows the prompt, or replaces it."""
         self._label = prompt.label
         observation = await open_episode(self._instance, prompt.text, prompt.label)
         self._text = observation
@@ -54,8 +53,8 @@ class AgentInstanceEnvironment(Environment):
         """Answers an action; without `rewards`, or with None, the run's reward judges the episode.
 
         Raises:
-            ValueError: the instance answered something else than its contract says.
-            ConfigurationError: it asks for what no engine here does.
+            ValueError: the instance's result violates its contract.
+            ConfigurationError: it sets something that no engine here supports.
         """
         states = {
             "observation_text": self._text,
@@ -94,7 +93,7 @@ class AgentInstanceEnvironment(Environment):
 
 
 def to_agent(params: SamplingParams) -> AgentSampling:
-    """Sampling settings as an agent file reads them."""
+    """Returns sampling settings in the form that agent files read."""
     return AgentSampling(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -108,10 +107,10 @@ def to_agent(params: SamplingParams) -> AgentSampling:
 
 
 def from_agent(agent: Any, base: SamplingParams) -> SamplingParams:
-    """Sampling settings as an agent file left them; the seed stays the run's own.
+    """Returns the sampling settings after an agent file's changes; the seed stays the run's own.
 
     Raises:
-        ConfigurationError: one of them is set that no engine here knows.
+        ConfigurationError: a setting is set that no engine here supports.
     """
     for name, neutral in NEUTRAL.items():
         value = getattr(agent, name, neutral)

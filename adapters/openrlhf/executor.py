@@ -34,7 +34,7 @@ from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 FINISH_REASONS = {StopReason.ABORTED: "abort"}
-"""What vLLM calls the end of a request, where it differs."""
+"""vLLM's names of stop reasons, where they differ."""
 
 
 class CustomAgentExecutor(AgentExecutor):
@@ -44,7 +44,7 @@ class CustomAgentExecutor(AgentExecutor):
         agent: an instance of the file's `AgentExecutor`.
         engine: samples for it, in vLLM's shapes.
         codec: decodes its text.
-        tokenizer: handed to it.
+        tokenizer: passed to it.
         max_length: tokens of an episode, prompt included.
         rewards: judges the episodes for which the agent returns no reward.
     """
@@ -113,7 +113,7 @@ class CustomAgentExecutor(AgentExecutor):
 
 
 class _EngineFacade:
-    """`generate(token_ids, sampling_params)` in vLLM's shapes; remembers which policy sampled."""
+    """An engine with vLLM's `generate(token_ids, sampling_params)`; it records the generations."""
 
     def __init__(self, engine: RolloutEngine, codec: ChatCodec, params: SamplingParams) -> None:
         self._engine = engine

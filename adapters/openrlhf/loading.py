@@ -1,4 +1,4 @@
-"""What an agent file offers."""
+"""Loading of agent files."""
 
 import inspect
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from rollgrad.domain.errors import ConfigurationError
 
 FLAG = "--train.agent_func_path"
 EXECUTE = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
-"""What `execute` is given, by name."""
+"""Keyword arguments of `execute`."""
 
 
 @frozen
 class AgentFile:
-    """One of: `program`, a function that plays an episode as a client of the agent server; `environment`, which makes
-    a fresh `Environment`; `instance`, which makes a fresh OpenRLHF agent instance; `executor`, an OpenRLHF executor
-    that plays by itself."""
+    """Content of an agent file, one of: `program`, a function that plays an episode as a client of the agent server;
+    `environment`, which makes a fresh `Environment`; `instance`, which makes a fresh OpenRLHF agent instance;
+    `executor`, an OpenRLHF executor that plays by itself."""
 
     program: Callable[..., Any] | None = None
     environment: Callable[[], Any] | None = None
@@ -44,7 +44,7 @@ def load_agent_file(path: str) -> AgentFile:
         return AgentFile(program=program)
     environment = getattr(module, "Environment", None)
     cls = getattr(module, "AgentExecutor", None)
-    # An agent file may import a class Environment from elsewhere; what it defines itself decides.
+    # An agent file may import a class Environment from elsewhere; a class that it defines itself has precedence.
     if environment is not None and (cls is None or environment.__module__ == module.__name__):
         return AgentFile(environment=environment)
     if cls is None:
@@ -59,7 +59,7 @@ def load_agent_file(path: str) -> AgentFile:
 
 
 def _made(cls: Any, path: str) -> Any:
-    """Returns an instance of the file's `AgentExecutor`, whose signatures are those of today."""
+    """Returns an instance of the file's `AgentExecutor`, whose signatures must be the current ones."""
     if not inspect.isclass(cls):
         raise ConfigurationError(
             f"{FLAG} {path}: AgentExecutor is a {type(cls).__name__}, as in OpenRLHF 0.8, but it must be a class: "

@@ -1,7 +1,7 @@
-"""From what `execute` returns to trajectories.
+"""Makes trajectories from the results of `execute`.
 
-Invariant: token ids pass through as they are; what contradicts itself is a `TrajectoryError` that says how. Does not
-own: who sampled, and what a failed episode costs.
+Invariant: token ids are not changed; a contradiction is a `TrajectoryError` that describes it. Does not own: sampling,
+and the cost of a failed episode.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ from rollgrad.domain.ports.agent_executor import EpisodeRequest
 
 @frozen(kw_only=True, eq=False)
 class EpisodeSegment:
-    """One dict, checked and cut to the episode's length. `logprobs` None: those of the engine; `reward` None: it
-    brought none."""
+    """One dict, checked and truncated to the episode's length. `logprobs` None: those of the engine; `reward` None: it
+    has none."""
 
     token_ids: list[int]
     ranges: list[tuple[int, int]]
@@ -33,11 +33,11 @@ class EpisodeSegment:
 
 
 def read_segments(answer: Any, *, max_length: int) -> list[EpisodeSegment]:
-    """One segment for a dict, several of one sample for a list of them, each cut to `max_length` tokens.
+    """Returns one segment for a dict, several of one sample for a list, each truncated to `max_length` tokens.
 
     Args:
-        answer: what `execute` returned.
-        max_length: tokens after which a segment is cut.
+        answer: the result of `execute`.
+        max_length: largest number of tokens of a segment.
 
     Raises:
         TrajectoryError: tokens, ranges and log-probs contradict each other.
@@ -55,8 +55,9 @@ def read_segments(answer: Any, *, max_length: int) -> list[EpisodeSegment]:
 
 
 def rewarded(segments: Sequence[EpisodeSegment], reward: Reward) -> list[EpisodeSegment]:
-    """Returns the segments of an episode that brought no reward, with what the run's source says of it, on the last
-    one."""
+    """Returns the segments of an episode without a reward of its own, with the `reward` of the run's source on the
+    last.
+    """
     last = segments[-1]
     given = reward.value if reward.score is None else reward.score
     score = given if last.score is None else last.score
@@ -67,13 +68,13 @@ def rewarded(segments: Sequence[EpisodeSegment], reward: Reward) -> list[Episode
 def to_trajectories(
     segments: Sequence[EpisodeSegment], calls: Sequence[Generation], request: EpisodeRequest
 ) -> list[Trajectory]:
-    """One trajectory for each segment of an episode.
+    """Returns one trajectory for each segment of an episode.
 
-    The rewards of several add up; the score is the last one given, and without any the sum of the rewards.
+    Rewards of several segments add up; the score is the last one given, or else the sum of the rewards.
 
     Args:
         segments: at least one with a reward.
-        calls: what the engine sampled for the episode, in order.
+        calls: the engine's generations for the episode, in order.
         request: the episode.
 
     Raises:
@@ -86,7 +87,7 @@ def to_trajectories(
 
 
 def version_of(calls: Sequence[Generation]) -> int:
-    """Returns the policy version that drew the latest token; 0 without any."""
+    """Returns the policy version that sampled the latest token; 0 without any."""
     return int(calls[-1].versions[-1]) if calls and calls[-1].versions else 0
 
 
@@ -127,7 +128,7 @@ def _read(answer: Any, max_length: int) -> EpisodeSegment:
 
 
 def _check_ranges(ranges: Sequence[tuple[int, int]], length: int, max_length: int) -> None:
-    """Ranges lie in order, apart and inside. One may reach past the tokens if those fill the episode: they were cut."""
+    """Checks that ranges are in order, disjoint and inside. A range may end after the tokens of a truncated episode."""
     end = 0
     for start, stop in ranges:
         if not 0 <= start <= stop:

@@ -1,5 +1,5 @@
-"""What agent files import from `openrlhf.utils.agent`, and vLLM-shaped values for those that call the engine
-themselves. How such a file finds these names is the finder's business.
+"""Names that agent files import from `openrlhf.utils.agent`, and vLLM-shaped values for files that call the engine
+themselves. `adapters.system.stand_ins` makes the import find them.
 """
 
 import copy
@@ -16,8 +16,8 @@ from rollgrad.adapters.openrlhf.answers import metrics, number, required
 
 @define
 class SamplingParams:
-    """The fields of vLLM's sampling parameters that agent files read and set. Those from `n` on are there to be read;
-    a request with another value is refused."""
+    """The fields of vLLM's sampling parameters that agent files read and set. Fields from `n` on can only be read: a
+    request with another value is refused."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -62,7 +62,7 @@ class CompletionOutput:
 
 @define
 class RequestOutput:
-    """The answer to a request, as vLLM gives it."""
+    """The answer to a request, as vLLM returns it."""
 
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(factory=list)
@@ -84,7 +84,7 @@ class AgentInstanceBase(ABC):
             setattr(cls, "__init__", later)  # noqa: B010  (mypy refuses to let a method be assigned)
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Starts the episode; `observation` is the prompt's text to begin with."""
+        """Starts the episode; `observation` in `states` is the prompt's text."""
         return {"observation": states["observation"]}
 
     @abstractmethod
@@ -138,7 +138,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         llm_engine: Any,
         images: Any = None,
     ) -> dict[str, Any]:
-        """For executors that add to it; a class that does not is played by rollgrad's own executor."""
+        """Plays the episode, for subclasses that extend it; any other class is played by rollgrad's own executor."""
         instance = self.agent_instance_cls()
         text = await open_episode(instance, prompt, label)
         tokens = list(hf_tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rollgrad.adapters.rewards.judge_pool import JudgePool
 
 GRADE_SECONDS = 10.0
-"""Longest comparison; one that takes longer finds the answers different."""
+"""Longest comparison in seconds; after that the answers count as different."""
 WAIT_SECONDS = 600.0
 """Longest wait for other comparisons and for the sandbox to start."""
 _BOXES = ("\\boxed{", "\\fbox{")
@@ -17,7 +17,8 @@ _FORMAT = "%(levelname)s %(asctime)s %(filename)s:%(lineno)d] %(message)s"
 
 
 def extract_boxed_answer(text: str) -> str | None:
-    """What the last `\\boxed{...}` or `\\fbox{...}` of `text` holds, None without one or if it is never closed.
+    """Returns the content of the last `\\boxed{...}` or `\\fbox{...}` of `text`; None without one, or if it is not
+    closed.
 
     >>> extract_boxed_answer(r"so \\boxed{1} becomes \\boxed{\\frac{1}{2}}.")
     '\\\\frac{1}{2}'
@@ -49,14 +50,14 @@ def grade_answer(given_answer: str | None, ground_truth: str | None) -> bool:
         return True
     from rollgrad.adapters.rewards import math_worker
 
-    # Where the truth is no mathematics the judgement fails, and the texts differ.
+    # If the truth is not mathematics the judgement fails: the answers are different, because their texts are.
     verdict = _judges().submit(math_worker.grade, truth, f"${given}$").result(GRADE_SECONDS + WAIT_SECONDS)
     return verdict.value == 1.0
 
 
 @functools.cache
 def _judges() -> "JudgePool":
-    """Returns the sandboxes that compare, for as long as this process runs: they end with it."""
+    """Returns the sandboxes of comparisons, which live as long as this process."""
     from rollgrad.adapters.rewards import math_worker
     from rollgrad.adapters.rewards.judge_pool import JudgePool
 
@@ -64,7 +65,7 @@ def _judges() -> "JudgePool":
 
 
 def init_logger(name: str) -> logging.Logger:
-    """Returns the logger `name`, which writes from INFO on to standard error; made once a name."""
+    """Returns the logger `name`, which writes levels from INFO to standard error; it is made only once."""
     logger = logging.getLogger(name)
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)

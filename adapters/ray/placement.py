@@ -1,4 +1,5 @@
-"""Where processes run: bundles of CPUs and GPUs that Ray reserves together, one for each process or shared by roles."""
+"""Placement of processes: bundles of CPUs and GPUs that Ray reserves together, each for one process or several
+roles."""
 
 from typing import Any
 
@@ -9,23 +10,23 @@ from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import ConfigurationError
 
 SHARE = 0.2
-"""Of a bundle's CPU and GPU that a process takes which shares it with other roles."""
+"""Share of a bundle's CPU and GPU for a process that shares the bundle with other roles."""
 
 
 NODE_SHARE = 0.001
-"""Of the resource by which Ray names a machine."""
+"""Amount of the resource by which Ray names a machine."""
 
 
 @frozen(kw_only=True)
 class Slot:
-    """What one process asks Ray for: options of its actor."""
+    """Resources of one process, as options of its Ray actor."""
 
     cpus: float
     gpus: float
     strategy: Any = field(eq=False)
 
     def options(self) -> dict[str, Any]:
-        """For `ray.remote(...).options`."""
+        """Returns the keyword arguments of `ray.remote(...).options`."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "scheduling_strategy": self.strategy}
 
 
@@ -35,10 +36,10 @@ class Placement:
     Args:
         name: of the role, for errors.
         bundles: how many.
-        gpus: of each; 0 on machines without.
-        here: how many of them, the first, have to be on this process's machine.
-        shared: whether several roles take a share of each bundle.
-        timeout: seconds that Ray may take to find room.
+        gpus: GPUs of each bundle; 0 on machines without.
+        here: number of bundles, the first ones, that must be on this process's machine.
+        shared: whether several roles share each bundle.
+        timeout: longest wait for Ray to find room, in seconds.
 
     Raises:
         ConfigurationError: the cluster has no room for it in time.
@@ -70,7 +71,7 @@ class Placement:
                 )
 
     def slot(self, index: int) -> Slot:
-        """That of process `index`."""
+        """Returns the slot of process `index`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(
@@ -79,7 +80,7 @@ class Placement:
         return Slot(cpus=self._share, gpus=self._gpus * self._share, strategy=strategy)
 
     def remove(self) -> None:
-        """Gives the reservation back; what runs in it is killed."""
+        """Returns the reservation; processes in it are killed."""
         from ray.util.placement_group import remove_placement_group
 
         remove_placement_group(self._group)

@@ -11,14 +11,14 @@ from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
 
 CONNECT_SECONDS = 60
-"""How long a cluster may take to answer."""
+"""Longest wait for a cluster's answer."""
 
 STARTS = 3
-"""How often a cluster is started here: Ray gives it up after 30 seconds, which a busy machine may need."""
+"""Attempts to start a cluster here: Ray gives up after 30 seconds, which may be too few on a busy machine."""
 
 
 def ray_module() -> Any:
-    """Returns the package.
+    """Returns the package `ray`.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -36,7 +36,7 @@ def cluster_has_gpus() -> bool:
 
 
 class RaySession:
-    """A connection to Ray; what is already connected is used as it is, and left so.
+    """A connection to Ray. An existing connection is used, and not closed.
 
     Args:
         address: `auto` or host:port of a running cluster; None starts one here.
@@ -55,8 +55,8 @@ class RaySession:
         self._owned = not ray.is_initialized()
         if not self._owned:
             return
-        os.environ.setdefault("RAY_worker_niceness", "0")  # training is what the machine is for
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # processes without a GPU see the others' none
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower the priority of training
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # hide all GPUs from processes that have none
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if address is None:
             settings |= {"num_cpus": max(1, round(cpus + 0.5)), "include_dashboard": False}
@@ -72,7 +72,7 @@ class RaySession:
             ) from error
 
     def close(self) -> None:
-        """Ends what was started here; may be called again."""
+        """Closes the connection, and ends a cluster that was started here; idempotent."""
         if self._owned:
             ray_module().shutdown()
             self._owned = False
@@ -83,7 +83,7 @@ def _init(address: str, settings: Mapping[str, Any]) -> None:
         try:
             ray_module().init(address=address, **settings)
             return
-        except Exception as error:  # Ray has no other for this
+        except Exception as error:  # Ray raises no specific error here
             if not left or "timed out during startup" not in str(error):
                 raise
 

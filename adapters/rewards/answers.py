@@ -1,6 +1,6 @@
-"""What a reward function or server answered, as rewards.
+"""Parses answers of reward functions and servers.
 
-Invariant: one finite reward a reply, or one `RewardError` sentence that names who answered what.
+Invariant: the result is one finite reward for each reply, or one `RewardError` sentence that names the source.
 """
 
 import math
@@ -13,8 +13,8 @@ from rollgrad.domain.errors import RewardError
 
 
 class RewardParser:
-    """Reads answers of `name`: the rewards (list, tensor, or a number for one reply), or a mapping with `rewards` and
-    optionally `scores` and `extra_logs`. Named rewards are summed by `weights` (default: 1 each)."""
+    """Parses the answers of `name`: the rewards (list, tensor, or a number for one reply), or a mapping with `rewards`
+    and optionally `scores` and `extra_logs`. Named rewards are summed by `weights` (default: 1 each)."""
 
     def __init__(self, name: str, weights: Mapping[str, float] | None = None) -> None:
         self._name = name
@@ -90,7 +90,7 @@ class RewardParser:
         return parts
 
     def _numbers(self, value: Any, what: str, count: int, *, broadcast: bool = False) -> list[float]:
-        """`value` as `count` floats: a sequence, a tensor or array of any shape, or a number."""
+        """Returns `value`, a sequence, a tensor or array of any shape, or a number, as `count` floats."""
         if hasattr(value, "reshape"):
             value = value.reshape(-1).tolist()
         elif isinstance(value, (int, float)):
@@ -100,7 +100,7 @@ class RewardParser:
             if any(isinstance(item, str) for item in items):
                 raise TypeError("text is not a number")
             numbers = [float(item) for item in items]
-        except Exception as error:  # of a user's own class, or of an integer that no float holds
+        except Exception as error:  # a user's class, or an integer too large for a float
             raise RewardError(
                 f"{self._name} returned {what} that are not numbers ({shown(value)}): {told(error)}."
             ) from error
@@ -114,5 +114,5 @@ class RewardParser:
 
 
 def replies(count: int) -> str:
-    """Returns a number of replies in words."""
+    """Returns "1 reply" or "N replies"."""
     return "1 reply" if count == 1 else f"{count} replies"

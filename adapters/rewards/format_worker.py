@@ -1,22 +1,22 @@
-"""What the format verifier runs in the sandbox: a pattern may take for ever on a reply that somebody wrote for it."""
+"""The format verifier's part in the sandbox: a pattern may take exponential time on some replies."""
 
 import re
 
 PACKAGES: tuple[str, ...] = ()
-"""Packages that judgements import."""
+"""Packages that the verifier imports."""
 EVALUATES: tuple[str, ...] = ()
-"""Beginnings of the modules that hand an answer to `eval`, which the sandbox gives them its own for."""
+"""Prefixes of the modules that pass an answer to `eval`, which the sandbox replaces by its own there."""
 
 
 def warm_up() -> None:
-    """Does nothing: all is imported."""
+    """Does nothing, because nothing has to be imported."""
 
 
 def prepare(pattern: str) -> None:
-    """Compiles the pattern, which `re` then keeps."""
+    """Compiles the pattern, which `re` caches."""
     re.compile(pattern, re.DOTALL)
 
 
 def matches(pattern: str, response: str) -> float:
-    """1.0 when the whole response matches, else 0.0."""
+    """Returns 1.0 if the whole response matches, else 0.0."""
     return float(re.compile(pattern, re.DOTALL).fullmatch(response) is not None)

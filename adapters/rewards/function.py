@@ -1,9 +1,10 @@
 """Rewards from a Python function that the user wrote, for rollgrad, OpenRLHF, TRL or verl.
 
-Invariant: whatever the function does, the answer is one finite reward a reply or one `RewardError` sentence.
-A plain function runs in a thread of its own, so it never blocks the event loop; a thread cannot be killed, so one that
-outlives its deadline is left behind as a daemon and does not keep the process alive. Does not own: what it is passed
-(`signatures`) and how its answers are read (`answers`).
+Invariant: whatever the function does, the result is one finite reward for each reply, or one `RewardError` sentence.
+
+A plain function runs in a thread of its own, so it never blocks the event loop. A thread cannot be killed: one that
+exceeds its deadline remains as a daemon, and does not keep the process alive. Does not own: the function's arguments
+(`signatures`) and parsing its answers (`answers`).
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from rollgrad.domain.errors import ConfigurationError, NotApplicableError, Rewar
 from rollgrad.domain.ports.reward_source import RewardSource
 
 FUNCTION_NAMES = ("reward_func", "compute_score")
-"""Functions that are looked for in a file, in this order: OpenRLHF's and TRL's examples, and verl's default."""
+"""Names of reward functions in a file, in order of precedence: OpenRLHF's and TRL's examples, and verl's default."""
 
 log = structlog.get_logger(__name__)
 
@@ -59,15 +60,15 @@ def load_reward_function(path: str) -> Callable[..., Any]:
 
 
 class FunctionReward(RewardSource):
-    """Scores replies with `func`, which is passed what the names of its parameters say (`signatures`).
+    """Scores replies with `func`; the names of its parameters decide what it is passed (`signatures`).
 
     `func` may be async. It returns the rewards (list, tensor, or a number for one reply), or a mapping with `rewards`
     and optionally `scores` (for filtering and evaluation) and `extra_logs` (name -> number, or one number a reply).
-    `rewards` may itself be a mapping of named rewards (name -> one number a reply); a reply's reward is then their sum
-    by `weights` (default: 1 each). None in the place of a number says that the reward does not apply to that reply. A
-    function of verl's convention returns a number, or a mapping with `score` whose other numbers are logged.
+    `rewards` may itself be a mapping of named rewards (name -> one number a reply); a reply's reward is then their sum,
+    weighted by `weights` (default: 1 each). None instead of a number means that the reward does not apply to the reply.
+    A function of verl's convention returns a number, or a mapping with `score` whose other numbers are logged.
 
-    `timeout`: seconds one call may take. `name` stands for the function in errors.
+    `timeout`: seconds that a call may take. `name` names the function in errors.
 
     Raises:
         ConfigurationError: nothing can be passed to `func`.
@@ -91,12 +92,13 @@ class FunctionReward(RewardSource):
 
     @classmethod
     def load(cls, path: str, *, timeout: float, weights: Mapping[str, float] | None = None) -> "FunctionReward":
-        """Returns the function of a file; see `load_reward_function`."""
+        """Returns the reward of a file's function, which `load_reward_function` loads."""
         func = load_reward_function(path)
         return cls(func, timeout=timeout, name=getattr(func, "__name__", path), weights=weights)
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """One reward a request, in order; one call of the function, of verl's convention one call each.
+        """Returns one reward for each request, in order. The function is called once, or once a request by verl's
+        convention.
 
         Raises:
             NotApplicableError: the function returned None for a request.
@@ -124,7 +126,7 @@ class FunctionReward(RewardSource):
 
     async def _run(self, calls: Sequence[Call], refusal: Callable[[str], RewardError]) -> list[Any]:
         async def one(call: Call) -> Any:
-            with foreign_code(refusal):  # within the task that gather makes of it: SystemExit would end the event loop
+            with foreign_code(refusal):  # inside gather's task, where a SystemExit would end the event loop
                 return await self._func(*call.positional, **call.keywords)
 
         if self._is_async:
@@ -136,7 +138,7 @@ class FunctionReward(RewardSource):
             return [await result if inspect.isawaitable(result) else result for result in results]
 
     def _hint(self, requests: Sequence[RewardRequest]) -> str:
-        """Returns why a function that was written for messages may fail here."""
+        """Returns a hint for a function that was written for messages and gets text here; else nothing."""
         if self._signature.convention is not Convention.TRL or all(conversational(r.prompt) for r in requests):
             return ""
         return " (completions are texts, as the rows have their prompts as texts; messages follow prompts in messages)"
@@ -155,7 +157,7 @@ class FunctionReward(RewardSource):
         return self._parser.parse({"rewards": self._applicable([result["score"]]), "extra_logs": logs}, 1)[0]
 
     def _applicable(self, result: Any) -> Any:
-        """`result`, in which a named reward that does not apply is 0.
+        """Returns `result` with 0 for named rewards that do not apply.
 
         Raises:
             NotApplicableError: no reward applies to one of the replies.

@@ -1,6 +1,7 @@
 """Rewards from HTTP servers: `POST {query, prompts, labels} -> {rewards, scores, extra_logs}`.
 
-Requests that wait together travel together. Does not own: which server is asked, and how often (`posting`).
+Requests that wait at the same time are sent in one batch. Does not own: the choice of the server, and retries
+(`posting`).
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from rollgrad.domain.ports.reward_source import RewardSource
 LINGER = 0.005
 """Seconds that the first request of a batch waits for others."""
 FAILED = "reward_failed"
-"""Metric: the share of replies that no server judged, where there is a `failure_value`."""
+"""Metric: the share of replies that no server judged, if `failure_value` is set."""
 TOKEN_VARIABLE = "ROLLGRAD_REWARD_TOKEN"
 """Environment variable whose value, if set, is sent as a bearer token."""
 
@@ -30,11 +31,11 @@ class HttpReward(RewardSource):
     Args:
         urls: where to post; at least one.
         timeout: seconds for one batch, all attempts together.
-        batch_size: replies sent together at most.
+        batch_size: largest number of replies sent together.
         weights: of named rewards.
         failure_value: reward of a reply that no server judged in time (their share is logged as `reward_failed`); None
             raises.
-        circuit: when a server is left alone.
+        circuit: circuit breaker of each server.
 
     Raises:
         ConfigurationError: a URL has no http or https scheme.
@@ -66,7 +67,7 @@ class HttpReward(RewardSource):
         self._batches: set[asyncio.Task[None]] = set()
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """One reward a request, in order.
+        """Returns one reward for each request, in order.
 
         Raises:
             RewardError: no server judged in time, and there is no `failure_value`.
@@ -79,7 +80,7 @@ class HttpReward(RewardSource):
         return list(await asyncio.gather(*answers))
 
     async def aclose(self) -> None:
-        """Ends connections; call it in the event loop that scored."""
+        """Closes the connections; call it in the event loop that scored."""
         tasks = [*self._batches, *([self._sender] if self._sender else [])]
         for task in tasks:
             task.cancel()
@@ -90,7 +91,7 @@ class HttpReward(RewardSource):
         await self._servers.aclose()
 
     async def _send(self) -> None:
-        """Turns what waits into batches."""
+        """Sends the waiting requests in batches."""
         await asyncio.sleep(LINGER)
         while self._waiting:
             batch, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
@@ -99,7 +100,7 @@ class HttpReward(RewardSource):
             task.add_done_callback(self._batches.discard)
 
     async def _settle(self, batch: list[tuple[RewardRequest, "asyncio.Future[Reward]"]]) -> None:
-        """Gives every request of a batch its answer, however the batch ends: nobody else would."""
+        """Gives every request of a batch its answer, however the batch ends; otherwise callers would wait for ever."""
         waiting = [answer for _, answer in batch]
         try:
             with foreign_code(lambda words: RewardError(f"The reward server's answer cannot be used: {words}.")):

@@ -1,7 +1,7 @@
 """Rewards from a language model that judges: one chat completion a reply, on an OpenAI-compatible server.
 
-What is asked is a text file of the user's with places for the prompt, the reply and columns of the row; the reward is
-the last number in what the judge answers. Does not own: which server is asked, and how often (`posting`).
+The question is a text file of the user's with placeholders for the prompt, the reply and columns of the row; the reward
+is the last number in the judge's answer. Does not own: the choice of the server, and retries (`posting`).
 """
 
 import asyncio
@@ -20,26 +20,26 @@ from rollgrad.domain.ports.reward_source import RewardSource
 TOKEN_VARIABLE = "ROLLGRAD_JUDGE_TOKEN"
 """Environment variable whose value, if set, is sent as a bearer token."""
 MAX_IN_FLIGHT = 64
-"""Questions under way at once; a reply's deadline begins when its turn comes."""
+"""Largest number of questions in flight; a reply's deadline begins when its question is sent."""
 PLACES = ("prompt", "response", "query", "label")
 """Placeholders besides columns of the row."""
 _PLACE = re.compile(r"\{(\{?)([A-Za-z_][A-Za-z0-9_]*)\}(\}?)")
 _SCALE = re.compile(r"(?<=[0-9])\s*(?:/|out of)\s*[0-9]+(?:\.[0-9]+)?")
-"""The end of the scale in 8/10 or 8 out of 10, which is not the judgement."""
+"""Upper end of a scale, as in 8/10 or 8 out of 10, which is not the judgement."""
 _THOUGHT = re.compile(r"<think>.*?(</think>|$)", re.DOTALL)
 
 
 class JudgePrompt:
-    """The text that asks the judge, with `{prompt}`, `{response}`, `{query}`, `{label}` and `{column}` of the row.
+    """The question to the judge, with `{prompt}`, `{response}`, `{query}`, `{label}` and `{column}` of the row.
 
-    `{{name}}` writes the braces themselves; other braces need no care.
+    `{{name}}` is the text {name}; other braces are plain text.
 
     Args:
         text: of the file.
         path: its name, for errors.
 
     Raises:
-        ConfigurationError: it asks about no reply.
+        ConfigurationError: it has no placeholder of the reply.
     """
 
     def __init__(self, text: str, path: str) -> None:
@@ -54,10 +54,10 @@ class JudgePrompt:
 
     @classmethod
     def read(cls, path: str) -> "JudgePrompt":
-        """Returns the text of a file.
+        """Returns the question in a file.
 
         Raises:
-            ConfigurationError: it cannot be read, or asks about no reply.
+            ConfigurationError: the file cannot be read, or has no placeholder of the reply.
         """
         try:
             return cls(Path(path).read_text(encoding="utf-8"), path)
@@ -101,7 +101,7 @@ class LLMJudge(RewardSource):
     Args:
         urls: base addresses, as OpenAI's clients take them (`http://host:8000/v1`); several share the work.
         model: the name under which the servers know the judge.
-        prompt: what is asked.
+        prompt: the question.
         timeout: seconds for one judgement, all attempts together.
         bounds: lowest and highest number that counts as a judgement; None: any does.
 
@@ -132,11 +132,11 @@ class LLMJudge(RewardSource):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """One reward a request, in order.
+        """Returns one reward for each request, in order.
 
         Raises:
-            RewardError: the judge did not answer in time, or with no number that counts.
-            ConfigurationError: the prompt has a placeholder that nothing fills.
+            RewardError: the judge did not answer in time, or its answer has no number within the bounds.
+            ConfigurationError: the question has an unknown placeholder.
         """
         questions = [self._prompt.filled(request) for request in requests]
         loop = asyncio.get_running_loop()
@@ -145,7 +145,7 @@ class LLMJudge(RewardSource):
         return list(await asyncio.gather(*map(self._judge, questions)))
 
     async def aclose(self) -> None:
-        """Ends connections; call it in the event loop that scored."""
+        """Closes the connections; call it in the event loop that scored."""
         await self._servers.aclose()
 
     async def _judge(self, question: str) -> Reward:

@@ -1,8 +1,8 @@
-"""`JudgePool`: judgements of replies, in processes that are shut in and can be killed.
+"""`JudgePool` judges replies in isolated processes that can be killed.
 
-Invariants: a judgement that passes its deadline or its memory, or runs code that the reply brought, costs its own
-verdict and nothing else: its process judges no other reply (judge_child), and its answer is a number and a text of
-bounded length, never an object. Every wait has a deadline. Does not own: what is judged.
+Invariants: a judgement that exceeds its deadline or memory, or runs code from the reply, loses its own verdict and
+nothing else: its process judges no other reply (judge_child), and its answer is a number and a text of bounded length,
+never an object. Every wait has a deadline. Does not own: the judgement itself.
 """
 
 import asyncio
@@ -33,20 +33,21 @@ from rollgrad.application.settings.sections.reward import JudgeIsolation
 from rollgrad.domain.errors import ConfigurationError, RewardError
 
 MAX_WORKERS = 8
-"""Judgements take milliseconds: more processes only cost memory."""
+"""Largest number of processes. Judgements take milliseconds, so more would only use memory."""
 MEMORY_MB = 1024
-"""Megabytes that a judgement may use beyond what the judge's libraries have."""
+"""Megabytes that a judgement may use beyond the memory of the judge's libraries."""
 START_SECONDS = 300.0
-"""Longest wait for a process to have imported its judge, on a busy machine."""
+"""Longest wait for a process to import its judge, on a busy machine."""
 GRACE_SECONDS = 60.0
-"""Longest wait for an answer after a judgement's deadline, which its process keeps; then that is killed."""
+"""Longest wait for an answer after a judgement's deadline, which the process itself enforces; then it is killed."""
 CLOSE_SECONDS = 5.0
-"""Longest wait for killed processes to be gone."""
+"""Longest wait for the end of killed processes."""
 
 
 @frozen(kw_only=True)
 class Verdict:
-    """`value`, or why there is none: the deadline passed (`timed_out`) or the judge broke down (`failed`)."""
+    """Verdict on a reply: its `value`, or the reason for none: the deadline passed (`timed_out`) or the judge
+    `failed`."""
 
     value: float = 0.0
     timed_out: bool = False
@@ -64,18 +65,18 @@ _log = structlog.get_logger()
 class JudgePool:
     """Processes that judge with the functions of a module, each call within `timeout` seconds.
 
-    The module's source is what they run: it imports the packages of `PACKAGES` and nothing of rollgrad. Its `warm_up()`
-    runs first in each process, before that is shut in, and `prepare(*common)` once before the judgements that get
-    `common`. The modules whose names begin as `EVALUATES` says have no `eval` but that of `expressions`.
+    Processes run the module's source, which imports the packages in `PACKAGES` and nothing of rollgrad. Its `warm_up()`
+    runs first in each process, before it is isolated, and `prepare(*common)` once before the judgements that get
+    `common`. Modules whose names begin with a prefix in `EVALUATES` get the `eval` of `expressions`.
 
     Args:
         judge: the module.
         timeout: seconds of one judgement.
-        isolation: whether processes are shut in.
+        isolation: whether processes are isolated.
         bounds: lowest and highest value that a judgement can have.
 
     Raises:
-        ConfigurationError: this machine cannot shut processes in.
+        ConfigurationError: this machine cannot isolate processes.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class JudgePool:
         self._workers = [_Worker(self._jobs, request, timeout) for _ in range(count)]
 
     async def judge(self, function: Callable[..., float], *arguments: Any, common: tuple[Any, ...] = ()) -> Verdict:
-        """What `function(*common, *arguments)` says in a process of its own; no value if it raises or is killed.
+        """Returns the verdict of `function(*common, *arguments)` in an own process; no value if it raises or is killed.
 
         Raises:
             RewardError: the pool is closed, or its processes cannot start.
@@ -101,7 +102,7 @@ class JudgePool:
         return await asyncio.wrap_future(self.submit(function, *arguments, common=common))
 
     def submit(self, function: Callable[..., float], *arguments: Any, common: tuple[Any, ...] = ()) -> Future[Verdict]:
-        """Returns the verdict to come, for callers without an event loop; raises as `judge` does."""
+        """Returns the future verdict, for callers without an event loop; raises as `judge` does."""
         name = function.__name__
         job = _Job(name=name, request=pickle.dumps((name, common, arguments)), bounds=self._bounds, verdict=Future())
         self._jobs.put(job)
@@ -113,13 +114,13 @@ class JudgePool:
         """Kills the processes; idempotent."""
         for worker in self._workers:
             worker.close()
-            self._jobs.put(None)  # wakes one that waits for a job
+            self._jobs.put(None)  # wakes a worker that waits for a job
         self._refuse_waiting()
         for worker in self._workers:
             worker.join()
 
     def _refuse_waiting(self) -> None:
-        """Fails jobs that nobody will take."""
+        """Fails the jobs that no worker will take any more."""
         waiting = []
         while not self._jobs.empty():
             waiting.append(self._jobs.get())
@@ -143,7 +144,7 @@ class _Job:
 
 
 class _Worker:
-    """One process that judges, and the thread that speaks with it."""
+    """One judging process, and the thread that communicates with it."""
 
     def __init__(self, jobs: "SimpleQueue[_Job | None]", request: bytes, timeout: float) -> None:
         self.closed = False
@@ -157,7 +158,7 @@ class _Worker:
         self._thread.start()
 
     def close(self) -> None:
-        """Kills the process; the thread fails what it waits for, and ends."""
+        """Kills the process; the thread then fails its job and ends."""
         self.closed = True
         self._kill()
 
@@ -166,7 +167,8 @@ class _Worker:
         self._thread.join(CLOSE_SECONDS)
 
     def _work(self) -> None:
-        # At once: its libraries are imported while models load. A failure is told to the first job, which tries again.
+        # Started at once, so that its libraries are imported while models load. After a failure the first job starts
+        # it again, and reports a second failure.
         with contextlib.suppress(RewardError):
             self._start()
         while not self.closed:
@@ -249,7 +251,7 @@ class _Worker:
 
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""A judgement computes in one thread, and its address space counts what libraries keep for others."""
+"""Settings for one thread: a judgement needs no more, and each thread's buffers count against its address space."""
 
 
 def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
@@ -265,10 +267,10 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 @functools.cache
 def _walls() -> str:
-    """Returns how this machine shuts judges in.
+    """Returns the kind of isolation that this machine has for judges.
 
     Raises:
-        ConfigurationError: in no way.
+        ConfigurationError: it has none.
     """
     problem = code_run.namespaces_problem()
     if problem is None:
@@ -289,7 +291,7 @@ def _start_request(judge: ModuleType, timeout: float, walls: str) -> bytes:
     assert judge.__file__ is not None
     paths = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     found = [importlib.util.find_spec(package) for package in judge.PACKAGES]
-    # Where packages are installed in a folder of another name.
+    # Folders of packages, which may be installed outside of site-packages.
     paths += [str(Path(spec.origin).parent.parent) for spec in found if spec is not None and spec.origin]
     paths = list(dict.fromkeys(paths))
     request = {

@@ -1,15 +1,15 @@
-"""What the math verifier runs in the sandbox: nothing of rollgrad is imported here, for the sandbox has none of it."""
+"""The math verifier's part in the sandbox. It imports nothing of rollgrad, which the sandbox cannot read."""
 
 import logging
 
 PACKAGES: tuple[str, ...] = ("math_verify",)
-"""Packages that judgements import."""
+"""Packages that the verifier imports."""
 EVALUATES = ("sympy.parsing.sympy_parser",)
-"""Beginnings of the modules that hand an answer to `eval`, which the sandbox gives them its own for."""
+"""Prefixes of the modules that pass an answer to `eval`, which the sandbox replaces by its own there."""
 
 
 def warm_up() -> None:
-    """Imports math-verify and runs what judgements run, so that they are not charged for it."""
+    """Imports math-verify and runs it once, so that imports do not count against the time limit of a judgement."""
     # It warns at every call that the caller keeps the deadline, which the pool does.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     for label, response in (("\\frac{1}{2}", "so $\\frac{2}{4}$"), ("x^2+x", "$x(x+1)$"), ("72", "It is 72.5")):
@@ -17,7 +17,7 @@ def warm_up() -> None:
 
 
 def grade(label: str, response: str) -> float:
-    """1.0 when the answer in `response` is mathematically equal to `label`, else 0.0.
+    """Returns 1.0 if the answer in `response` is mathematically equal to `label`, else 0.0.
 
     The label may be plain (`72`, `x^2+1`, `\\frac{1}{2}`) or carry its own delimiters (`$...$`, `\\boxed{...}`).
 
@@ -33,7 +33,7 @@ def grade(label: str, response: str) -> float:
 
 
 def readable(label: str) -> float:
-    """1.0 when math-verify reads mathematics in `label`, else 0.0."""
+    """Returns 1.0 if math-verify finds mathematics in `label`, else 0.0."""
     return float(bool(_read(label)))
 
 

@@ -1,7 +1,7 @@
 """Rewards from a reward model: in this process, or whole in each of several others that share the work.
 
-Invariants: a copy of the model scores one batch at a time, off the event loop; what arrives together, or while all
-copies are busy, is scored together. Does not own: the model (`adapters.torch.reward_model`) and where it runs.
+Invariants: a copy of the model scores one batch at a time, off the event loop; replies that arrive together, or while
+all copies are busy, are scored together. Does not own: the model (`adapters.models.torch.reward_model`) and its place.
 """
 
 import asyncio
@@ -19,19 +19,20 @@ from rollgrad.domain.errors import RewardError, RollgradError
 from rollgrad.domain.ports.reward_source import RewardSource
 
 BATCH_REPLIES = 64
-"""Replies scored together at most: enough to fill a forward pass, few enough that a deadline has one scale."""
+"""Largest number of replies scored together: enough to fill a forward pass, few enough for a common deadline."""
 LINGER = 0.005
 """Seconds that the first reply of a batch waits for others."""
 
 Judge = Callable[[Sequence[RewardInput]], Sequence[tuple[float, bool]]]
-"""A copy of the model: of each reply, in order, its score and whether the model saw only a part of it. Blocks."""
+"""A copy of the model: a blocking function that returns, for each reply in order, its score and whether the model read
+only a part of it."""
 
 
 @define(eq=False)
 class _Copy:
     judge: Judge
     slot: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(1))
-    """Taken for as long as the call lasts, also after its deadline."""
+    """Held as long as the call lasts, even after its deadline."""
 
 
 @frozen(eq=False)
@@ -43,7 +44,7 @@ class _Job:
 class ModelReward(RewardSource):
     """Scores prompt and reply together with copies of a reward model.
 
-    A reply that the model sees only a part of counts in the metric `query_truncated`.
+    A reply of which the model reads only a part counts in the metric `query_truncated`.
 
     Args:
         copies: at least one; each is called by one thread at a time.
@@ -52,7 +53,7 @@ class ModelReward(RewardSource):
 
     def __init__(self, copies: Sequence[Judge], *, timeout: float) -> None:
         self.timeout = timeout
-        """See the class."""
+        """Seconds that a copy may take for a batch."""
         self._parser = RewardParser("The reward model")
         self._waiting: deque[_Job] = deque()
         self._idle = [_Copy(judge) for judge in copies]
@@ -60,7 +61,7 @@ class ModelReward(RewardSource):
         self._scoring = 0
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """One reward a request, in order.
+        """Returns one reward for each request, in order.
 
         Raises:
             RewardError: the model failed, gave a number that is not finite, or did not answer in time.
@@ -75,16 +76,16 @@ class ModelReward(RewardSource):
         return list(await asyncio.gather(*(job.answer for job in jobs)))
 
     async def _work(self, copy: _Copy) -> None:
-        """Lets a copy score until nothing waits."""
+        """Lets a copy score batches until no reply waits."""
         try:
             await asyncio.sleep(LINGER)
             while self._waiting:
-                free = len(self._tasks) - self._scoring  # they share what waits, this one included
+                free = len(self._tasks) - self._scoring  # the free copies, this one included, share the waiting replies
                 count = min(math.ceil(len(self._waiting) / free), BATCH_REPLIES)
                 batch = [self._waiting.popleft() for _ in range(count)]
                 if wanted := [job for job in batch if not job.answer.done()]:
                     await self._settle(copy, wanted)
-        except BaseException:  # a cancellation, or a defect: what waits would be forgotten
+        except BaseException:  # a cancellation or a defect: without this, waiting replies would be lost
             while self._waiting:
                 self._waiting.popleft().answer.cancel()
             raise
@@ -92,7 +93,7 @@ class ModelReward(RewardSource):
             self._idle.append(copy)
 
     async def _settle(self, copy: _Copy, jobs: Sequence[_Job]) -> None:
-        """Gives every reply of a batch its reward, or the reason why it has none."""
+        """Gives every reply of a batch its reward, or the error instead of it."""
         replies_to_score = [job.reply for job in jobs]
         self._scoring += 1
         try:
@@ -113,7 +114,7 @@ class ModelReward(RewardSource):
         finally:
             self._scoring -= 1
         for job, reward in zip(jobs, rewards, strict=True):
-            if job.answer.done():  # nobody waits any more
+            if job.answer.done():  # the caller was cancelled
                 continue
             if isinstance(reward, RewardError):
                 job.answer.set_exception(reward)
@@ -121,7 +122,8 @@ class ModelReward(RewardSource):
                 job.answer.set_result(reward)
 
     def _reward(self, value: float, truncated: bool) -> Reward | RewardError:
-        """Returns the reward of one reply, or why the model's number is none: the others of the batch have theirs."""
+        """Returns the reward of one reply, or an error if its number is not finite; the rest of the batch is not
+        affected."""
         try:
             (reward,) = self._parser.parse({"rewards": value, "extra_logs": {"query_truncated": float(truncated)}}, 1)
             return reward

@@ -1,4 +1,4 @@
-"""For learning from a teacher alone: every reply is worth 0."""
+"""A reward of 0 for every reply, for learning from a teacher alone."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ from rollgrad.domain.ports.reward_source import RewardSource
 
 
 class NoReward(RewardSource):
-    """See `RewardSource`."""
+    """A `RewardSource` that returns 0 for every reply."""
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """0 for each request."""
+        """Returns 0 for each request."""
         return [Reward(value=0.0) for _ in requests]

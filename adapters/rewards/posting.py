@@ -1,8 +1,8 @@
-"""Questions to servers that judge: JSON out, JSON back, over several addresses, with attempts within one deadline.
+"""Requests to judging servers, in JSON, over several addresses, with retries within one deadline.
 
-A question goes to the server with the fewest in flight whose circuit is closed. Asking twice is harmless, so it is
-asked again, first of the servers that it has not been to, when a connection breaks or a server answers 429 or 5xx.
-Does not own: what is asked, and how the answers are read.
+A request goes to the server with the fewest requests in flight whose circuit is closed. Judging twice is harmless, so a
+request is sent again, preferably to another server, when a connection breaks or a server answers 429 or 5xx. Does not
+own: the content of requests and answers.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import httpx2
 
 ATTEMPTS = 4
-"""Times that a question is sent at most to one server; every further server adds one."""
+"""Largest number of attempts with one server; every further server adds one."""
 BACKOFF = 0.2
 """Seconds before the second attempt, and their random part; each further one doubles them."""
 QUOTED = 200
-"""Characters of an answer that an error quotes."""
+"""Largest number of characters of an answer in an error."""
 
 
 @define(eq=False)
@@ -49,10 +49,9 @@ class JudgeServers:
         flag: the setting that names them.
         timeout: seconds for one question, all attempts together.
         token_variable: environment variable whose value, if set, is sent as a bearer token.
-        circuit: when a server is left alone.
-
+        circuit: circuit breaker of each server.
     Raises:
-        ConfigurationError: a URL is none that a request can be sent to.
+        ConfigurationError: a URL cannot be requested.
     """
 
     def __init__(
@@ -77,7 +76,8 @@ class JudgeServers:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def ask(self, body: Mapping[str, Any], *, about: str) -> tuple[str, Any]:
-        """(address of the server, its answer) to the question `body`, which is about so many replies.
+        """Returns the address of the server that answered the request `body`, and its answer; `about` describes the
+        request.
 
         Raises:
             RewardError: no server answered in time, or one refused.
@@ -109,14 +109,14 @@ class JudgeServers:
         raise RewardError(f"The {self._name}s failed {attempts} times (last: {last}): check the servers.")
 
     async def aclose(self) -> None:
-        """Ends connections; call it in the event loop that asked."""
+        """Closes the connections; call it in the event loop that asked."""
         if self._client is not None:
             await self._client.aclose()
             self._client = None
 
     async def _next_server(self, tried: Sequence[_Server]) -> _Server:
-        """Returns the least busy server whose circuit lets a call through, rather one that is not among `tried`; waits
-        for one."""
+        """Waits for a server whose circuit lets a call through; returns the least busy one, preferably not among
+        `tried`."""
         while True:
             now = time.monotonic()
             ready = [server for server in self._servers if server.circuit.allows(now)]
@@ -127,7 +127,7 @@ class JudgeServers:
             await asyncio.sleep(BACKOFF / 2)
 
     async def _post(self, server: _Server, body: Mapping[str, Any]) -> Any:
-        """One attempt.
+        """Makes one attempt.
 
         Raises:
             _TransientError: another attempt may succeed.
@@ -144,7 +144,7 @@ class JudgeServers:
             if isinstance(error.__cause__, httpx2.HTTPError):
                 raise _TransientError(f"{server.url}: {told(error.__cause__)}") from error
             raise
-        except asyncio.CancelledError:  # the deadline: a server that hangs is a broken one
+        except asyncio.CancelledError:  # the deadline: a server that hangs counts as broken
             server.circuit = server.circuit.failed(time.monotonic())
             raise
         finally:
@@ -173,7 +173,7 @@ class JudgeServers:
         if self._client is None or self._loop is not loop:  # connections belong to the loop that opened them
             self._loop = loop
             token = os.environ.get(self._token_variable)
-            # asyncio.timeout in ask is the deadline: a read timeout of the client's own would only get in its way.
+            # asyncio.timeout in ask is the deadline; a timeout of the client could only end the call earlier.
             self._client = httpx2.AsyncClient(
                 timeout=None, headers={"Authorization": f"Bearer {token}"} if token else None
             )

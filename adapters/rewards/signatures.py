@@ -1,4 +1,4 @@
-"""How a reward function wants to be called, read off the names of its parameters.
+"""Arguments of a reward function, which follow from the names of its parameters.
 
 | parameters | convention | a call | prompts, completions |
 |---|---|---|---|
@@ -7,7 +7,7 @@
 | any others | OpenRLHF | judges several | the rendered prompt's text |
 
 Whatever the convention, a parameter may also be any name of `NAMES` or any column of the row; `**kwargs` gets all.
-Does not own: the call, and what becomes of its result.
+Does not own: the call and its result.
 """
 
 import inspect
@@ -22,21 +22,21 @@ from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import ConfigurationError
 
 OPENRLHF_NAMES = ("queries", "prompts", "labels")
-"""What OpenRLHF passes; a function with other names gets them by position."""
+"""Arguments in OpenRLHF; a function with other names gets them by position."""
 NAMES = (*OPENRLHF_NAMES, "completions", "messages", "tokens", "metadata", "step")
-"""What a function may ask for besides columns of the row."""
+"""Names of parameters that a function may have besides columns of the row."""
 TRL_NAMES = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What TRL 1.16 passes besides columns (`GRPOTrainer._calculate_rewards`)."""
+"""Arguments in TRL 1.16 besides columns (`GRPOTrainer._calculate_rewards`)."""
 TRL_LEFT_OUT = ("prompt", "completion", "completion_ids")
 """Columns that TRL does not pass."""
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What verl passes to `compute_score`."""
+"""Arguments of `compute_score` in verl."""
 SINGULAR = {"query", "prompt", "label"}
-"""Parameters that mean `OPENRLHF_NAMES` by position even where columns have these names."""
+"""Parameters that mean `OPENRLHF_NAMES` by position, even if columns have these names."""
 
 
 class Convention(StrEnum):
-    """Whose functions are called like this."""
+    """Project whose calling convention a function follows."""
 
     OPENRLHF = "openrlhf"
     TRL = "trl"
@@ -45,24 +45,24 @@ class Convention(StrEnum):
 
 @frozen
 class TrainerState:
-    """As much of TRL's `trainer_state` as there is here: updates so far."""
+    """The part of TRL's `trainer_state` that exists here: the number of updates so far."""
 
     global_step: int
 
 
 @define
 class Notes:
-    """What a function logged on its way: numbers of the whole call, and columns with a value for each reply."""
+    """Values that a function logged: numbers of the whole call, and columns with a value for each reply."""
 
     metrics: dict[str, float] = field(factory=dict)
     columns: dict[str, list[Any]] = field(factory=dict)
 
     def log_metric(self, name: str, value: float) -> None:
-        """TRL's `log_metric`."""
+        """Implements TRL's `log_metric`."""
         self.metrics[name] = float(value)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """TRL's `log_extra`."""
+        """Implements TRL's `log_extra`."""
         self.columns[column] = list(values)
 
 
@@ -75,7 +75,7 @@ class Call:
 
 
 class Signature:
-    """The parameters of a reward function. `name` stands for it in errors.
+    """The parameters of a reward function, which `name` names in errors.
 
     Raises:
         ConfigurationError: nothing can be passed to it.
@@ -85,7 +85,7 @@ class Signature:
         self._name = name
         try:
             parameters = list(inspect.signature(func).parameters.values())
-        except (TypeError, ValueError):  # a built-in function, which tells nothing of its parameters
+        except (TypeError, ValueError):  # a built-in function without a signature
             parameters = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
         by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._names = frozenset(p.name for p in by_name)
@@ -102,13 +102,13 @@ class Signature:
 
     @property
     def convention(self) -> Convention:
-        """Who wrote such functions first."""
+        """Convention that the names of the parameters follow."""
         if "solution_str" in self._names:
             return Convention.VERL
         return Convention.TRL if {"completions", "completion_ids"} & self._names else Convention.OPENRLHF
 
     def calls(self, requests: Sequence[RewardRequest], notes: Notes) -> list[Call]:
-        """Returns the calls that judge the requests: one for all of them, of verl's convention one each.
+        """Returns the calls that judge the requests: one for all of them, or one each by verl's convention.
 
         Raises:
             ConfigurationError: a required parameter is neither known nor a column.
@@ -121,8 +121,8 @@ class Signature:
         return [Call(keywords=self._keywords(offered, requests[0].prompt))]
 
     def _is_positional(self, offered: Mapping[str, Any]) -> bool:
-        """Returns whether the function's names mean nothing, so that it gets queries, prompts and labels in this
-        order."""
+        """Returns whether the function's parameters have unknown names, so that it gets queries, prompts and labels in
+        this order."""
         if self._nameless or self._takes_any or not self._by_position:
             return self._nameless
         unknown = self._names - offered.keys()
@@ -154,7 +154,7 @@ def _takes_three(parameters: Sequence[inspect.Parameter]) -> bool:
 
 
 def _offered(requests: Sequence[RewardRequest], notes: Notes, convention: Convention) -> dict[str, Any]:
-    """Returns all that a function of this convention may ask for, by name."""
+    """Returns all arguments that a function of this convention may take, by name."""
     rows = [request.prompt.metadata for request in requests]
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
@@ -176,7 +176,7 @@ def _offered(requests: Sequence[RewardRequest], notes: Notes, convention: Conven
         "log_extra": notes.log_extra,
         "log_metric": notes.log_metric,
     }
-    if convention is Convention.TRL:  # to which `labels` or `step` is a column if there is such a one
+    if convention is Convention.TRL:  # here `labels` or `step` is a column, if there is one of this name
         return own | {name: values for name, values in columns.items() if name not in TRL_LEFT_OUT} | both
     return columns | both | own
 
@@ -186,7 +186,7 @@ def _prompt_messages(prompt: Prompt) -> list[Mapping[str, Any]]:
 
 
 def conversational(prompt: Prompt) -> bool:
-    """Returns whether the row has its prompt as messages, rather than as a text that was made a message here."""
+    """Returns whether the row's prompt is a list of messages, not a text that became a message here."""
     if not prompt.messages:
         return False
     columns = [
@@ -215,7 +215,7 @@ def _trl_completion(request: RewardRequest) -> Any:
 
 
 def _verl(request: RewardRequest) -> dict[str, Any]:
-    """What verl tells of one reply; `ground_truth` is the label, or of verl's column `reward_model`."""
+    """Returns verl's arguments for one reply; `ground_truth` is the label, or that in verl's column `reward_model`."""
     row, truth = request.prompt.metadata, request.label
     if truth is None:
         truth = row.get("reward_model")

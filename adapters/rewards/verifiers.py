@@ -1,8 +1,7 @@
 """Built-in verifiable rewards: last_number, exact_match, format and math.
 
-Invariant: each reward is 0 or 1. Checks whose time is that of reading the reply once run inline; math-verify and the
-user's pattern, which can take for ever on a reply, run in processes that are shut in (JudgePool). Does not own: how
-several rewards combine.
+Invariant: each reward is 0 or 1. Checks in linear time run inline; math-verify and the user's pattern, which can
+take for ever on some replies, run in isolated processes (JudgePool). Does not own: the combination of several rewards.
 """
 
 import asyncio
@@ -73,15 +72,15 @@ class VerifierReward(RewardSource):
     """Scores replies with the built-in verifier `kind`.
 
     Args:
-        kind: which one.
+        kind: the verifier.
         timeout: seconds that one judgement of the math or format verifier may take; a reply that takes longer scores 0
             and counts in the metric `judge_timed_out`, one that breaks the judge in `judge_failed`.
         format_pattern: regular expression that the whole reply must match.
-        isolation: what those verifiers run in.
+        isolation: of the processes of these verifiers.
 
     Raises:
         ConfigurationError: the format verifier has no pattern, or one that is not a regular expression, or the machine
-            cannot shut judges in.
+            cannot isolate judges.
     """
 
     def __init__(
@@ -98,10 +97,10 @@ class VerifierReward(RewardSource):
         self._pool = JudgePool(worker, timeout=timeout, isolation=isolation) if worker else None
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Reward]:
-        """One reward of 0 or 1 a request, in order.
+        """Returns one reward of 0 or 1 for each request, in order.
 
         Raises:
-            RewardError: a label is missing, or is nothing this verifier can compare with.
+            RewardError: a label is missing, or this verifier cannot compare with it.
         """
         return list(await asyncio.gather(*(self._judge(request) for request in requests)))
 
@@ -126,7 +125,7 @@ class VerifierReward(RewardSource):
         if self._kind is Verifier.FORMAT:
             return await pool.judge(format_worker.matches, response, common=(self._pattern,))
         verdict = await pool.judge(math_worker.grade, label, response)
-        # Asked without the reply, which could have made its own judgement say anything of the label.
+        # The label is checked without the reply, which could have forged the answer in its own judgement.
         if verdict.failed and (await pool.judge(math_worker.readable, label)) == Verdict(value=0.0):
             raise RewardError(
                 f"The label {label!r} holds no mathematics that math-verify can read: set --data.label_key to a column "

@@ -6,7 +6,7 @@ from rollgrad.domain.ports.clock import Clock
 
 
 class SystemClock(Clock):
-    """Time as the operating system keeps it."""
+    """A `Clock` that reads the operating system's monotonic clock."""
 
     def monotonic(self) -> float:
         """Returns seconds from an arbitrary origin; never goes back."""

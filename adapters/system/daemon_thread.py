@@ -1,4 +1,4 @@
-"""Blocking calls of users' functions, in threads that nothing waits for when the process ends."""
+"""Blocking calls of users' functions, in threads that do not delay the end of the process."""
 
 import asyncio
 import contextlib
@@ -11,18 +11,18 @@ from rollgrad.application.foreign import told
 
 
 async def in_daemon_thread(call: Callable[[], Any], name: str, slots: asyncio.Semaphore | None = None) -> Any:
-    """What `call` returns or raises, in a thread of its own that sees the caller's context variables.
+    """Runs `call` in a thread of its own that sees the caller's context variables; returns or raises what it does.
 
-    The thread is a daemon, unlike those of concurrent.futures: a function that hangs must not hang the end of the
-    program. Who is cancelled leaves the thread running.
+    The thread is a daemon, unlike those of concurrent.futures, so that a function that hangs does not delay the end of
+    the program. If the caller is cancelled, the thread goes on.
 
     Args:
-        call: may block.
+        call: a function that may block.
         name: of the thread.
-        slots: one of them is taken until `call` has ended, whether or not somebody still waits (default: no bound).
+        slots: one of them is held until `call` has ended, even if the caller is cancelled (default: no bound).
 
     Raises:
-        RuntimeError: `call` raised what means something else to its caller (KeyboardInterrupt, CancelledError,
+        RuntimeError: `call` raised an exception with a special meaning (KeyboardInterrupt, CancelledError,
             StopIteration, any other that is neither an Exception nor SystemExit), or no thread can be started.
     """
     loop = asyncio.get_running_loop()
@@ -31,16 +31,16 @@ async def in_daemon_thread(call: Callable[[], Any], name: str, slots: asyncio.Se
 
     def settle(value: Any, error: BaseException | None) -> None:
         slots.release()
-        if not answer.done():  # somebody still waits
+        if not answer.done():  # the caller still waits
             answer.set_result((value, error))
 
     def run() -> None:
         value, error = None, None
         try:
             value = call()
-        except BaseException as raised:  # whatever it is, the caller waits for it
+        except BaseException as raised:  # of any kind: the caller waits for an outcome
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
             loop.call_soon_threadsafe(settle, value, error)
 
     await slots.acquire()

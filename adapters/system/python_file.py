@@ -13,7 +13,7 @@ USER_MODULE = "rollgrad_user_"
 
 
 def load_python_file(path: str, *, flag: str) -> ModuleType:
-    """Returns the module made of the file; `flag` is what named it.
+    """Loads a file as a module; `flag` is the setting that names it, for errors.
 
     Raises:
         ConfigurationError: there is no such file, it is not Python, or it cannot be imported.

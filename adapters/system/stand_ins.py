@@ -1,12 +1,10 @@
-"""Lets files written for OpenRLHF and OpenRLHF-Agent find the names that they import from there.
+"""Stand-ins for modules of OpenRLHF and OpenRLHF-Agent, which files written for them import.
 
-`install()` puts one finder at the end of Python's list. Python asks the finders in order, so it is asked only for what
-nobody else has: a package that is really installed always wins, and nothing inside such a package is ever added or
-replaced. It knows the modules of `STAND_INS` and no other, and each of them has the listed names and no other. Because
-the finder stays, an import inside a function, which runs long after the file was loaded, finds the same modules; so do
-other modules that the file imports. A question whether a package is installed (`importlib.util.find_spec`) is answered
-with no, so that no library chooses vLLM because of a stand-in; once a file has imported a stand-in, Python itself says
-that it is there.
+`install()` adds a finder at the end of Python's list. Python tries finders in order, so this one gets only modules that
+no other has: a package that is really installed always wins, and nothing is added to it or replaced in it. The finder
+has the modules in `STAND_INS`, with the names listed there. It stays installed, so that an import inside a function,
+which runs long after the file was loaded, finds the same modules. `importlib.util.find_spec` finds no stand-in, so that
+no library chooses vLLM because of one; only after a file has imported a stand-in does Python list it.
 """
 
 import importlib
@@ -44,10 +42,10 @@ STAND_INS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "openrlhf_agent.types": {f"{_AGENT}.types": ("ToolCall", "ToolResult")},
     "vllm": {_SHIM: ("SamplingParams",)},
 }
-"""Module -> where its names come from. A module whose name begins with another's is its submodule."""
+"""Stand-in modules, each with the modules that its names come from. Dots in names make submodules."""
 
 _IMPORT_STATEMENT = "_find_and_load_unlocked"
-"""The function of Python's import system that runs for a statement, and not for `find_spec`."""
+"""Function of Python's import system that is called by import statements, but not by `find_spec`."""
 
 
 class StandInFinder(MetaPathFinder, Loader):
@@ -56,10 +54,10 @@ class StandInFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the module's place, None for a module of somebody else.
+        """Returns the spec of a stand-in, None for any other module.
 
         Raises:
-            ModuleNotFoundError: it belongs to a package that is stood in for, but is not among what there is of it.
+            ModuleNotFoundError: it belongs to a package with stand-ins, but is none of them.
         """
         root = fullname.partition(".")[0]
         if root not in STAND_INS or sys._getframe(2).f_code.co_name != _IMPORT_STATEMENT:
@@ -87,6 +85,6 @@ _FINDER = StandInFinder()
 
 
 def install() -> None:
-    """Lets the files that are loaded from now on import the names; idempotent."""
+    """Makes the stand-ins importable from now on; idempotent."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)

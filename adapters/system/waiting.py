@@ -1,4 +1,4 @@
-"""Says on the log what a run waits for: processes, models, engines, groups. Short waits are not told."""
+"""Logs what a run waits for: processes, models, engines, groups. Short waits are not logged."""
 
 import threading
 import time
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import structlog
 
 AFTER_SECONDS = 5.0
-"""Waits that end sooner say nothing."""
+"""Seconds before a wait is logged."""
 EVERY_SECONDS = 15.0
-"""Between two lines of a wait."""
+"""Seconds between two lines of a wait."""
 
 log = structlog.get_logger(__name__)
 
@@ -19,14 +19,14 @@ log = structlog.get_logger(__name__)
 def waiting_for(
     what: str, *, deadline: float | None = None, after: float = AFTER_SECONDS, every: float = EVERY_SECONDS
 ) -> Iterator[None]:
-    """Logs the wait for `what` that the block is: when it has begun, that it goes on, and how long it took.
+    """Logs the wait for `what` inside the block: its beginning, that it continues, and how long it took.
 
-    The lines come from a thread, so the block may hold this one, or its event loop. A block that raises leaves the last
-    word to its error.
+    The lines come from another thread, so the block may block this one, or its event loop. If the block raises, the end
+    of the wait is not logged.
 
     Args:
         what: a noun, with its number: "2 engines to start".
-        deadline: seconds that the block gives it, for the lines only; None if it has none.
+        deadline: longest wait in seconds, which is only logged; None if there is none.
         after: seconds without a line.
         every: seconds between lines.
     """

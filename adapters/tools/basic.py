@@ -16,7 +16,7 @@ class ThinkTool(Tool):
     parameters = text_schema("notes", "The thoughts.")
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Acknowledges."""
+        """Returns an acknowledgement."""
         notes = read_text(self.name, "notes", arguments)
         return notes if isinstance(notes, ToolResult) else ToolResult(content="Noted.")
 

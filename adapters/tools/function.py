@@ -1,7 +1,7 @@
 """Tools from Python functions.
 
 Invariant: nothing that the function does (an exception, a hang, a huge number of calls) stops the event loop; the model
-sees what it did wrong, but never a traceback. Does not own: what the signature says (function_arguments).
+sees its mistake, but never a traceback. Does not own: the signature (`function_arguments`).
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from rollgrad.domain.errors import ConfigurationError, ForeignError, RollgradErr
 from rollgrad.domain.ports.environment import Tool
 
 TIMEOUT = 30.0
-"""Seconds that a call may take unless told otherwise."""
+"""Seconds that a call may take by default."""
 THREADS = 16
-"""Calls of one synchronous function that run at once."""
+"""Largest number of simultaneous calls of one synchronous function."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _log = structlog.get_logger()
@@ -33,18 +33,18 @@ class FunctionTool(Tool):
     """A typed Python function, sync or async, as a tool.
 
     Arguments are described by type hints and a Google-style docstring, checked and coerced by pydantic; one without a
-    type hint takes anything. What the function returns is the result: text as it is, a `ToolResult` as it is, anything
-    else as JSON. A synchronous function runs in a thread, at most `THREADS` of them at once; one that outlasts its
-    deadline keeps its thread until it returns, since threads cannot be stopped.
+    type hint takes anything. The function's return value is the result: text and a `ToolResult` unchanged, anything
+    else as JSON. A synchronous function runs in a thread, at most `THREADS` at once; one that exceeds its deadline
+    keeps its thread until it returns, since threads cannot be stopped.
 
     Args:
-        function: what to call.
+        function: the function to call.
         name: for the model; default is the function's.
         description: for the model; default is the docstring up to its first section.
         timeout: seconds a call may take, waiting for a thread included.
 
     Raises:
-        ConfigurationError: the name, the timeout or the signature is not one a model could use.
+        ConfigurationError: a model could not use the name, the timeout or the signature.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class FunctionTool(Tool):
 
     @property
     def description(self) -> str:
-        """The docstring's beginning, or what it was given."""
+        """The docstring's beginning, or the description it was given."""
         return self._description
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """From type hints, defaults and the docstring."""
+        """JSON schema from type hints, defaults and the docstring."""
         return self._arguments.schema
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
@@ -127,7 +127,7 @@ def tool(
     description: str | None = None,
     timeout: float = TIMEOUT,
 ) -> FunctionTool | Callable[[Callable[..., Any]], FunctionTool]:
-    """Decorator that makes a function a `FunctionTool`; `@tool`, or `@tool(name=..., timeout=...)`.
+    """Makes a function a `FunctionTool`, as a decorator: `@tool`, or `@tool(name=..., timeout=...)`.
 
     >>> @tool
     ... def add(a: int, b: int = 1) -> int:
@@ -144,7 +144,7 @@ def tool(
 
 
 def _text(value: Any) -> str:
-    """Text as it is, anything else as JSON."""
+    """Returns text unchanged, anything else as JSON."""
     if isinstance(value, str):
         return value
     from pydantic_core import to_json

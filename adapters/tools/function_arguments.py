@@ -1,4 +1,4 @@
-"""What a function's signature and docstring say of its arguments, as a JSON schema and a validator.
+"""JSON schema and validator of a function's arguments, from its signature and docstring.
 
 Does not own: calling the function.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 MAX_PROBLEMS = 5
-"""Problems told at once: enough to correct a call, too few to fill the context."""
+"""Largest number of problems in a message: enough to correct a call, too few to fill the context."""
 _SECTION = re.compile(
     r"(args|arguments|parameters|returns?|yields?|raises|examples?|notes?|attributes|warnings?|todo|see also):\s*$",
     re.IGNORECASE,
@@ -46,10 +46,10 @@ class FunctionArguments:
             ) from error
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Validated and coerced arguments; those left out are absent, the function has their defaults.
+        """Returns the validated and coerced arguments, without those left out, whose defaults the function has.
 
         Raises:
-            ValueError: what is wrong, in words for the model.
+            ValueError: arguments are wrong; the message is for the model.
         """
         from pydantic import ValidationError
 
@@ -69,14 +69,14 @@ class FunctionArguments:
 
 
 def summary(function: Callable[..., Any]) -> str:
-    """A docstring up to its first section (`Args:`, `Returns:`, ...)."""
+    """Returns a docstring up to its first section (`Args:`, `Returns:`, ...)."""
     lines = (inspect.getdoc(function) or "").splitlines()
     end = next((n for n, line in enumerate(lines) if _SECTION.match(line)), len(lines))
     return "\n".join(lines[:end]).strip()
 
 
 def argument_texts(function: Callable[..., Any]) -> dict[str, str]:
-    """What the `Args:` section of a Google-style docstring says of each argument."""
+    """Returns the descriptions of arguments in the `Args:` section of a Google-style docstring."""
     texts: dict[str, str] = {}
     margin: int | None = None
     inside, name = False, ""
@@ -91,13 +91,13 @@ def argument_texts(function: Callable[..., Any]) -> dict[str, str]:
             if found:
                 name = found["name"]
                 texts[name] = found["text"]
-            elif name:  # a description goes on
+            elif name:  # a description continues
                 texts[name] = f"{texts[name]} {line.strip()}".strip()
     return texts
 
 
 def _model(function: Callable[..., Any], tool: str) -> tuple[dict[str, str], type["BaseModel"]]:
-    """A model with an alias for every argument (a field may not be called `copy` or `_x`, an argument may)."""
+    """Returns a model with an alias for every argument, because a field may not be called `copy` or `_x`."""
     from pydantic import ConfigDict, Field, create_model
 
     owner = function if inspect.isroutine(function) or inspect.isclass(function) else function.__call__  # type: ignore[operator]
@@ -119,7 +119,7 @@ def _model(function: Callable[..., Any], tool: str) -> tuple[dict[str, str], typ
 
 
 def _schema(model: type["BaseModel"]) -> dict[str, Any]:
-    """The model's schema without titles, which repeat names at the price of tokens."""
+    """Returns the model's schema without titles, which would repeat names and cost tokens."""
     from pydantic.json_schema import GenerateJsonSchema
 
     class Untitled(GenerateJsonSchema):

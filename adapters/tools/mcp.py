@@ -1,7 +1,8 @@
 """Tools of an MCP server, over the official SDK.
 
 Invariant: one task opens the connection, holds it and closes it, because the SDK's cancel scopes belong to the task
-that entered them; calls come from any task of the same event loop. Does not own: what the server checks of arguments.
+that entered them; calls come from any task of the same event loop. Does not own: the validation of arguments, which is
+the server's.
 """
 
 import asyncio
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "ROLLGRAD_MCP_TOKEN"
 """Environment variable whose value, if set, is sent to HTTP servers as a bearer token."""
 START_SECONDS = 120.0
-"""Longest wait for a server to start and list its tools: some are downloaded first."""
+"""Longest wait for a server to start and list its tools; some servers are downloaded first."""
 CLOSE_SECONDS = 10.0
-"""Longest wait for a server to end; a process is killed by then."""
+"""Longest wait for a server to end; then its process is killed."""
 
 _log = structlog.get_logger()
 
@@ -43,7 +44,7 @@ class McpTool(Tool):
     timeout: float
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """What the server answers: its texts, and other parts by their kind (`[image]`).
+        """Returns the server's answer: its texts, and other parts by their kind (`[image]`).
 
         Errors that the server reports, wrong arguments among them, and a passed deadline are results with `is_error`.
 
@@ -97,11 +98,11 @@ class McpTools:
         return self._client
 
     def lost(self) -> ConnectionError:
-        """What calls raise when there is no connection."""
+        """Returns the error of a call without a connection."""
         return ConnectionError(f"The connection to the MCP server {self._server!r} is closed: look at its output.")
 
     async def open(self) -> None:
-        """Connects and lists the tools; see `connect`."""
+        """Connects and lists the tools, for `connect`."""
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(opened))
         try:
@@ -131,7 +132,7 @@ class McpTools:
         await self.close()
 
     async def _end(self) -> None:
-        """Leaves no task behind; what goes wrong in closing is logged."""
+        """Ends the task of the connection; errors in closing are logged."""
         self._client = None
         task, self._task = self._task, None
         if task is None:
@@ -143,7 +144,7 @@ class McpTools:
             _log.warning("mcp_close_failed", server=self._server, error=_reason(error))
 
     async def _hold(self, opened: "asyncio.Future[None]") -> None:
-        """Everything that the connection's cancel scopes see."""
+        """Opens, holds and closes the connection in one task, to which its cancel scopes belong."""
         async with _client(self._server, self._timeout) as client:
             found, cursor = [], None
             while True:
@@ -174,11 +175,11 @@ class McpTools:
 
 
 async def connect(server: str, *, timeout: float = 30.0, start_timeout: float = START_SECONDS) -> McpTools:
-    """Connects to an MCP server; close what it returns, best with `async with await connect(...) as connection`.
+    """Connects to an MCP server; close the result, best by `async with await connect(...) as connection`.
 
     Args:
         server: an http(s) URL (streamable HTTP), or a command line, which is started as a process with the SDK's short
-            list of safe environment variables and talked to over its standard input and output.
+            list of safe environment variables and spoken to over standard input and output.
         timeout: seconds for each call.
         start_timeout: seconds for connecting, and for the process to start.
 
@@ -208,7 +209,7 @@ async def _client(server: str, timeout: float) -> AsyncIterator["Client"]:
             token = os.environ.get(TOKEN_VARIABLE)
             http = httpx2.AsyncClient(
                 headers={"Authorization": f"Bearer {token}"} if token else None,
-                timeout=httpx2.Timeout(timeout, read=None),  # a stream of events may be silent for long
+                timeout=httpx2.Timeout(timeout, read=None),  # a stream of events may pause for long
             )
             await stack.enter_async_context(http)
             yield await stack.enter_async_context(Client(streamable_http_client(server, http_client=http)))
@@ -218,7 +219,7 @@ async def _client(server: str, timeout: float) -> AsyncIterator["Client"]:
 
 
 def _reason(error: BaseException | None) -> str:
-    """The first of the errors that task groups wrap, in words."""
+    """Returns the first error that task groups wrap, as text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return "its task ended" if error is None else told(error)

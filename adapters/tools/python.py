@@ -1,4 +1,4 @@
-"""The tool that runs Python code a model writes. Does not own: how the code is shut in (rollgrad.adapters.sandbox)."""
+"""The tool that runs Python code of a model. Does not own: the isolation of the code (rollgrad.adapters.sandbox)."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ ALLOW_NAMESPACES = (
     "--security-opt seccomp=unconfined --security-opt apparmor=unconfined, and the same in a pod's securityContext; "
     "Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0; elsewhere: sysctl user.max_user_namespaces=10000)"
 )
-"""What an error tells to do."""
+"""Advice in errors."""
 
 _log = structlog.get_logger()
 
@@ -111,7 +111,7 @@ class PythonTool(Tool):
                 f"The python tool runs as root without namespaces, so its code becomes user 65534, who may not read "
                 f"{sys.base_prefix}: run as another user, or with a Python that all users may read."
             )
-        from rollgrad.adapters.sandbox import walls  # which needs what Linux alone has
+        from rollgrad.adapters.sandbox import walls  # imported here, because it needs Linux
 
         walls.close_memory()
         _log.warning("python_tool_without_namespaces", flag=f"{flag} none")
@@ -136,10 +136,10 @@ class PythonTool(Tool):
         return ToolResult(content="\n".join(part for part in parts if part), is_error=True)
 
     async def close(self) -> None:
-        """Does nothing: each call leaves nothing behind."""
+        """Does nothing, because calls leave nothing behind."""
 
     def _describe_end(self, outcome: code_run.Outcome) -> str:
-        """How a run ended that did not end well; nothing where a traceback has said it."""
+        """Returns how a failed run ended; empty if a traceback says so already."""
         if outcome.stopped == "timeout":
             return f"The code was stopped: it may run for {self._seconds:g} s."
         if outcome.stopped == "flood":

@@ -7,7 +7,7 @@ from rollgrad.domain.episodes.messages import ToolResult
 
 
 def text_schema(argument: str, description: str) -> Mapping[str, Any]:
-    """JSON schema of one required string, `argument`, and nothing else."""
+    """Returns the JSON schema of one required string, `argument`, and nothing else."""
     return {
         "type": "object",
         "properties": {argument: {"type": "string", "description": description}},
@@ -17,7 +17,7 @@ def text_schema(argument: str, description: str) -> Mapping[str, Any]:
 
 
 def read_text(tool: str, argument: str, arguments: Mapping[str, Any]) -> str | ToolResult:
-    """The text, or what the model did wrong."""
+    """Returns the text, or the result that describes the model's mistake."""
     if argument not in arguments:
         problem = f"`{argument}` is missing"
     elif unknown := sorted(set(arguments) - {argument}):

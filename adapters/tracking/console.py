@@ -1,4 +1,4 @@
-"""Metrics for the eye: a progress bar on a terminal, a line every few steps elsewhere. Both on standard error."""
+"""Metrics on standard error: a progress bar on a terminal, a line every few steps elsewhere."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -16,9 +16,9 @@ _SHOWN = {
     "rollout/response_length_mean": ("length", ".0f"),
     "time/step_s": ("s/step", ".1f"),
 }
-"""Metric -> name and number format, in the order in which they are shown."""
+"""Metrics that are shown, in this order, each with its name and number format."""
 _LINES_PER_RUN = 20
-"""About how many lines a run leaves in a log file."""
+"""Approximate number of lines of a run in a log file."""
 
 
 class ConsoleSink(MetricSink):
@@ -46,7 +46,7 @@ class ConsoleSink(MetricSink):
             self._task = self._progress.add_task("", total=total_steps)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the values that `metrics` brings and the latest of the others."""
+        """Shows the values in `metrics`, and the latest values of other metrics."""
         self._latest.update({key: value for key, value in metrics.items() if key in _SHOWN})
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=self._summary("[dim]{}[/] {}"))
@@ -55,7 +55,7 @@ class ConsoleSink(MetricSink):
             self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def close(self) -> None:
-        """Leaves the bar as it stands; idempotent."""
+        """Stops the bar; idempotent."""
         if self._progress is not None:
             self._progress.stop()
 

@@ -1,4 +1,4 @@
-"""Metrics as one JSON object a line: the record that reports and other tools read."""
+"""Metrics as one JSON object a line, which reports and other tools read."""
 
 import json
 import math
@@ -9,8 +9,8 @@ from rollgrad.domain.ports.metric_sink import MetricSink
 
 
 class JsonlSink(MetricSink):
-    """Appends `{"step": ..., **metrics}` to `path` at each call, at once; numbers that are not finite become null. The
-    file is opened for each line: one that was replaced or removed meanwhile is the one to write to."""
+    """Appends `{"step": ..., **metrics}` to `path` at each call; numbers that are not finite become null. The file is
+    opened for each line, so that one which was replaced or removed meanwhile is written to."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,4 +23,4 @@ class JsonlSink(MetricSink):
             file.write(json.dumps({"step": step, **numbers}) + "\n")
 
     def close(self) -> None:
-        """Leaves nothing open."""
+        """Does nothing, because no file stays open."""

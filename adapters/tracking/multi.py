@@ -27,6 +27,6 @@ class MultiSink(MetricSink):
         for sink in list(self._sinks):
             try:
                 act(sink)
-            except Exception as error:  # whatever ails a metrics backend, the run goes on without it
+            except Exception as error:  # of any kind: the run goes on without this backend
                 self._sinks.remove(sink)
                 _log.warning("metric_sink_disabled", sink=type(sink).__name__, error=repr(error))

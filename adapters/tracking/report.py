@@ -1,6 +1,6 @@
-"""The report of a run: learning curves and a table of before and after, in one HTML file that needs nothing else.
+"""The report of a run: learning curves and a table of before and after, in one self-contained HTML file.
 
-Invariant: only metrics that were logged are shown. Does not own: what the metrics mean or how they were measured.
+Invariant: only metrics that were logged are shown. Does not own: their meaning and measurement.
 """
 
 import io
@@ -24,9 +24,9 @@ Series = dict[int, float]
 
 @frozen
 class Panel:
-    """One chart. `curves`: metric -> name in the legend. `sparse`: measured now and then, so each point is marked.
-    `stacked`: the curves are parts of the last one. `unless_zero`: left out where it is 0 throughout, as the divergence
-    of a policy from itself is."""
+    """One chart. `curves`: metric -> name in the legend. `sparse`: measured rarely, so each point is marked. `stacked`:
+    the curves are parts of the last one. `unless_zero`: left out if it is always 0, like the divergence of a policy
+    from itself."""
 
     title: str
     unit: str
@@ -36,7 +36,7 @@ class Panel:
     unless_zero: bool = False
 
     def drawn(self, series: Mapping[str, Series]) -> bool:
-        """Returns whether there is something to show."""
+        """Returns whether the chart has something to show."""
         values = [value for key in self.curves for value in series.get(key, {}).values()]
         return any(values) if self.unless_zero else bool(values)
 
@@ -129,8 +129,7 @@ def write_report(
 
 
 def read_metrics(path: Path) -> dict[str, Series]:
-    """Returns every metric's values by step; values that are null, and lines broken by a crash or a full disk, are left
-    out."""
+    """Returns every metric's values by step; null values, and lines broken by a crash or a full disk, are left out."""
     series: dict[str, Series] = {}
     for line in path.read_bytes().split(b"\n"):
         try:
@@ -191,7 +190,7 @@ def _overview(panels: list[Panel], series: Mapping[str, Series], title: str) -> 
 
 
 def _svg(panel: Panel, series: Mapping[str, Series], index: int) -> str:
-    """One panel as inline SVG on a transparent ground, in the page's font and text colour."""
+    """Returns one panel as inline SVG on a transparent ground, in the page's font and text colour."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -232,7 +231,7 @@ def _draw(axes: "Axes", panel: Panel, series: Mapping[str, Series]) -> None:
 
 
 def _draw_stack(axes: "Axes", present: Mapping[str, str], series: Mapping[str, Series]) -> None:
-    """The parts of the last metric, from the bottom up; what the parts leave of it is on top."""
+    """Draws the parts of the last metric from the bottom up, and its remainder on top."""
     *parts, total = present
     steps = [step for step in series[total] if all(step in series[part] for part in parts)]
     layers = [[series[part][step] for step in steps] for part in parts]
@@ -241,7 +240,7 @@ def _draw_stack(axes: "Axes", present: Mapping[str, str], series: Mapping[str, S
 
 
 def _running_mean(values: list[float]) -> list[float]:
-    """Centred mean; at both ends over what there is of the window."""
+    """Returns the centred running mean; at both ends over the available part of the window."""
     reach = max(1, len(values) // _SMOOTH_SHARE // 2)
     windows = (values[max(0, index - reach) : index + reach + 1] for index in range(len(values)))
     return [sum(window) / len(window) for window in windows]

@@ -11,12 +11,12 @@ from rollgrad.application.rollouts.groups import RolloutGroup
 log = structlog.get_logger(__name__)
 
 LINE_BREAKS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
-"""Characters that JSON lets stand in a text, and that tools which read line by line take for the end of a line."""
+"""Characters that JSON allows in a text, but that some tools take for the end of a line."""
 
 
 class SampleWriter:
     """Appends the first `count` samples of each step to the JSONL file `path`: prompt, response, label, reward. A file
-    that cannot be written is reported once, and ends no run."""
+    that cannot be written is reported once, and does not stop the run."""
 
     def __init__(self, path: Path, decode: Callable[[Sequence[int]], str], count: int) -> None:
         self._path = path
@@ -29,7 +29,7 @@ class SampleWriter:
         if not samples:
             return
         try:
-            # A lone half of a surrogate pair is no text of UTF-8: backslashreplace writes what JSON reads as that half.
+            # UTF-8 has no lone halves of surrogate pairs; backslashreplace writes them as JSON's escapes.
             with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 for group, trajectory in samples:
                     line = {
@@ -41,6 +41,6 @@ class SampleWriter:
                         "stop_reason": trajectory.stop_reason.value,
                     }
                     file.write(json.dumps(line, ensure_ascii=False).translate(LINE_BREAKS) + "\n")
-        except Exception as error:  # a label whose text raises, a full disk: training is not for the sake of its logs
+        except Exception as error:  # a label whose text raises, a full disk: training continues without the log
             self._count = 0
             log.warning("no more samples are written", path=str(self._path), error=repr(error))

@@ -24,7 +24,7 @@ class TensorBoardSink(MetricSink):
         self._writer = SummaryWriter(log_dir=str(directory))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one scalar a metric."""
+        """Writes one scalar for each metric."""
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
 

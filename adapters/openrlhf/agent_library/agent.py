@@ -1,7 +1,6 @@
-"""`AgentSession`, one episode for whoever samples, and `AgentRuntime`, which serves users with it.
+"""`AgentSession`, one episode without a sampler, and `AgentRuntime`, which serves users with it.
 
-The runtime plays the session with this project's own loop and token record, in text: tokens that were sampled are
-never made from text again.
+The runtime plays the session with rollgrad's own loop and token ledger: sampled tokens are never made from text again.
 """
 
 import json
@@ -22,7 +21,7 @@ from rollgrad.domain.episodes.messages import call_entry
 from rollgrad.domain.episodes.prompts import Prompt
 
 NO_ANSWER = "Max steps reached without final."
-"""What a user is told when the episode ends without an answer."""
+"""Message to the user when the episode ends without an answer."""
 
 
 class AgentSession:
@@ -37,7 +36,7 @@ class AgentSession:
         self.environment.reset(initial_observation)
 
     def build_system_prompt(self) -> str:
-        """Returns the opening turn: what the environment tells first, and its tools."""
+        """Returns the opening turn: the environment's system prompt and its tools."""
         return self.template.render_system(self.environment.system_prompt, self.environment.tools_manifest())
 
     def render_observations(self, observations: Sequence[str]) -> str:
@@ -45,12 +44,13 @@ class AgentSession:
         return "\n".join(map(self.template.render_tool_response, observations))
 
     def build_user_turn(self, text: str) -> str:
-        """What follows a reply: the rest of its turn, a turn with `text`, and the next reply's opening."""
+        """Returns the text after a reply: the end of its turn, a turn with `text`, and the opening of the next
+        reply."""
         turn = self.template.render_turn("user", text, add_generation_prompt=True)
         return self.template.turn_separator + turn
 
     def parse_actions(self, text: str) -> tuple[bool, list[ToolCall | None] | None]:
-        """(whether something could not be read, the calls) of a reply."""
+        """Returns whether a part of a reply could not be read, and the reply's calls."""
         return self.template.extract_tool_calls_from_text(text)
 
     def step(
@@ -61,7 +61,7 @@ class AgentSession:
         runtime: bool = False,
         parse_error: bool = False,
     ) -> AgentStepResult:
-        """Carries a turn's calls out; with `runtime` nothing is judged."""
+        """Carries out a turn's calls; with `runtime` nothing is rewarded."""
         observations, reward, terminated = self.environment.step(actions, label=label, runtime=runtime)
         return AgentStepResult(
             observations=observations,
@@ -73,7 +73,7 @@ class AgentSession:
         )
 
     def step_from_text(self, text: str, *, label: Any = None, runtime: bool = False) -> AgentStepResult:
-        """Reads a reply, and carries out its calls."""
+        """Parses a reply and carries out its calls."""
         parse_error, actions = self.parse_actions(text)
         return self.step(actions, label=label, runtime=runtime, parse_error=parse_error)
 
@@ -95,8 +95,8 @@ class AgentRuntime:
         self._params = SamplingParams(max_new_tokens=max_new_tokens_per_step)
 
     def run_steps(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Answers a conversation; yields messages in the OpenAI shape as they come: replies with calls, what the tools
-        answered (hints are for the model alone), a reply that could not be read as it is, and at last the answer.
+        """Answers a conversation; yields messages in the OpenAI shape as they arise: replies with calls, the tools'
+        answers (but no hints for the model), a reply that could not be read unchanged, and at last the answer.
 
         Raises:
             EngineError: the engine failed.
@@ -112,7 +112,7 @@ class AgentRuntime:
         return answer
 
     def _steps(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Messages, each with whether it is the answer."""
+        """Yields messages, each with whether it is the answer."""
         session = AgentSession(self.environment, self.template)
         session.reset(str(messages[-1]["content"]) if messages else None)
         text = self.template.render_messages(
@@ -141,7 +141,7 @@ class AgentRuntime:
 
 
 def _shown(text: str, step: AgentStepResult) -> tuple[list[dict[str, Any]], str | None]:
-    """(what a user sees of a turn, the answer it gave)."""
+    """Returns the messages of a turn that a user sees, and the answer that it gave."""
     calls, answer = step.actions, None
     if calls is None or step.parse_error:
         return [{"role": "assistant", "content": text}], None

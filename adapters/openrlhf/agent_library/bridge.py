@@ -21,12 +21,12 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What `coroutine` returns or raises."""
+    """Runs `coroutine`; returns or raises what it does."""
     return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()
 
 
 def iterate(source: AsyncIterator[T]) -> Iterator[T]:
-    """Yields the items of `source`, each asked for when the caller asks for it."""
+    """Yields the items of `source`, each awaited when the caller requests it."""
     end = object()
 
     async def following() -> Any:

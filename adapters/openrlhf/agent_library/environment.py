@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 
 class Environment(ABC):
-    """The world of one episode: what the model may do, and what it is worth."""
+    """The world of one episode: the model's actions, and their rewards."""
 
     @property
     @abstractmethod
@@ -46,7 +46,7 @@ class Environment(ABC):
         """Runs one tool."""
 
     def reward_hook(self, tool_name: str, tool_args: dict[str, Any], label: Any) -> float:
-        """What a call that was carried out is worth; not asked when the episode serves a user."""
+        """Returns the reward of a call that was carried out; it is not called when the episode serves a user."""
         return 0.0
 
     @abstractmethod
@@ -57,8 +57,8 @@ class Environment(ABC):
     def step(
         self, actions: Sequence[ToolCall | None] | None, label: Any = None, runtime: bool = False
     ) -> tuple[list[str], float, bool]:
-        """(one observation a call, the turn's reward, whether the episode is over). `actions` is None without any
-        call, and has None for one that could not be read. With `runtime` nothing is judged."""
+        """Returns one observation for each call, the turn's reward, and whether the episode is over. `actions` is None
+        without any call, and has None for a call that could not be read. With `runtime` nothing is rewarded."""
 
     def _internal_obs(
         self, code: str, message: str, *, hint: str | None = None, tool: str | None = None, extras: Any = None
@@ -71,10 +71,10 @@ class Environment(ABC):
 
 
 class ReActEnvironment(Environment):
-    """Thinks and acts by calling tools until the tool `final` gives the answer.
+    """Lets the model call tools until the tool `final` gives the answer.
 
-    `registry` has the tools `think` and `final`; register more before the episode starts. The answer is worth 1 when
-    it is the label, and 0.1 when only its last verdict, `[[A]]` say, is.
+    `registry` has the tools `think` and `final`; register more before the episode starts. The reward is 1 if the
+    answer is the label, and 0.1 if only its last verdict, such as `[[A]]`, is.
     """
 
     def __init__(self, max_steps: int = MAX_STEPS) -> None:
@@ -101,13 +101,13 @@ class ReActEnvironment(Environment):
         self._step = 0
 
     def reward_hook(self, tool_name: str, tool_args: dict[str, Any], label: Any) -> float:
-        """Returns the answer's worth; override it for another."""
+        """Returns the reward of the answer; override it for another."""
         if tool_name != FINAL or label is None:
             return 0.0
         return compute_reward(str(tool_args.get("answer", "")), str(label))
 
     def execute_tool(self, name: str, args: dict[str, Any], context: dict[str, Any]) -> ToolResult:
-        """Runs one tool. A tool's defect is its own: the model is told no details of what it raised."""
+        """Runs one tool. The model is told no details of an exception that the tool raises."""
         call_id = str(context.get("tool_call_id", ""))
         try:
             with foreign_code(ForeignError):
@@ -146,7 +146,7 @@ class ReActEnvironment(Environment):
         return observations, reward, over or final
 
     def _problem(self, call: ToolCall | None) -> str | None:
-        """What is wrong with a call."""
+        """Returns what is wrong with a call, None if nothing is."""
         if call is None:
             message = "The tool call is not one JSON object with a name and arguments."
             return self._internal_obs("invalid_action_format", message)
@@ -161,11 +161,11 @@ class ReActEnvironment(Environment):
 
 
 DefaultEnvironment = ReActEnvironment
-"""What `make_environment()` makes."""
+"""Class of the environment that `make_environment()` makes."""
 
 
 def compute_reward(response: str, target: str) -> float:
-    """1 for the target itself, 0.1 when the last `[[X]]` of the response is the target, else 0.
+    """Returns 1 for the target itself, 0.1 if the last `[[X]]` of the response is the target, else 0.
 
     >>> compute_reward(" 42 ", "42"), compute_reward("The better one is [[A]]", "A"), compute_reward("41", "42")
     (1.0, 0.1, 0.0)

@@ -1,4 +1,4 @@
-"""Engines: text or token ids in, token ids and text out."""
+"""Engines, which sample token ids and text after a text or token ids."""
 
 import os
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ class LLMEngine(ABC):
         temperature: float = TEMPERATURE,
         stream: bool = False,
     ) -> tuple[list[int], str]:
-        """(token ids, text) that follow `prompt`."""
+        """Returns the token ids, and their text, that follow `prompt`."""
 
     @abstractmethod
     def tokenize(self, prompt: str) -> list[int]:
@@ -34,7 +34,7 @@ class LLMEngine(ABC):
 
 
 class OpenAIEngine(LLMEngine):
-    """Any server of `/v1/completions` that returns token ids and has `/tokenize`, as vLLM does.
+    """Samples on a server of `/v1/completions` that returns token ids and has `/tokenize`, like vLLM.
 
     Args:
         model: its name on the server; None is `OPENAI_MODEL` of the environment.
@@ -66,7 +66,7 @@ class OpenAIEngine(LLMEngine):
         temperature: float = TEMPERATURE,
         stream: bool = False,
     ) -> tuple[list[int], str]:
-        """One reply of the server.
+        """Returns one reply of the server.
 
         Raises:
             ConfigurationError: `stream` is set.

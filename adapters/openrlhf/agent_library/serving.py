@@ -1,6 +1,6 @@
-"""What lets this project's loop play an `AgentSession` with an `LLMEngine`: the ports over the two.
+"""Adapters of `AgentSession` and `LLMEngine` to rollgrad's ports, so that its loop can play them.
 
-For serving alone: such an engine reports no log-probs, so nothing that it samples can be trained on. Engines and
+They are for serving only: such an engine reports no log-probs, so its samples cannot be trained on. Engines and
 environments block, so they run in threads.
 """
 
@@ -21,14 +21,14 @@ _TEXT_ONLY = "An OpenRLHF-Agent session is played in text: its template writes t
 
 
 class EngineCodec(ChatCodec):
-    """The engine's tokenizer; it knows the text of what the engine sampled, and of nothing else."""
+    """The engine's tokenizer; it can decode only tokens that the engine sampled."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self.texts: dict[tuple[int, ...], str] = {}
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Returns the token ids of a text; none are asked for of an empty one."""
+        """Returns the token ids of a text; an empty text needs no request."""
         return tuple(self._engine.tokenize(text)) if text else ()
 
     def decode(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
@@ -36,7 +36,7 @@ class EngineCodec(ChatCodec):
         return self.texts[tuple(token_ids)]
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> RenderedPrompt:
-        """Refuses: see the module."""
+        """Refuses, because the session writes its own prompts."""
         raise EngineError(_TEXT_ONLY)
 
     def extend(
@@ -47,25 +47,25 @@ class EngineCodec(ChatCodec):
         *,
         reply_token_ids: Sequence[int],
     ) -> tuple[int, ...] | None:
-        """None: there is only text between two replies."""
+        """Returns None, because conversations continue as text."""
         return None
 
     @property
     def end_of_turn(self) -> str:
-        """Unknown: empty."""
+        """Empty text, because it is not known."""
         return ""
 
     def parse(self, text: str, prompt: str, tools: Sequence[ToolSchema] = ()) -> ParsedReply:
-        """Returns the text as it is: the session reads the calls."""
+        """Returns the text unchanged, because the session parses the calls."""
         return ParsedReply(message=assistant_message(text))
 
     def stream(self, prompt: str, tools: Sequence[ToolSchema] = ()) -> ReplyStream:
-        """Refuses: see the module."""
+        """Refuses, because the session parses whole replies."""
         raise EngineError(_TEXT_ONLY)
 
 
 class ServedEngine(RolloutEngine):
-    """Samples with `engine`, at the temperature that it has by itself; log-probs are 0 and mean nothing."""
+    """Samples with `engine`, at its default temperature; log-probs are 0 and meaningless."""
 
     def __init__(self, engine: LLMEngine, codec: EngineCodec) -> None:
         self._engine = engine
@@ -74,7 +74,7 @@ class ServedEngine(RolloutEngine):
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
     ) -> Generation:
-        """One reply."""
+        """Returns one reply."""
         prompt, limit = list(request.prompt_token_ids), request.params.max_new_tokens
         sampled, text = await asyncio.to_thread(self._engine.generate, prompt, max_tokens=limit)
         token_ids = tuple(int(token) for token in sampled)
@@ -99,17 +99,17 @@ class ServedEngine(RolloutEngine):
 
 
 class ServedEnvironment(Environment):
-    """The session (`step_from_text`), serving; `info["step"]` is what it answered."""
+    """A session that serves a user (`step_from_text`); `info["step"]` is its result."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
 
     async def reset(self, prompt: Prompt) -> str:
-        """Adds nothing: whoever wrote the prompt has started the session."""
+        """Returns an empty text, because the prompt's author has started the session."""
         return ""
 
     async def step(self, action: Action) -> StepResult:
-        """Carries out what the reply asks for."""
+        """Carries out the calls of the reply."""
         answer = await asyncio.to_thread(self._session.step_from_text, action.text, runtime=True)
         return StepResult(observation=answer.rendered_observation, terminated=answer.terminated, info={"step": answer})
 

@@ -1,6 +1,6 @@
-"""Templates: how conversations and tool answers are written for the model, and how its calls are read.
+"""Templates, which write conversations and tool answers for the model, and parse its calls.
 
-Does not own: tokens, nor what the calls do.
+They do not own tokens, nor the effect of calls.
 """
 
 import json
@@ -22,7 +22,7 @@ _SPECIAL = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
 
 
 class Template(ABC):
-    """A prompt style. `turn_separator` stands between a reply, whose end the model samples, and the next turn."""
+    """A prompt style. `turn_separator` is the text between a reply, whose end the model samples, and the next turn."""
 
     turn_separator = ""
 
@@ -32,11 +32,11 @@ class Template(ABC):
 
     @abstractmethod
     def render_turn(self, role: str, text: str, *, add_generation_prompt: bool = False) -> str:
-        """One turn."""
+        """Returns one turn."""
 
     @abstractmethod
     def render_generation_prompt(self, role: str = "assistant") -> str:
-        """What a reply follows."""
+        """Returns the text directly before a reply."""
 
     @abstractmethod
     def render_tool_response(self, text: str) -> str:
@@ -54,7 +54,7 @@ class Template(ABC):
 
     @abstractmethod
     def extract_tool_calls_from_text(self, text: str) -> tuple[bool, list[ToolCall | None] | None]:
-        """(whether something could not be read, the calls): see `AgentStepResult`."""
+        """Returns whether a part of the text could not be read, and the calls as in `AgentStepResult.actions`."""
 
 
 class Qwen3Template(Template):
@@ -72,7 +72,7 @@ class Qwen3Template(Template):
         return self.render_turn("system", message["content"])
 
     def render_turn(self, role: str, text: str, *, add_generation_prompt: bool = False) -> str:
-        """One turn; marks of ChatML in `text` lose their bars, so that nothing inside a turn ends it."""
+        """Returns one turn; marks of ChatML in `text` lose their bars, so that no text ends its turn."""
         harmless = _SPECIAL.sub(lambda mark: mark.group().replace("|", ""), text)
         following = self.render_generation_prompt() if add_generation_prompt else ""
         return f"<|im_start|>{role}\n{harmless}<|im_end|>\n{following}"
@@ -116,7 +116,7 @@ def make_template(name: str | None = None, tokenizer: Any = None) -> Template:
     """Returns the template called `name`: `qwen3`, also without a name.
 
     Args:
-        name: see above.
+        name: of the template.
         tokenizer: a transformers tokenizer whose chat template writes conversations; None writes plain ChatML.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tools, and the registry that an environment keeps them in."""
+"""Tools, and the registry in which an environment keeps them."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -22,11 +22,11 @@ class ToolBase(ABC):
 
     @abstractmethod
     def call(self, context: dict[str, Any], **kwargs: Any) -> str:
-        """Runs the tool. `context` says where the episode stands (`step`, counted from 1); never the label. It may
+        """Runs the tool. `context` has the number of the turn (`step`, from 1), never the label. It may
         also be written `call(self, *, context, arguments)` or `async call(self, arguments)`."""
 
     def openai_tool(self) -> dict[str, Any]:
-        """Returns the tool as chat templates and OpenAI clients are told of it."""
+        """Returns the tool's schema, as chat templates and OpenAI clients take it."""
         return openai_tool(self)
 
 
@@ -85,7 +85,7 @@ class ToolRegistry:
         return self._tools[name]
 
     def list_openai_tools(self) -> list[dict[str, Any]]:
-        """Returns all tools as chat templates are told of them."""
+        """Returns the schemas of all tools, as chat templates take them."""
         return [openai_tool(tool) for tool in self._tools.values()]
 
 
@@ -96,7 +96,7 @@ def openai_tool(tool: Any) -> dict[str, Any]:
 
 
 def schema(tool: Any) -> dict[str, Any]:
-    """JSON schema of a tool's arguments."""
+    """Returns the JSON schema of a tool's arguments."""
     if isinstance(tool.parameters, Mapping):
         return dict(tool.parameters)
     properties = {
@@ -108,10 +108,10 @@ def schema(tool: Any) -> dict[str, Any]:
 
 
 def call_tool(tool: Any, arguments: Mapping[str, Any], context: dict[str, Any]) -> CoreResult:
-    """Calls a tool in the way that its signature asks for; waits for one that is asynchronous.
+    """Calls a tool as its signature requires; waits for an asynchronous one.
 
     Raises:
-        Exception: whatever the tool raises.
+        Exception: any exception of the tool.
     """
     names = inspect.signature(tool.call).parameters
     if "arguments" in names:

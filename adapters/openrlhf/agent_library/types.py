@@ -7,7 +7,7 @@ from attrs import define, field
 
 @define
 class ToolCall:
-    """A call that the model asked for."""
+    """A tool call of the model."""
 
     id: str
     name: str
@@ -16,7 +16,7 @@ class ToolCall:
 
 @define
 class ToolResult:
-    """What a tool answers to the call `tool_call_id`."""
+    """Answer of a tool to the call `tool_call_id`."""
 
     tool_call_id: str
     content: str
@@ -25,9 +25,9 @@ class ToolResult:
 
 @define
 class AgentStepResult:
-    """One turn: what the environment answered to each call, and how the model is told of it.
+    """Result of one turn: the environment's answer to each call, and the text of these for the model.
 
-    `rendered_observation` follows the model's reply as it is and ends with the generation prompt; `actions` has None
+    `rendered_observation` directly follows the model's reply and ends with the generation prompt; `actions` has None
     for a call that could not be read, and is None itself without any call.
     """
 
@@ -40,6 +40,6 @@ class AgentStepResult:
 
 
 class Hint(str):
-    """An observation for the model alone. The type is the flag: no text that a tool or the model writes becomes one."""
+    """An observation for the model only. It is marked by its type, which no text of a tool or the model can imitate."""
 
     __slots__ = ()
