@@ -55,7 +55,7 @@ class LocalCheckpointStore(CheckpointStore):
         tidy(self._root, REPLACED)
         tidy(self._states, REPLACED_STATES)
 
-    def save_model(self, policy: PolicyModel, name: str, critic: ValueModel | None = None) -> Path:
+    def save_model(self, policy: PolicyModel | ValueModel, name: str, critic: ValueModel | None = None) -> Path:
         """Writes a Hugging Face model to `output_dir/name`, with the critic in `critic` below, in place of an older
         one; returns that directory.
 

@@ -4,7 +4,7 @@ Does not own: the order in which examples come (`application/pipelines/epochs`),
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.batches.metrics import joined
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.example_source import ExampleSource
-from rollgrad.domain.ports.models import PolicyModel, PolicyObjective
+from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
 
 Example = TypeVar("Example")
 
@@ -25,19 +25,28 @@ class ExampleLearner(Generic[Example]):
     """Trains a model on examples; the `TrainedModels` of a run.
 
     Args:
-        policy: the model.
+        model: a language model, or one with a scalar head (a reward model).
         pack: makes the batch of an optimizer step.
-        objective: the loss, whose metrics are weighted sums over micro-batches.
+        objective: the loss, of the model's log-probs or of its values; its metrics say how they are combined.
         max_tokens: token budget of one micro-batch.
     """
 
     under_way = False
     """An update is one optimizer step: it is never half done."""
 
+    @overload
     def __init__(
-        self, policy: PolicyModel, *, pack: Pack[Example], objective: PolicyObjective[ExampleBatch], max_tokens: int
-    ) -> None:
-        self._policy = policy
+        self, model: PolicyModel, *, pack: Pack[Example], objective: PolicyObjective[ExampleBatch], max_tokens: int
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self, model: ValueModel, *, pack: Pack[Example], objective: ValueObjective[ExampleBatch], max_tokens: int
+    ) -> None: ...
+
+    def __init__(self, model: Any, *, pack: Pack[Example], objective: Any, max_tokens: int) -> None:
+        self._model = model
+        self._scores = model.score if isinstance(model, PolicyModel) else model.values
         self._pack = pack
         self._objective = objective
         self._max_tokens = max_tokens
@@ -49,7 +58,7 @@ class ExampleLearner(Generic[Example]):
             NonFiniteUpdateError: the loss or the gradient is not finite; nothing has changed.
         """
         batch = self._pack(examples)
-        metrics = self._policy.update(split(batch, self._max_tokens), self._objective)
+        metrics = self._model.update(split(batch, self._max_tokens), self._objective)
         counts = {"tokens": float(batch.token_count), "trained_tokens": float(batch.action_mask_N.sum())}
         return {f"train/{name}": value for name, value in (metrics | counts).items()}
 
@@ -57,21 +66,21 @@ class ExampleLearner(Generic[Example]):
         """Returns the loss and the objective's metrics over all `examples` together, without training."""
         parts: list[Mapping[str, Tensor | float]] = []
         for part in split(self._pack(examples), self._max_tokens):
-            output = self._objective(self._policy.score(part), part)
+            output = self._objective(self._scores(part), part)
             parts.append({"loss": output.loss, **output.metrics})
         return joined(parts)
 
     def save(self, checkpoints: CheckpointStore, name: str) -> None:
         """Writes the model under `name`."""
-        checkpoints.save_model(self._policy, name)
+        checkpoints.save_model(self._model, name)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the model's weights and its optimizer's state."""
-        return {"policy": self._policy.state_dict()}
+        return {"policy": self._model.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from `state`."""
-        self._policy.load_state_dict(state["policy"])
+        self._model.load_state_dict(state["policy"])
 
 
 class ExampleEvaluation(Generic[Example]):

@@ -27,7 +27,7 @@ class TrainingState:
 class CheckpointStore(Protocol):
     """Keeps checkpoints. Promises: a checkpoint is complete or absent, even if the process dies while writing it."""
 
-    def save_model(self, policy: "PolicyModel", name: str, critic: "ValueModel | None" = None) -> Path:
+    def save_model(self, policy: "PolicyModel | ValueModel", name: str, critic: "ValueModel | None" = None) -> Path:
         """Writes a Hugging Face model under `name`, and its critic in the directory `critic` below it; returns the
         model's directory.
 

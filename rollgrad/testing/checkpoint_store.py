@@ -19,7 +19,7 @@ class FakeCheckpointStore(CheckpointStore):
         self.states: dict[str, dict[str, Any]] = {}
         self.saved: TrainingState | None = None
 
-    def save_model(self, policy: PolicyModel, name: str, critic: ValueModel | None = None) -> Path:
+    def save_model(self, policy: PolicyModel | ValueModel, name: str, critic: ValueModel | None = None) -> Path:
         """Has the policy save itself to `root/name`, and the critic below that.
 
         Raises:

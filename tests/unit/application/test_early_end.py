@@ -183,7 +183,7 @@ def test_nothing_trained_is_nothing_saved(make: Callable[..., Run]) -> None:
 class FullDisk(FakeCheckpointStore):
     """Has no room for a model."""
 
-    def save_model(self, policy: PolicyModel, name: str, critic: ValueModel | None = None) -> Path:
+    def save_model(self, policy: PolicyModel | ValueModel, name: str, critic: ValueModel | None = None) -> Path:
         raise CheckpointError("No space left on device")
 
 

@@ -3,6 +3,7 @@ split."""
 
 import asyncio
 import copy
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rollgrad.application.learning.examples import ExampleEvaluation, ExampleLea
 from rollgrad.application.pipelines.epochs import Epochs
 from rollgrad.application.pipelines.run import Run, RunOutcome, Schedule
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
+from rollgrad.domain.algorithms.losses.reward_model import RewardObjective
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.batches.packed import PackedBatch
@@ -25,7 +27,7 @@ from rollgrad.domain.ports.models import PolicyObjective
 from tests.fakes.checkpoint_store import FakeCheckpointStore
 from tests.fakes.clock import FakeClock
 from tests.fakes.metric_sink import FakeMetricSink
-from tests.fakes.models import FakePolicy
+from tests.fakes.models import FakePolicy, FakeValue
 
 PAIRS, BATCH, EPOCHS = 5, 2, 2
 TOTAL = PAIRS * EPOCHS
@@ -172,3 +174,21 @@ def test_micro_batches_change_nothing(tmp_path: Path) -> None:
     torch.testing.assert_close(whole.table, divided.table)
     (_, before), (_, split) = whole.sink.records[0], divided.sink.records[0]
     assert before == pytest.approx(split)
+
+
+def reward_losses(budget: int) -> tuple[list[float], torch.Tensor]:
+    """(losses of five steps of a reward model, its table), in micro-batches of so many tokens."""
+    model = FakeValue()
+    learner = ExampleLearner(model, pack=pack_preferences, objective=RewardObjective(), max_tokens=budget)
+    losses = [learner.learn(EXAMPLES)["train/loss"] for _ in range(5)]
+    assert learner.measure(EXAMPLES)["accuracy"] == pytest.approx(1.0)
+    return losses, model.state_dict()["table"]
+
+
+def test_a_scalar_head_learns_from_pairs_in_the_same_steps() -> None:
+    losses, table_V = reward_losses(1000)
+    assert losses[0] == pytest.approx(math.log(2))  # both replies of a pair have the reward 0
+    assert losses == sorted(losses, reverse=True)
+    found, same_V = reward_losses(1)  # a pair is whole in any micro-batch
+    assert found == pytest.approx(losses, rel=1e-6)
+    torch.testing.assert_close(same_V, table_V)
