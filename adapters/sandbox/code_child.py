@@ -1,13 +1,13 @@
-"""The program that runs a model's code: it shuts itself in, then runs it.
+"""The program that runs a model's code: it isolates itself, then runs the code.
 
-Started as a script, for each run anew; `code_run` is the other side. A marshalled request on stdin asks for a run; the
-end of stdin asks for its end. The code's output goes to stdout; stderr carries its exit code, or why there is none.
+It is started as a script for each run; `code_run` is the other side. A marshalled request on stdin asks for a run; the
+end of stdin asks it to end. The code's output goes to stdout; stderr has its exit code, or the reason for none.
 
-Three processes with namespaces: the guard (this one) waits for the end of stdin and watches how much memory the run
-has; init is process 1 of a new process namespace, whose end is the end of everything in it; the third runs the code.
+With namespaces there are three processes: the guard (this one) waits for the end of stdin and watches the memory of the
+run; init is process 1 of a new process namespace, whose end ends everything in it; the third runs the code.
 Without namespaces the guard takes init's part: it adopts orphans and kills them all.
 
-Every import costs each run its time: those of `typing`, `json`, `ast` and `signal` took longer than the rest together.
+Every import takes time in each run: those of `typing`, `json`, `ast` and `signal` took longer than the rest together.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ PROCESSES = 64
 FILES = 128
 """Open files of a process."""
 RESERVE_MB = 32
-"""Megabytes beyond the limit for the traceback of a MemoryError, whose frames still hold what used it up."""
+"""Megabytes beyond the limit for the traceback of a MemoryError, whose frames still hold the memory."""
 WATCH_SECONDS = 0.05
-"""Between looks at the memory of all processes together."""
+"""Seconds between checks of the memory of all processes together."""
 INIT_MB = 32
 """Megabytes of all processes together beyond the limit of one: init, and what they share with the guard."""
 SWEEP_SECONDS = 60.0
-"""Longest that the guard hunts what is left over."""
+"""Longest time in which the guard kills remaining processes."""
 SOURCE = "<code>"
-"""What tracebacks call the model's code."""
+"""File name of the model's code in tracebacks."""
 OUT_OF_MEMORY = "memory"
-"""The guard's answer in the place of an exit code: all processes together had too much."""
+"""Answer of the guard instead of an exit code: all processes together exceeded their memory."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> NoReturn:
     """Serves one request."""
-    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # the code could send it to init, which would tell a traceback
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # the code could send it to init, which would print a traceback
     request = read_request()
-    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # the new root has none
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # the new root has no /proc
     if request["namespaces"]:
         walls.enter_namespaces(request, writable=True)
         walls.close_memory()
@@ -71,7 +71,7 @@ def main() -> NoReturn:
 
 
 def read_request() -> dict[str, Any]:
-    """Eight bytes of length and a mapping; ends the program when stdin ends early."""
+    """Reads eight bytes of length and a mapping; ends the program if stdin ends early."""
     data = b""
     while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "little"):
         part = os.read(0, 1 << 16)
@@ -83,8 +83,8 @@ def read_request() -> dict[str, Any]:
 
 
 def guard(child: int, request: dict[str, Any], proc: int) -> int | str | None:
-    """Returns the exit code of `child`; None when stdin ended first, `OUT_OF_MEMORY` when memory did (it is killed
-    then)."""
+    """Waits for `child`; returns its exit code, None if stdin ended first, or `OUT_OF_MEMORY` if it used too much
+    memory. In the last two cases the child is killed."""
     exits = os.pidfd_open(child)
     bound = request["memory_mb"] + RESERVE_MB + INIT_MB << 20
     stopped = None
@@ -102,22 +102,22 @@ def guard(child: int, request: dict[str, Any], proc: int) -> int | str | None:
 def exceeds(bound: int, proc: int) -> bool:
     """Returns whether this process' descendants have more than `bound` bytes of memory together.
 
-    What processes share is divided among them where that can be read, which takes the kernel longer: only when the
-    plain sum is too much.
+    Memory that processes share is divided among them if that can be read. The kernel takes longer for it, so it is read
+    only if the plain sum is too much.
     """
     pids = list(descendants(os.getpid(), proc))
     return sum(resident(pid, proc) for pid in pids) > bound < sum(proportional(pid, proc) for pid in pids)
 
 
 def resident(pid: int, proc: int) -> int:
-    """Returns the bytes of memory that a process has, what it shares included; 0 if it is gone."""
+    """Returns the bytes of memory of a process, including shared memory; 0 if it has ended."""
     fields = read_file(f"{pid}/statm", proc).split()
     return int(fields[1]) * resource.getpagesize() if fields else 0
 
 
 def proportional(pid: int, proc: int) -> int:
-    """Returns the bytes of memory of a process, with its part of what it shares; all of it where a process lets nobody
-    look."""
+    """Returns the bytes of memory of a process, with its part of shared memory, or with all of it if that part cannot
+    be read."""
     for line in read_file(f"{pid}/smaps_rollup", proc).splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1]) << 10
@@ -125,7 +125,7 @@ def proportional(pid: int, proc: int) -> int:
 
 
 def descendants(parent: int, proc: int) -> Iterator[int]:
-    """Yields the processes that descend from `parent`, as far as they are still linked."""
+    """Yields the descendants of `parent` whose parents have not ended."""
     try:
         threads = os.open(f"{parent}/task", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
     except OSError:  # it ended meanwhile
@@ -143,7 +143,7 @@ def descendants(parent: int, proc: int) -> Iterator[int]:
 
 
 def read_file(path: str, proc: int) -> bytes:
-    """Returns a file below /proc; nothing where its process is gone, or lets nobody look."""
+    """Returns the content of a file below /proc; empty if its process has ended, or it cannot be read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
         try:
@@ -155,10 +155,10 @@ def read_file(path: str, proc: int) -> bytes:
 
 
 def init(request: dict[str, Any], reading: int, writing: int) -> int:
-    """Process 1: outlives the code, and takes everything with it when it, or the guard, ends."""
+    """Runs as process 1: it waits for the code, and its end, or that of the guard, ends all processes."""
     walls.end_with_parent()
     os.close(writing)
-    if select.select([reading], [], [], 0)[0]:  # only the guard holds the other end: it ended before that
+    if select.select([reading], [], [], 0)[0]:  # only the guard has the other end, so the guard has ended
         return 1
     code = walls.fork(lambda: run(request, PROCESSES))
     while True:
@@ -168,7 +168,7 @@ def init(request: dict[str, Any], reading: int, writing: int) -> int:
 
 
 def guard_without_namespaces(request: dict[str, Any], proc: int) -> int | str | None:
-    """Runs the code in a temporary directory; afterwards kills every process that came of it."""
+    """Runs the code in a temporary directory; afterwards kills all its descendants."""
     import shutil
     import tempfile
 
@@ -195,8 +195,8 @@ def guard_without_namespaces(request: dict[str, Any], proc: int) -> int | str | 
 
 
 def run(request: dict[str, Any], processes: int) -> int:
-    """Gives up every privilege and runs the code; returns, or raises SystemExit, as a Python program ends."""
-    os.setsid()  # its signals to its own group stay in it
+    """Gives up every privilege and runs the code; returns its exit code, or raises SystemExit."""
+    os.setsid()  # signals to its own group must not reach the guard
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     os.dup2(os.open("/dev/null", os.O_RDWR), 0)
@@ -249,7 +249,7 @@ def execute(code: str, memory_mb: int) -> int:
 
 
 def tell(error: BaseException, code: str) -> None:
-    """Prints a traceback of the model's frames only, with their lines."""
+    """Prints a traceback with only the frames of the model's code, and their source lines."""
     import linecache
     import traceback
 
@@ -261,7 +261,7 @@ def tell(error: BaseException, code: str) -> None:
 
 
 def sweep(proc: int) -> None:
-    """Kills all descendants. One that is killed cannot fork any more, and its orphans become ours: that converges."""
+    """Kills all descendants. A killed process cannot fork any more, and its orphans become ours, so this ends."""
     deadline = time.monotonic() + SWEEP_SECONDS
     while time.monotonic() < deadline:
         for pid in descendants(os.getpid(), proc):
@@ -278,7 +278,7 @@ def sweep(proc: int) -> None:
 
 
 def threads_of(uid: int) -> int:
-    """Threads that the user runs now."""
+    """Returns the number of threads that the user runs now."""
     count = 0
     for name in os.listdir("/proc"):
         try:

@@ -1,8 +1,8 @@
-"""Runs a model's code in a process that is shut in, and gathers what it prints in bounded memory.
+"""Runs a model's code in an isolated process, and collects its output in bounded memory.
 
 Invariants: however a run ends (by itself, by its deadline, by cancellation, with this process), all of its processes
-end; the event loop is never blocked. Does not own: how the process shuts itself in (code_child, a script that is the
-other side of the pipes).
+end; the event loop is never blocked. Does not own: the isolation of the process (code_child, a script at the other end
+of the pipes).
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from attrs import frozen
 
 CHUNK_BYTES = 1 << 16
 FLOOD_BYTES = 8 << 20
-"""A run that prints more is stopped: reading on would cost the event loop's time."""
+"""Bytes of output after which a run is stopped, because reading it takes the event loop's time."""
 CLOSE_SECONDS = 90.0
-"""Longest wait for a run that was told to end; then it is killed. Longer than its guard sweeps."""
+"""Longest wait for a run that was told to end; then it is killed. It is longer than its guard's `SWEEP_SECONDS`."""
 PROBE_SECONDS = 20.0
 PROBE_MB = 512
 CHILD = str(Path(__file__).with_name("code_child.py"))
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
-    "MALLOC_ARENA_MAX": "1",  # an arena a thread would use up the address space that the limit on memory counts
+    "MALLOC_ARENA_MAX": "1",  # one arena for each thread would use up the address space, which is limited
 }
 
 _log = structlog.get_logger()
@@ -40,11 +40,11 @@ _log = structlog.get_logger()
 
 @frozen(kw_only=True)
 class Outcome:
-    """What a run printed, and how it ended.
+    """Output of a run, and how it ended.
 
-    `code` is the exit status (128 and the signal if it was killed), None when it did not end by itself; `stopped` then
-    says why: "timeout", "flood", "memory" (its processes together had too much) or "failed" (the sandbox did not work,
-    the log says why).
+    `code` is the exit status (128 plus the signal if it was killed), None if it did not end by itself. `stopped` then
+    is the reason: "timeout", "flood", "memory" (its processes together used too much) or "failed" (the sandbox did not
+    work; the log says why).
     """
 
     output: str
@@ -53,7 +53,7 @@ class Outcome:
 
 
 class Output:
-    """The beginning and the end of a text, `limit` characters together; counts what is between."""
+    """Keeps the beginning and the end of a text, `limit` characters together, and counts those between."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -64,7 +64,7 @@ class Output:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, data: bytes, *, final: bool = False) -> None:
-        """Takes the next bytes of UTF-8."""
+        """Adds the next bytes of UTF-8."""
         text = self._decoder.decode(data, final)
         room = self._limit - self._half - len(self._head)
         self._head += text[:room]
@@ -75,7 +75,7 @@ class Output:
             self._cut += over
 
     def text(self) -> str:
-        """What was kept, with a line that says how much is missing."""
+        """Returns the kept text, with a line that says how much is missing."""
         middle = f"\n[... {self._cut} characters left out ...]\n" if self._cut else ""
         return self._head + middle + self._tail
 
@@ -85,7 +85,7 @@ async def run(code: str, *, seconds: float, memory_mb: int, output_chars: int, n
 
     Args:
         code: a module's source.
-        seconds: until it is stopped, the start of the process included.
+        seconds: time limit, the start of the process included.
         memory_mb: megabytes of address space of each of its processes, and of memory of them together.
         output_chars: characters of output that are kept.
         namespaces: whether to use Linux namespaces; they must work (`namespaces_problem`).
@@ -117,7 +117,7 @@ async def run(code: str, *, seconds: float, memory_mb: int, output_chars: int, n
             raise
         stopped = "timeout"
     finally:
-        # Shielded: whoever cancels the call must not keep the processes from ending.
+        # Shielded, so that the processes end even if the call is cancelled.
         control = await asyncio.shield(asyncio.create_task(_end(process)))
     output.feed(b"", final=True)
     if stopped:
@@ -133,8 +133,8 @@ async def run(code: str, *, seconds: float, memory_mb: int, output_chars: int, n
 
 @functools.cache
 def namespaces_problem() -> str | None:
-    """Returns why this machine does not let this user shut code in with namespaces; None if it does. Tried once,
-    really."""
+    """Returns why this user cannot isolate code with namespaces on this machine; None if that works, which is tried
+    once."""
     if sys.platform != "linux":
         return "this is not Linux"
     request = _request("import hashlib; print(40 + 2)", PROBE_SECONDS, PROBE_MB, namespaces=True)
@@ -168,7 +168,7 @@ def nobody_reads_python() -> bool:
 
 
 async def _end(process: asyncio.subprocess.Process) -> bytes:
-    """Ends a run; returns what its guard said."""
+    """Ends a run; returns its guard's answer."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -190,7 +190,7 @@ async def _end(process: asyncio.subprocess.Process) -> bytes:
 
 
 def command(script: str) -> list[str]:
-    """What runs a script of this folder, with the standard library alone."""
+    """Returns the command that runs a script of this folder, with the standard library alone."""
     # The real interpreter, not a virtual environment's link: inside the sandbox there is no virtual environment.
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", script]
 
@@ -210,7 +210,8 @@ def _request(code: str, seconds: float, memory_mb: int, namespaces: bool) -> byt
 
 @functools.cache
 def system_files() -> dict[str, list[str]]:
-    """What code may see with namespaces: the interpreter and the system's programs, but no installed package."""
+    """Returns the files that code can read with namespaces: the interpreter and the system's programs, but no
+    package."""
     prefixes = dict.fromkeys(("/usr", os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)))
     folders = [f"{prefix}/{part}" for prefix in prefixes for part in ("bin", "lib", "lib64")]
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

@@ -1,7 +1,7 @@
-"""`eval` of expressions in a reply, for libraries that hand one to it: mathematics and nothing else.
+"""A replacement of `eval` that evaluates only mathematics, for libraries that evaluate expressions of replies.
 
-The sandbox keeps code from reaching anything but its own verdict; this keeps it from that, too. Does not own: which
-modules get it (judge_child).
+In the sandbox, code of a reply could change only its own verdict; this keeps it from that, too. Does not own: the
+modules that get it (judge_child).
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from typing import Any
 
 ARITHMETIC = frozenset({"Integer", "Float", "Rational", "Symbol", "Add", "Mul", "Pow"})
-"""Names in what sympy makes of numbers, variables and operators."""
+"""Names in sympy's code for numbers, variables and operators."""
 BUILT_IN = (abs, pow, round, sum)
 announce: list[Callable[[], object]] = []
-"""Called before an expression of more than arithmetic is evaluated."""
+"""Functions that are called before an expression of more than arithmetic is evaluated."""
 
 
 def evaluate(source: Any, variables: dict[str, Any] | None = None, names: dict[str, Any] | None = None) -> Any:
-    """What `eval` returns, of numbers, texts, collections, operators, and classes, functions and constants of sympy.
+    """Evaluates an expression of numbers, texts, collections, operators, and sympy's classes, functions and constants.
 
     Raises:
-        ValueError: the expression has another name or attribute, or makes a function.
+        ValueError: the expression has another name or attribute, or defines a function.
     """
     known = {**(variables or {}), **(names or {})}
     code: CodeType = compile(source.lstrip(" \t"), "<answer>", "eval") if isinstance(source, str) else source
-    # Attributes are among the names too, and functions among the constants: nothing else in an expression runs code.
+    # Attributes are among the names, and functions among the constants; nothing else in an expression can run code.
     for name in code.co_names:
         if name.startswith("_") or not is_mathematics(known.get(name)):
             raise ValueError(f"{name} is no part of an answer")
@@ -40,7 +40,7 @@ def evaluate(source: Any, variables: dict[str, Any] | None = None, names: dict[s
 
 
 def is_mathematics(value: Any) -> bool:
-    """Returns whether sympy computes with a value."""
+    """Returns whether a value is an object of sympy's mathematics."""
     from sympy import Basic
 
     if isinstance(value, type):

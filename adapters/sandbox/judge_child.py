@@ -1,10 +1,10 @@
-"""The program that judges replies: it imports a judge, shuts itself in, and forks processes that judge.
+"""The program that judges replies: it imports a judge, isolates itself, and forks judging processes.
 
-Started as a script by `judge_pool`, its other side, over a socket that is its stdin. A marshalled mapping says what to
-start; each pickled request after that is answered before the next comes. A process that judges cannot start others,
-reads the files of the interpreter and of installed packages, and changes none. One that evaluated more of a reply than
-arithmetic, was stopped or broke down judges no other reply, so that nothing which a reply ran stays. What it writes as
-its answer is passed on as bytes and never parsed here. Libraries that evaluate replies get the `eval` of `expressions`.
+`judge_pool` starts it as a script and talks to it over a socket, its stdin. A marshalled mapping names the judge; each
+pickled request after that is answered before the next comes. A judging process cannot start others; it can read the
+files of the interpreter and of installed packages, and change none. After evaluating more than arithmetic of a reply, a
+timeout or a failure it judges no other reply, so that code from a reply cannot affect others. Its answer is passed on
+as bytes and never parsed here. Libraries that evaluate replies get the `eval` of `expressions`.
 
 An answer is a status (one byte), a number (a double), and up to `TEXT_BYTES` of UTF-8 that say what failed.
 """
@@ -41,22 +41,22 @@ ANSWER = struct.Struct("<cdH")
 """Status, number, and the length of the text that follows."""
 TEXT_BYTES = 500
 LINUX = sys.platform.startswith("linux")
-"""Elsewhere judges run without walls, where that is asked for."""
+"""Whether this is Linux; elsewhere judges run without isolation, if that is allowed."""
 FILES = 64
 """Open files of a judgement."""
 PREPARED = 64
-"""Preparations that are kept; more are made again in each process."""
+"""Number of preparations that are kept; further ones are made again in each process."""
 JUDGEMENTS = 500
-"""Of one process, so that what libraries keep in memory does not grow up to its limit."""
+"""Judgements of one process, so that caches of libraries do not grow up to the memory limit."""
 EVALUATES = b"!"
-"""Written before an answer by a process that goes on to evaluate an expression of a reply."""
+"""Byte that a process writes before it evaluates an expression of a reply."""
 
 
 def main() -> NoReturn:
     """Starts a judge and serves requests until the other side closes."""
     connection = os.dup(0)
     null = os.open("/dev/null", os.O_RDWR)
-    for standard in (0, 1):  # libraries that print must not answer
+    for standard in (0, 1):  # libraries that print must not write into the answers
         os.dup2(null, standard)
     request = marshal.loads(receive(connection))
     try:
@@ -67,7 +67,7 @@ def main() -> NoReturn:
         for name, module in list(sys.modules.items()):
             if name.startswith(judge.EVALUATES):
                 vars(module)["eval"] = expressions.evaluate
-        pid = os.fork()  # of libraries' threads none is left in it: a process with threads cannot enter namespaces
+        pid = os.fork()  # libraries start threads, and only a process without threads can enter namespaces
         if pid:
             os.close(connection)
             _, status = os.waitpid(pid, 0)
@@ -80,7 +80,7 @@ def main() -> NoReturn:
             _, status = os.waitpid(pid, 0)
             os._exit(walls.exit_code(status))
         serve(judge, connection, null, request, space)
-    except BaseException as error:  # whatever keeps a judge from starting is told to who asked for it
+    except BaseException as error:  # of any kind: the other side gets the reason why the judge did not start
         send(connection, FAILED, 0.0, repr(error))
     os._exit(1)
 
@@ -123,14 +123,14 @@ def serve(judge: Any, connection: int, null: int, request: dict[str, Any], space
     judging: Judging | None = None
     again = False
     gc.collect()
-    gc.freeze()  # else the collector of each process would copy every page that holds an object
+    gc.freeze()  # otherwise garbage collection in each process would copy every page with an object
     send(connection, READY, 0.0, "")
     while True:
         question = receive(connection)
         common = pickle.loads(question)[1]
         if common and common not in prepared and len(prepared) < PREPARED:
             prepared.add(common)
-            with contextlib.suppress(Exception):  # the judgement fails of the same, and tells it
+            with contextlib.suppress(Exception):  # the judgement itself will fail with the same error, and report it
                 judge.prepare(*common)
             gc.freeze()
             again = False
@@ -143,7 +143,7 @@ def serve(judge: Any, connection: int, null: int, request: dict[str, Any], space
 
 
 def work(judge: Any, asked: int, writing: int) -> NoReturn:
-    """Judges until nothing more is asked, in a process of its own."""
+    """Judges in a process of its own until there are no more requests."""
     expressions.announce.append(lambda: os.write(writing, EVALUATES))
     while True:
         name, common, arguments = pickle.loads(receive(asked))
@@ -155,7 +155,7 @@ def work(judge: Any, asked: int, writing: int) -> NoReturn:
 
 
 class Judging:
-    """A process that judges, seen from the one that forked it."""
+    """A judging process, for the process that forked it."""
 
     def __init__(self, pid: int, asking: int, reading: int) -> None:
         self.pid = pid
@@ -165,7 +165,7 @@ class Judging:
         os.set_blocking(asking, False)
 
     def ask(self, question: bytes, seconds: float, connection: int) -> tuple[bytes, bool]:
-        """Returns the answer, and whether the process may judge again. Ends this program with the other side."""
+        """Returns the answer, and whether the process may judge again. This program ends if the other side has."""
         self.left -= 1
         deadline = time.monotonic() + seconds
         question = len(question).to_bytes(8, "little") + question
@@ -174,11 +174,11 @@ class Judging:
             room = [self.asking] if question else []
             wait = max(0.0, deadline - time.monotonic())
             ready, free, _ = select.select([self.reading, connection], room, [], wait)
-            if connection in ready:  # nothing comes before it is answered, so the other side is gone
+            if connection in ready:  # no request comes before an answer, so the other side has ended
                 os._exit(0)
             if not ready and not free:
                 return ANSWER.pack(TIMED_OUT, 0.0, 0), False
-            with contextlib.suppress(BrokenPipeError):  # it ended, as reading tells
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which reading will show
                 question = question[os.write(self.asking, question) :] if free else question
             if self.reading not in ready:
                 continue
@@ -196,11 +196,11 @@ class Judging:
         return packed(VALUE, value, ""), not alone and self.left > 0
 
     def quiet(self) -> bool:
-        """Returns whether it has said nothing since it was asked last."""
+        """Returns whether the process has written nothing since its last answer."""
         return not select.select([self.reading], [], [], 0)[0]
 
     def end(self) -> None:
-        """Kills it."""
+        """Kills the process."""
         os.kill(self.pid, walls.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self.asking)
@@ -208,7 +208,7 @@ class Judging:
 
 
 def receive(connection: int) -> bytes:
-    """Eight bytes of length and as many as they say; ends the program with the other side."""
+    """Reads eight bytes of length and that many bytes; ends the program if the other side has ended."""
     parts: list[bytes] = []
     missing, header = 8, True
     while missing:
@@ -229,13 +229,13 @@ def send(connection: int, status: bytes, value: float, text: str) -> None:
 
 
 def packed(status: bytes, value: float, text: str) -> bytes:
-    """Returns an answer."""
+    """Returns an answer as bytes."""
     data = text[:TEXT_BYTES].encode(errors="replace")[:TEXT_BYTES]
     return ANSWER.pack(status, value, len(data)) + data
 
 
 def address_space() -> int:
-    """Returns the bytes of address space that this process has by now."""
+    """Returns the bytes of address space that this process uses now."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 

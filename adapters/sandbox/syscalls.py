@@ -1,7 +1,7 @@
 """Filters of system calls (seccomp), as programs that the kernel runs before each call of a process.
 
-Invariant: a filter holds for the process and all that come of it, and nothing takes it away. Needs no privilege. Does
-not own: files, network and other processes that code may see (walls).
+Invariant: a filter holds for the process and its descendants, and cannot be removed. It needs no privilege. Does not
+own: files, network and other processes that code can see (walls).
 
 The numbers are those of Linux' arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (aarch64).
 """
@@ -23,9 +23,9 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 """Offsets in struct seccomp_data; an argument takes 8 bytes, its low half first."""
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""AUDIT_ARCH of those that the tables below know."""
+"""AUDIT_ARCH of the machines in the tables below."""
 X32 = 0x40000000
-"""Begins the numbers of x86's third set of system calls, which nothing here needs."""
+"""First number of x86's third set of system calls, which nothing here needs."""
 
 NEVER = {
     # new namespaces and mounts: in them a process has every capability, which opens much of the kernel
@@ -51,7 +51,7 @@ NEVER = {
     "clock_adjtime": (305, 266), "sethostname": (170, 161), "setdomainname": (171, 162), "acct": (163, 89),
     "syslog": (103, 116), "iopl": (172, None), "ioperm": (173, None), "vhangup": (153, 58),
 }  # fmt: skip
-"""Refused to all code, by name: the numbers on x86_64 and aarch64 (None: it has no such call)."""
+"""System calls refused to all code, with their numbers on x86_64 and aarch64 (None: there is no such call)."""
 JUDGED = {
     # processes and programs, so that the limits of one process are those of a judgement
     "fork": (57, None), "vfork": (58, None), "clone": (56, 220), "execve": (59, 221), "execveat": (322, 281),
@@ -73,7 +73,7 @@ JUDGED = {
     "removexattrat": (466, 466), "mknod": (133, None), "mknodat": (259, 33), "flock": (73, 32),
     "inotify_init": (253, None), "inotify_init1": (294, 26),
 }  # fmt: skip
-"""Refused to a judgement besides: it reads, computes and writes one answer."""
+"""Further system calls refused to a judgement, which reads, computes and writes one answer."""
 CLONE, CLONE3, PRLIMIT64, SOCKET = (56, 220), (435, 435), (302, 261), (41, 198)
 OPEN, OPENAT, OPENAT2 = (2, None), (257, 56), (437, 437)
 NAMESPACES = 0x7E020000
@@ -85,7 +85,7 @@ FAMILIES = (1, 2, 10)
 
 
 def known() -> bool:
-    """Returns whether this machine's system calls are among those that the tables name."""
+    """Returns whether the tables have this machine's system calls."""
     return os.uname().machine in MACHINES
 
 
@@ -95,7 +95,7 @@ def forbid(*, judged: bool) -> None:
     The process must have given up gaining privileges (PR_SET_NO_NEW_PRIVS).
 
     Raises:
-        OSError: the kernel has no seccomp, or the machine is not known.
+        OSError: the kernel has no seccomp, or the tables lack this machine.
     """
     code = program(judged=judged)
     buffer = ctypes.create_string_buffer(code, len(code))
@@ -110,7 +110,7 @@ def program(*, judged: bool) -> bytes:
     """Returns the filter as instructions of the kernel's packet filter, 8 bytes each.
 
     Raises:
-        OSError: the machine is not known.
+        OSError: the tables lack this machine.
     """
     machine = os.uname().machine
     if machine not in MACHINES:
@@ -121,7 +121,7 @@ def program(*, judged: bool) -> bytes:
     code += statement(LOAD, NUMBER) + statement(AT_LEAST, X32, 0, 1) + refuse
 
     def rule(numbers: tuple[int | None, ...], body: bytes) -> bytes:
-        """`body` for one system call; it starts with the number loaded, and may go on after its end."""
+        """Returns `body`, preceded by a jump over it for other system calls. The number is loaded before and after."""
         number = numbers[column]
         return b"" if number is None else statement(EQUAL, number, 0, len(body) // 8) + body
 
@@ -130,13 +130,15 @@ def program(*, judged: bool) -> bytes:
         body = statement(LOAD, ARGUMENTS + 8 * index) + b"".join(tests) + refuse
         return body + statement(LOAD, NUMBER)
 
-    # Without it the C library falls back on clone, whose flags a filter can read.
+    # If clone3 does not exist, the C library uses clone, whose flags a filter can read.
     code += rule(CLONE3, statement(RETURN, ERRNO | errno.ENOSYS))
     for numbers in (NEVER | JUDGED if judged else NEVER).values():
         code += rule(numbers, refuse)
-    code += rule(PRLIMIT64, argument(0, [statement(EQUAL, 0, 1, 0)]))  # the limits of other processes
+    code += rule(PRLIMIT64, argument(0, [statement(EQUAL, 0, 1, 0)]))  # only the process's own limits
     if judged:
-        code += rule(OPENAT2, statement(RETURN, ERRNO | errno.ENOSYS))  # its flags are out of sight
+        code += rule(
+            OPENAT2, statement(RETURN, ERRNO | errno.ENOSYS)
+        )  # its flags are in memory, which a filter cannot read
         for numbers, index in ((OPEN, 1), (OPENAT, 2)):
             code += rule(numbers, argument(index, [statement(ANY_BIT, WRITING, 0, 1)]))
     else:
@@ -147,5 +149,5 @@ def program(*, judged: bool) -> bytes:
 
 
 def statement(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """One instruction: struct sock_filter."""
+    """Returns one instruction, a struct sock_filter."""
     return struct.pack("HBBI", operation, if_true, if_false, value)

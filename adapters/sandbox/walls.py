@@ -1,7 +1,7 @@
-"""What a process shuts itself in with: namespaces with a small file system, Landlock, limits, no privileges.
+"""Isolation of the current process: namespaces with a small file system, Landlock, limits, no privileges.
 
-Used by programs that start for each run anew, so that nothing is imported here that they have not got. Does not own:
-system calls (syscalls), what is to run.
+Programs that start anew for each run use it, so it imports nothing beyond their own imports. Does not own: system calls
+(syscalls), the isolated code.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 NOBODY = 65534
-"""User and group that root's runs become."""
+"""User and group of runs that root starts."""
 DISK_MB = 64
-"""Megabytes that a file, and with namespaces all files of a run together, may take."""
+"""Largest size in megabytes of a file, and with namespaces of all files of a run together."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
@@ -32,7 +32,7 @@ SYS_LANDLOCK_CREATE_RULESET, SYS_LANDLOCK_ADD_RULE, SYS_LANDLOCK_RESTRICT_SELF =
 LANDLOCK_CREATE_RULESET_VERSION, LANDLOCK_RULE_PATH_BENEATH = 1, 1
 LANDLOCK_EXECUTE, LANDLOCK_READ_FILE, LANDLOCK_READ_DIR = 1, 4, 8
 LANDLOCK_RIGHTS = {1: 0x1FFF, 2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
-"""Rights that a ruleset can take away, by the version that brought them."""
+"""Rights that a ruleset can remove, by the version of Landlock that introduced them."""
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 CAPABILITY_VERSION_3 = 0x20080522
 SIGKILL = 9
@@ -41,11 +41,12 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter_namespaces(files: Mapping[str, list[str]], *, writable: bool) -> None:
-    """New namespaces of everything, and a file system with the interpreter, the system's libraries and little else.
+    """Enters new namespaces of all kinds, with a file system of the interpreter, the system's libraries and little
+    else.
 
     Args:
         files: absolute paths under `visible`; those under `hidden` are empty directories.
-        writable: whether there is a /tmp to write to, which is then the working directory.
+        writable: whether there is a writable /tmp, which is then the working directory.
     """
     others = CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
     uid, gid = os.getuid(), os.getgid()
@@ -53,7 +54,7 @@ def enter_namespaces(files: Mapping[str, list[str]], *, writable: bool) -> None:
         call(libc.unshare, CLONE_NEWNS)
         change_root(files, writable=writable)
         become_nobody()
-        # A user namespace of its own, for then the kernel counts the processes of this run alone.
+        # In an own user namespace the kernel counts the processes of this run alone.
         call(libc.unshare, CLONE_NEWUSER | others)
         return
     call(libc.unshare, CLONE_NEWUSER | CLONE_NEWNS | others)
@@ -74,7 +75,7 @@ def change_root(files: Mapping[str, list[str]], *, writable: bool) -> None:
     for path in (*files["visible"], *DEVICES):
         source = "/old" + path
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        if os.path.lexists(path):  # within one that is visible already
+        if os.path.lexists(path):  # inside a visible directory
             continue
         if os.path.islink(source):
             os.symlink(os.readlink(source), path)
@@ -109,9 +110,9 @@ def landlock_version() -> int:
 
 
 def read_only_files(visible: Iterable[str]) -> None:
-    """Landlock: this process may read what lies under `visible`, and open, make and remove nothing else.
+    """Restricts this process by Landlock to reading files under `visible`; it can open, make and remove no others.
 
-    It must have given up gaining privileges. Names, sizes and times of other files stay to be seen.
+    It must have given up gaining privileges. Names, sizes and times of other files remain visible.
     """
     rights = sum(bits for version, bits in LANDLOCK_RIGHTS.items() if version <= landlock_version())
     handled = (ctypes.c_uint64 * 1)(rights)
@@ -134,7 +135,7 @@ def read_only_files(visible: Iterable[str]) -> None:
 
 
 def limit(bounds: Mapping[int, int]) -> None:
-    """Sets limits of resources that this process cannot raise again; a lower one of today stays."""
+    """Sets resource limits that this process cannot raise again; a lower limit stays."""
     for kind, value in bounds.items():
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -142,7 +143,7 @@ def limit(bounds: Mapping[int, int]) -> None:
 
 
 def give_up_privileges() -> None:
-    """No capability, and no way to gain one."""
+    """Drops all capabilities, and prevents gaining any."""
     call(libc.prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     call(libc.capset, header, (ctypes.c_uint32 * 6)())
@@ -154,50 +155,50 @@ def close_memory() -> None:
 
 
 def open_memory() -> None:
-    """Undoes `close_memory`, for who measures this process; it is the user's own again."""
+    """Undoes `close_memory`, so that other processes of the user can measure this one."""
     call(libc.prctl, PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def end_with_parent() -> None:
-    """This process is killed when the thread that started it ends. Becoming another user undoes that."""
+    """Makes the kernel kill this process when the thread that started it ends. Becoming another user undoes that."""
     call(libc.prctl, PR_SET_PDEATHSIG, SIGKILL)
 
 
 def become_nobody() -> None:
-    """Gives up root."""
+    """Changes user and group from root to nobody."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
 
 
 def mount(source: str | None, target: str, flags: int, options: str | None = None) -> None:
-    """mount(2); a source "tmpfs" is a tmpfs."""
+    """Calls mount(2); the source "tmpfs" mounts a tmpfs."""
     kind = source.encode() if source == "tmpfs" else None
     data = options.encode() if options else None
     call(libc.mount, source.encode() if source else None, target.encode(), kind, ctypes.c_ulong(flags), data)
 
 
 def make_read_only(path: str, *, recursive: bool = True) -> None:
-    """Takes writing, set-uid and devices from what is mounted at `path`, and under it."""
+    """Forbids writing, set-uid and devices in the mount at `path`, and below it."""
     attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
     call(libc.syscall, SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, ctypes.c_size_t(32))
 
 
 def call(function: Any, *arguments: Any) -> None:
-    """A C function that returns 0, or sets errno."""
+    """Calls a C function that returns 0, or sets errno."""
     if function(*arguments) != 0:
         fail(function.__name__)
 
 
 def fail(name: str) -> None:
-    """Raises what errno says of the C function `name`."""
+    """Raises an OSError of errno, for the C function `name`."""
     error = ctypes.get_errno() or errno.EINVAL
     raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
 def fork(body: Callable[[], int]) -> int:
-    """Returns a child that ends with what `body` returns."""
+    """Forks; returns the id of the child, whose exit code is the result of `body`."""
     child = os.fork()
     if child == 0:
         sys.exit(body())
@@ -205,6 +206,6 @@ def fork(body: Callable[[], int]) -> int:
 
 
 def exit_code(status: int) -> int:
-    """128 and the signal, as shells have it, for a process that was killed."""
+    """Returns the exit code in a wait status; 128 plus the signal for a killed process, as in shells."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code

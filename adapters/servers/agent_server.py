@@ -1,9 +1,9 @@
 """The agent server: chat completions and Anthropic's messages over one `ChatService`.
 
-`/s/KEY/v1/...` is a recorded session, so that an agent which knows nothing of training is trained by its base URL; the
-key may also come as API key. Without a session, requests are answered and forgotten where `answer` is given, and
-refused where not. Invariants: a key opens one session and tells nothing of others; a client that goes away frees the
-engine, unless its session records the reply, which a retry then finds.
+`/s/KEY/v1/...` is a recorded session: an agent without any support for training is trained through its base URL. The
+key may also be sent as API key. A request without a session is answered and forgotten if `answer` is given, else
+refused. Invariants: a key opens one session and reveals nothing of others; a client that disconnects frees the engine,
+unless its session records the reply, which a retry then gets.
 """
 
 import asyncio
@@ -39,32 +39,33 @@ from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, F
 from rollgrad.domain.ports.chat_codec import ChatCodec
 
 KEEP_ALIVE_SECONDS = 3.0
-"""Silence after which a stream says that it is alive: clients give up on silent ones, and ask again."""
+"""Seconds of silence after which a stream sends a keep-alive: clients give up on silent streams, and retry."""
 STATUS: Mapping[str, int] = {"sealed": 410, "turn_limit": 400, "context_length": 400, "conflict": 400, "busy": 429}
 CODES: Mapping[str, str] = {"context_length": "context_length_exceeded"}
 
 _log = structlog.get_logger()
 
 BYTES_PER_TOKEN = 64
-"""Of JSON for each token of a conversation at most: text has 3 to 4, escaped to ASCII up to 24, spaces more."""
+"""Largest number of bytes of JSON for a token of a conversation: text has 3 to 4, up to 24 if escaped to ASCII, and
+runs of spaces more."""
 SMALLEST_BODY = 256 * 2**10
-"""Bytes that a request may have whatever the model: tools and settings are part of it."""
+"""Bytes that a request may have for any model, because it includes tools and settings."""
 
 Answer = Callable[[ChatRequest, OnPiece | None], Awaitable[ChatReply]]
-"""Answers a request outside of any session."""
+"""Function that answers a request outside of any session."""
 _Pieces = asyncio.Queue[tuple[str, str] | None]
-"""Of a reply, in order; None is its end."""
+"""Pieces of a reply, in order; None is its end."""
 
 
 def max_body_bytes(max_tokens: int | None) -> int:
-    """Returns how large a request may be to a model of `max_tokens` positions: what is longer leaves no room for a
-    reply, and is refused before it is read."""
+    """Returns the largest size in bytes of a request to a model of `max_tokens` positions. A larger request leaves no
+    room for a reply, and is refused before it is read."""
     return MAX_BODY_BYTES if max_tokens is None else min(MAX_BODY_BYTES, SMALLEST_BODY + BYTES_PER_TOKEN * max_tokens)
 
 
 @frozen(kw_only=True, eq=False)
 class _Asked:
-    """A decoded request and who asked."""
+    """A decoded request, and where it came from."""
 
     call: Call
     session: RecordedSession | None
@@ -103,7 +104,7 @@ class AgentServer:
         return create_app([facts, *routes(""), *routes("/s/{key}")])
 
     def _route(self, path: str, wire: Wire, answer: Callable[[Wire, _Asked, Request], Awaitable[Response]]) -> Route:
-        """Returns a POST route whose refusals are in the wire's shape."""
+        """Returns a POST route whose errors have the wire's form."""
 
         async def endpoint(request: Request) -> Response:
             try:
@@ -139,7 +140,7 @@ class AgentServer:
         return _Asked(call=call, session=session, origin=_origin(request, body))
 
     def _session(self, request: Request) -> RecordedSession | None:
-        """Whose request it is; None for one outside of sessions."""
+        """Returns the session of a request, None outside of sessions."""
         key = request.path_params.get("key")
         if key is not None:
             session = self._service.session(key)
@@ -168,11 +169,13 @@ class AgentServer:
         if asked.session is not None:
             return await asked.session.reply(asked.call.request, origin=asked.origin, on_piece=on_piece)
         assert self._answer is not None
-        with foreign_code(ForeignError):  # of a template, a tokenizer, a tool: a task must not die of it
+        with foreign_code(ForeignError):  # a template, a tokenizer or a tool may raise anything
             return await self._answer(asked.call.request, on_piece)
 
     async def _streaming(self, wire: Wire, asked: _Asked, request: Request) -> Response:
-        """A refusal that comes soon, before any piece, is a status as without streaming: clients act on those."""
+        """Streams a reply. An error before the first piece is an HTTP status, as without streaming, to which clients
+        react.
+        """
         pieces: _Pieces = asyncio.Queue()
         begun = asyncio.Event()
 
@@ -228,7 +231,7 @@ class AgentServer:
                 for event in events.failed(error):
                     yield event
                 return
-            if not heard:  # a retry gets the reply that an earlier request is given in pieces
+            if not heard:  # a retry gets the whole reply that an earlier request got in pieces
                 for field in ("reasoning_content", "content"):
                     if reply.parsed.message.get(field):
                         for event in events.piece(field, reply.parsed.message[field]):
@@ -244,7 +247,7 @@ class AgentServer:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Turns what a call may raise into what a client is told."""
+    """Turns errors of a call into errors for the client."""
     try:
         yield
     except RefusedError as error:
@@ -259,13 +262,13 @@ def _refusals() -> Iterator[None]:
         raise HttpError(400, str(error), code="invalid_messages") from error
     except EngineError as error:
         raise HttpError(503, str(error), code="engine_error") from error
-    except Exception as error:  # a defect: the log says which, the client does not learn it
+    except Exception as error:  # a defect: it is logged, and not shown to the client
         _log.exception("reply_failed")
         raise internal_error() from error
 
 
 async def _gone(request: Request) -> None:
-    """Returns once the client has closed the connection."""
+    """Waits until the client has closed the connection."""
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
@@ -273,10 +276,10 @@ async def _gone(request: Request) -> None:
 
 
 def _origin(request: Request, body: Mapping[str, Any]) -> Origin:
-    """What a request and its retries share: an idempotency key, or else path and body.
+    """Returns what identifies a request and its retries: an idempotency key, or else path and body.
 
-    The SDKs count their retries in a header. An identical request without it is a new one: agents ask several times
-    to choose among replies.
+    The SDKs count retries in a header. An identical request without that header is a new one, because agents ask
+    several times to choose among replies.
     """
     digest = hashlib.sha256(json.dumps([request.url.path, body], sort_keys=True).encode()).hexdigest()
     key = request.headers.get("idempotency-key")

@@ -32,14 +32,14 @@ from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.messages import Message, call_entry
 
 SIGNATURE = "unsigned"
-"""Of thinking: some clients send thinking whose signature is empty back as text."""
+"""Signature of thinking; some clients return thinking with an empty signature as text."""
 
 
 class AnthropicWire(Wire):
-    """See `Wire`."""
+    """The `Wire` of Anthropic's messages."""
 
     def decode(self, body: Mapping[str, Any]) -> Call:
-        """Reads the body of a message request."""
+        """Parses the body of a message request."""
         messages = messages_of(body)
         choice = read(body, "tool_choice", dict, {"type": "auto"})
         if choice.get("type") not in ("auto", "none"):
@@ -72,11 +72,11 @@ class AnthropicWire(Wire):
         return {**_head(call, call_id), "content": blocks, **_end(reply), "usage": _usage(reply)}
 
     def events(self, call: Call, call_id: str) -> EventStream:
-        """Message events, each named."""
+        """Returns the stream of message events, each with its name."""
         return _Events(call, call_id)
 
     def error(self, error: HttpError) -> dict[str, Any]:
-        """Anthropic's error body."""
+        """Returns an error body in Anthropic's form."""
         return {"type": "error", "error": {"type": error_type(error), "message": error.detail}}
 
 
@@ -153,7 +153,8 @@ def _usage(reply: ChatReply) -> dict[str, int]:
 
 
 def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:
-    """Returns a message of Anthropic's as ours; tool results become messages. `names` maps ids of uses to tools."""
+    """Converts a message of Anthropic's; tool results become messages of their own. `names` maps ids of tool uses to
+    tools."""
     where = f"messages[{index}]"
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise bad(f"{where} must be an object whose role is user or assistant.")

@@ -1,7 +1,7 @@
-"""Connections of rollgrad's HTTP servers, bounded before anybody is asked for a token.
+"""Connections of rollgrad's HTTP servers, bounded even before a token is checked.
 
-Invariants: a client that sends its header or its body too slowly is hung up on, as is one of more connections than the
-process has room for; what is kept of an unfinished header is bounded. Does not own: what a request may say (`guard`).
+Invariants: a connection is closed if its client sends a header or body too slowly, or if there are too many of them;
+memory for an unfinished header is bounded. Does not own: the content of requests (`guard`).
 """
 
 import asyncio
@@ -12,19 +12,21 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_BYTES = 32 * 2**10
-"""Request line and headers together at most: twice h11's own default, for long keys; their number is bounded by it."""
+"""Largest size of request line and headers together: twice h11's default, for long keys. It bounds their number,
+too."""
 HEADER_SECONDS = 20.0
-"""From a header's first byte, or the connection, to the header's end."""
+"""Longest time from the connection, or a header's first byte, to the header's end."""
 BODY_SECONDS = 120.0
-"""From a header's end to the body's: 16 MB at a slow line's 140 KB/s."""
+"""Longest time from a header's end to the body's: 16 MB at a slow line's 140 KB/s."""
 DISCARD_SECONDS = 0.1
-"""Between two reads of a body that has been refused: 2.5 MB a second."""
+"""Seconds between two reads of a refused body, which makes 2.5 MB a second."""
 MOST_CONNECTIONS = 4096
-"""Of one server at most; half of the descriptors that the process may open if that is less."""
+"""Largest number of connections of a server, or half of the file descriptors of the process if that is less."""
 
 
 def connection_limit() -> int:
-    """Returns how many connections a server takes at once: the process needs descriptors for other things too."""
+    """Returns the largest number of connections of a server; the process needs file descriptors for other things,
+    too."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_CONNECTIONS if allowed == resource.RLIM_INFINITY else max(1, min(MOST_CONNECTIONS, allowed // 2))
 
@@ -36,7 +38,7 @@ class BoundedProtocol(H11Protocol):
     waits_for: Any = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes a connection, or closes it where there are enough."""
+        """Accepts a connection, or closes it if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > connection_limit():
             transport.abort()
@@ -44,11 +46,11 @@ class BoundedProtocol(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Reads on; the deadline is of the whole header or body, so that a byte now and then does not move it."""
+        """Reads data; the deadline is that of the whole header or body, which single bytes do not extend."""
         super().data_received(data)
         self._watch()
         if self.conn.their_state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete:
-            # Refused, but still sending: hanging up would often lose the refusal, reading at full speed costs much.
+            # A refused client still sends: closing would often lose the refusal, reading at full speed costs much.
             self.flow.pause_reading()
             self.loop.call_later(DISCARD_SECONDS, self.flow.resume_reading)
 

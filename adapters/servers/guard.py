@@ -1,7 +1,7 @@
-"""What every request to a rollgrad server passes: who may ask, how much, in what form; and how a refusal looks.
+"""Checks of every request to a rollgrad server: authorisation, size and form; and the form of errors.
 
 Invariants: a server on the loopback interface answers no web page; every error is `{"error": {"message", "type",
-"code"}}`, and one that nobody expected tells the client nothing but that. Does not own: sockets (`serving.py`).
+"code"}}`, and an unexpected one reveals no details to the client. Does not own: sockets (`server.py`).
 """
 
 import asyncio
@@ -25,9 +25,9 @@ MAX_BODY_BYTES = 16 * 2**20
 MAX_JSON_DEPTH = 64
 """Deepest nesting of a JSON body: several times what tool schemas need, far below Python's recursion limit."""
 HEALTH_PATH = "/health"
-"""The one path that needs no token."""
+"""The only path that needs no token."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
-"""Hosts, as URLs write them, that mean this machine whatever a name server says."""
+"""Hosts, as written in URLs, that always mean this machine."""
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -37,7 +37,8 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""OpenAI's and Anthropic's names; any other status is an `invalid_request_error` below 500, else an `api_error`."""
+"""OpenAI's and Anthropic's names of statuses; any other is an `invalid_request_error` below 500, else an
+`api_error`."""
 
 _SECRET = re.compile(r"^/s/[^/]*")
 """The beginning of a path with a session's key, which no log may show."""
@@ -46,7 +47,7 @@ _log = structlog.get_logger()
 
 
 class HttpError(HTTPException):
-    """A refusal that the client reads: HTTP `status`, a sentence, a `code` for programs, extra `headers`."""
+    """An error for the client: HTTP `status`, a sentence, a `code` for programs, extra `headers`."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, headers: Mapping[str, str] | None = None
@@ -56,18 +57,18 @@ class HttpError(HTTPException):
 
 
 def error_type(error: HTTPException) -> str:
-    """What OpenAI and Anthropic call an error of this status."""
+    """Returns OpenAI's and Anthropic's name of an error of this status."""
     status = error.status_code
     return ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 
 def error_body(error: HTTPException) -> dict[str, Any]:
-    """Returns an error in OpenAI's shape."""
+    """Returns an error body in OpenAI's form."""
     return {"error": {"message": error.detail, "type": error_type(error), "code": getattr(error, "code", None)}}
 
 
 def error_response(error: HTTPException) -> JSONResponse:
-    """Returns the answer that carries `error_body`."""
+    """Returns a response with `error_body`."""
     return JSONResponse(error_body(error), error.status_code, headers=error.headers)
 
 
@@ -120,18 +121,18 @@ def _too_deep() -> HttpError:
 
 
 def internal_error() -> HttpError:
-    """Returns all that a client learns of a defect."""
+    """Returns the error for the client in case of a defect."""
     return HttpError(500, "The server failed to answer; its log says why.", code="internal_error")
 
 
 class Guard:
-    """ASGI middleware around every app: who may ask, how much, and what a defect looks like from outside.
+    """ASGI middleware around every app: checks authorisation and size, and hides defects from clients.
 
     Args:
         host: the interface served. On a loopback one, requests must name a loopback host (any port: it may be
             forwarded) and come from no other web page, so that no site reaches the server through a browser.
-        token: what `Authorization: Bearer` or `x-api-key` must carry, but for /health; None asks for nothing.
-        max_body: bytes of a request body, declared or received; more is 413.
+        token: required in `Authorization: Bearer` or `x-api-key`, except for /health; None requires nothing.
+        max_body: largest request body in bytes, declared or received; a larger one is 413.
     """
 
     def __init__(self, app: ASGIApp, *, host: str, token: str | None, max_body: int = MAX_BODY_BYTES) -> None:
@@ -161,7 +162,7 @@ class Guard:
             response = error_response(error)
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
-        except BaseException:  # a defect: the log says which, the client does not learn it
+        except BaseException:  # a defect: it is logged, and not shown to the client
             _log.exception("request_failed", method=scope["method"], path=_SECRET.sub("/s/...", scope["path"]))
             response = error_response(internal_error())
         if not started:
@@ -188,7 +189,7 @@ class Guard:
 
     def _is_authorised(self, headers: Headers) -> bool:
         assert self._token is not None
-        # All are compared before one is looked at: how long it takes must not tell which header was right.
+        # All headers are compared before any result is used, so that the time does not reveal which one was right.
         matches = [hmac.compare_digest(key.encode("latin-1"), self._token) for key in given_keys(headers)]
         return any(matches)
 
@@ -210,21 +211,21 @@ class Guard:
 
 
 def given_keys(headers: Headers) -> list[str]:
-    """What a client authorises itself with: `Authorization: Bearer` (OpenAI's) and `x-api-key` (Anthropic's), each
-    empty if it is absent."""
+    """Returns a client's keys: `Authorization: Bearer` (OpenAI's) and `x-api-key` (Anthropic's), each empty if
+    absent."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     return [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches a server bound to `host`."""
+    """Returns whether only this machine can reach a server bound to `host`."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def authority(host: str) -> str:
-    """Returns a host as URLs write it."""
+    """Returns a host as it is written in URLs."""
     return f"[{host}]" if ":" in host else host
 
 

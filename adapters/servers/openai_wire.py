@@ -1,7 +1,7 @@
 """OpenAI's `POST /v1/chat/completions`: bodies, chunks and errors.
 
-What a model here cannot do (several choices, forced calls, images, response schemas, penalties) is refused with one
-sentence rather than ignored. `return_token_ids` adds the token ids of prompt and reply, as vLLM does.
+Settings that are not supported (several choices, forced calls, images, response schemas, penalties) are refused with
+one sentence, not ignored. `return_token_ids` adds the token ids of prompt and reply, as vLLM does.
 """
 
 import json
@@ -48,10 +48,10 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class OpenAIWire(Wire):
-    """See `Wire`."""
+    """The `Wire` of OpenAI's chat completions."""
 
     def decode(self, body: Mapping[str, Any]) -> Call:
-        """Reads the body of a chat completion."""
+        """Parses the body of a chat completion."""
         for name, values in NEUTRAL.items():
             if body.get(name) is not None and body[name] not in values:
                 raise bad(f"{name} is {json.dumps(body[name])[:60]}, which this server cannot do: leave {name} out.")
@@ -96,11 +96,11 @@ class OpenAIWire(Wire):
         return answer
 
     def events(self, call: Call, call_id: str) -> EventStream:
-        """`chat.completion.chunk` events."""
+        """Returns the stream of `chat.completion.chunk` events."""
         return _Chunks(call, call_id)
 
     def error(self, error: HttpError) -> dict[str, Any]:
-        """OpenAI's error body."""
+        """Returns an error body in OpenAI's form."""
         return error_body(error)
 
 
@@ -210,7 +210,7 @@ def _logprobs(reply: ChatReply, decode: Decode) -> dict[str, Any]:
     content = []
     for token_id, logprob in pairs:
         text = decode([token_id])
-        part = "\ufffd" in text  # of a character: its bytes are not known here
+        part = "\ufffd" in text  # a part of a character, whose bytes are not known here
         read_as = None if part else list(text.encode())
         content.append({"token": text, "logprob": logprob, "bytes": read_as, "top_logprobs": []})
     return {"content": content}

@@ -1,8 +1,8 @@
 """A reward model behind HTTP: `POST / or /get_reward {query, prompts, labels} -> {rewards, scores, extra_logs}`.
 
-Requests that wait together are scored together, on one thread. Invariants: a request is scored whole or not at all;
-what waits is bounded; whoever hangs up before its turn gives its place back. Does not own: the socket (`serving.py`),
-the model, of which it knows two methods.
+Requests that wait at the same time are scored together, on one thread. Invariants: a request is scored whole or not at
+all; the queue is bounded; a client that disconnects before its turn leaves the queue. Does not own: the socket
+(`server.py`), the model, of which it uses two methods.
 """
 
 import asyncio
@@ -25,25 +25,25 @@ from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import RewardError
 
 QUEUE_TEXTS = 4096
-"""Texts that wait at most by default; those being scored not counted."""
+"""Largest number of waiting texts by default, not counting those being scored."""
 ROUND_TEXTS = 256
-"""Texts scored in one go, unless one request brings more: enough to find others of like length, few enough that who
-comes next does not wait long."""
+"""Texts scored in one round, unless a single request has more: enough to batch texts of similar length, few enough that
+the next request does not wait long."""
 RETRY_SECONDS = 1
-"""When to come back to a full queue."""
+"""Seconds after which a client may retry a full queue."""
 JOIN_SECONDS = 30.0
 """Longest wait for the texts being scored when the queue closes."""
 
 CLIENT_GONE = 499
-"""nginx's status for an answer that nobody waits for; only tests of the app see it."""
+"""nginx's status for a client that has disconnected; only tests of the app see it."""
 
 
 class Encoded(Protocol):
-    """A text as the model reads it."""
+    """The model's tokens of a text."""
 
     @property
     def truncated(self) -> bool:
-        """Whether the model does not see all of it."""
+        """Whether the model reads only a part of the text."""
         ...
 
 
@@ -51,20 +51,20 @@ EncodedT = TypeVar("EncodedT", bound=Encoded)
 
 
 class Scorer(Protocol[EncodedT]):
-    """What scores texts (`adapters.torch.reward_model.RewardModel`); called from one thread."""
+    """A model that scores texts (`adapters.models.torch.reward_model.RewardModel`); it is called from one thread."""
 
     def encode(self, text: str) -> EncodedT:
-        """One text as the model reads it."""
+        """Returns the tokens that the model reads of a text."""
         ...
 
     def score_encoded(self, texts: Sequence[EncodedT]) -> list[float]:
-        """One number a text, in order."""
+        """Returns one number for each text, in order."""
         ...
 
 
 @frozen
 class Scored:
-    """A text's score, and whether the model saw only a part of the text."""
+    """A text's score, and whether the model read only a part of the text."""
 
     value: float
     truncated: bool
@@ -79,7 +79,7 @@ class Job:
 
 
 class ScoreQueue:
-    """One thread that scores what waits, oldest first. All methods may be called from any thread.
+    """One thread that scores waiting texts, oldest first. All methods may be called from any thread.
 
     Args:
         scorer: the model.
@@ -89,7 +89,7 @@ class ScoreQueue:
     def __init__(self, scorer: Scorer[Any], *, capacity: int = QUEUE_TEXTS) -> None:
         self.capacity = capacity
         self.waiting = 0
-        """Texts that wait."""
+        """Number of waiting texts."""
         self._scorer = scorer
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -113,7 +113,7 @@ class ScoreQueue:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Gives up a job's place; nothing happens to one that waits no more."""
+        """Removes a job from the queue; does nothing if it no longer waits."""
         with self._changed:
             if job in self._jobs:
                 self._jobs.remove(job)
@@ -121,7 +121,7 @@ class ScoreQueue:
                 job.answer.cancel()
 
     def close(self) -> None:
-        """Cancels what waits, and waits (JOIN_SECONDS at most) for what is being scored. Idempotent."""
+        """Cancels waiting jobs, and waits (JOIN_SECONDS at most) for those being scored; idempotent."""
         self._cancel_all()
         self._thread.join(JOIN_SECONDS)
 
@@ -136,11 +136,11 @@ class ScoreQueue:
         try:
             while (jobs := self._next_round()) is not None:
                 self._settle(jobs)
-        finally:  # nobody else would ever settle what waits, or comes
+        finally:  # otherwise waiting and later jobs would never be settled
             self._cancel_all()
 
     def _next_round(self) -> list[Job] | None:
-        """What is scored next; None once the queue is closed."""
+        """Waits for the jobs to score next; returns None once the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             if not self._jobs:
@@ -161,11 +161,11 @@ class ScoreQueue:
                 encoded = [self._scorer.encode(text) for job in jobs for text in job.texts]
                 values = self._scorer.score_encoded(encoded)
                 scored = iter([Scored(value, text.truncated) for value, text in zip(values, encoded, strict=True)])
-        except Exception as error:  # the model's, the tokenizer's or the text's: the thread goes on
+        except Exception as error:  # of the model, the tokenizer or a text: the thread goes on
             if len(jobs) == 1:
                 jobs[0].answer.set_exception(error)
                 return
-            for job in jobs:  # one of them may be to blame: the others get their scores
+            for job in jobs:  # one job may be the cause, so each is scored alone
                 self._settle([job])
             return
         for job in jobs:
@@ -219,7 +219,7 @@ def _texts(body: dict[str, Any], limit: int) -> list[str]:
     """Returns the texts to score.
 
     Raises:
-        HttpError: 400, the request is not what the protocol says, or larger than the queue.
+        HttpError: 400, the request violates the protocol, or is larger than the queue.
     """
     query = body.get("query")
     if not isinstance(query, list) or not query:
@@ -244,7 +244,7 @@ def _texts(body: dict[str, Any], limit: int) -> list[str]:
 def _answer(scored: Sequence[Scored]) -> dict[str, Any]:
     values = [each.value for each in scored]
     for index, value in enumerate(values):
-        if not math.isfinite(value):  # another attempt would end alike: no 5xx
+        if not math.isfinite(value):  # a retry would give the same, so it is no 5xx
             raise HttpError(422, f"The model's score of query[{index}] is {value}.", code="score_not_finite")
     return {
         "rewards": values,

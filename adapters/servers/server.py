@@ -1,8 +1,7 @@
-"""What rollgrad's HTTP servers share: a guarded socket, JSON errors, tokens, a health route.
+"""Common parts of rollgrad's HTTP servers: a guarded socket, JSON errors, tokens, a health route.
 
-Invariant: a server that other machines can reach asks for a token. Apps are served without lifespan events and
-WebSockets: who starts a server also starts and stops what its app needs. Does not own: what a request may look like
-(`guard.py`), routes.
+Invariant: a server that other machines can reach requires a token. Apps are served without lifespan events and
+WebSockets: the caller starts and stops what an app needs. Does not own: the form of requests (`guard.py`), routes.
 """
 
 import asyncio
@@ -42,12 +41,12 @@ from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError
 
 App = Starlette
-"""What `run_server` serves."""
+"""Type of the apps that `run_server` serves."""
 
 TOKEN_VARIABLE = "ROLLGRAD_TOKEN"
 """Environment variable with the token that clients must send; a flag would show it to every user of the machine."""
 STOP_SECONDS = 10.0
-"""Longest wait for answers that are on their way when a server stops."""
+"""Longest wait for unfinished answers when a server stops."""
 
 _log = structlog.get_logger()
 
@@ -57,7 +56,7 @@ def create_app(routes: Sequence[BaseRoute]) -> Starlette:
 
     def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if not isinstance(error, HttpError):  # the router's own: 404 and 405
+        if not isinstance(error, HttpError):  # 404 and 405 of the router
             sentence = f"{request.method} {request.url.path} is not served here."
             error = HTTPException(error.status_code, sentence, error.headers)
         return error_response(error)
@@ -69,7 +68,7 @@ def create_app(routes: Sequence[BaseRoute]) -> Starlette:
 
 
 def health_route(facts: Callable[[], Mapping[str, Any]]) -> Route:
-    """`GET /health`, which needs no token: `{"status": "ok"}` and what `facts` adds."""
+    """Returns the route `GET /health`, which needs no token: `{"status": "ok"}` and the items of `facts`."""
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", **facts()})
@@ -127,10 +126,10 @@ class Tls:
 
     @classmethod
     def of(cls, certfile: Path | None, keyfile: Path | None) -> "Tls | None":
-        """Returns the pair, after a look into both files; None if neither is set.
+        """Returns the pair after checking both files; None if neither is set.
 
         Raises:
-            ConfigurationError: one is missing, or they are no certificate and its key.
+            ConfigurationError: one is missing, or they are not a certificate and its key.
         """
         if certfile is None and keyfile is None:
             return None
@@ -148,7 +147,7 @@ class Tls:
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """uvicorn without its signal handlers: signals belong to who started the server."""
+    """uvicorn without its signal handlers, because the caller handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -161,9 +160,9 @@ class Server:
     Args:
         host: interface to bind.
         port: 0 picks a free one.
-        token: see `Guard`.
+        token: that clients must send (`Guard`).
         name: of the server, in the log and in errors.
-        max_body: see `Guard`.
+        max_body: largest request body in bytes (`Guard`).
         tls: certificate and key; None serves plain HTTP.
 
     Raises:
@@ -196,7 +195,7 @@ class Server:
                 ws="none",
                 access_log=False,
                 log_config=None,
-                log_level=logging.CRITICAL,  # the guard logs what an app raises
+                log_level=logging.CRITICAL,  # the guard logs errors of an app
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=int(STOP_SECONDS),
@@ -221,13 +220,13 @@ class Server:
         return self.url
 
     async def stop(self) -> None:
-        """Takes no more requests, waits STOP_SECONDS for answers on their way, ends the rest. Idempotent."""
+        """Stops accepting requests, waits STOP_SECONDS for unfinished answers, and ends the rest; idempotent."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task
 
     def stop_now(self) -> None:
-        """Makes a `stop` under way wait no longer."""
+        """Ends the wait of a running `stop`."""
         self._server.should_exit = self._server.force_exit = True
 
     def _bind(self) -> socket.socket:
@@ -252,26 +251,26 @@ def run_server(
     ssl_certfile: Path | None = None,
     ssl_keyfile: Path | None = None,
 ) -> None:
-    """Serves an app from the main thread until SIGTERM, then returns; a second signal waits for no answers.
+    """Serves an app from the main thread until SIGTERM, then returns; a second signal ends unfinished answers.
 
     The server's address, once it answers requests, is the one line on stdout, for scripts.
 
     Args:
-        load: makes the app and says how many bytes its largest request has; that may take a while. Ends the app once
-            the server has stopped. Nothing is loaded for a server that must not run.
-        host, port, name: see `Server`.
-        token_file: see `read_token`.
-        ssl_certfile, ssl_keyfile: see `Tls.of`.
+        load: makes the app, which may take a while; gives it with the size in bytes of its largest request, and ends it
+            once the server has stopped. It is not called for a server that must not run.
+        host, port, name: of the server, as in `Server`.
+        token_file: file of the token, as in `read_token`.
+        ssl_certfile, ssl_keyfile: certificate and key, as in `Tls.of`.
 
     Raises:
         KeyboardInterrupt: SIGINT, after the server has stopped.
-        ConfigurationError: see `Server`, `read_token` and `Tls.of`.
+        ConfigurationError: `Server`, `read_token` or `Tls.of` refuse a setting.
     """
     token = read_token(token_file)
     check_exposure(host, token, name)
     tls = Tls.of(ssl_certfile, ssl_keyfile)
     with contextlib.ExitStack() as stack:
-        with contextlib.redirect_stdout(sys.stderr):  # what libraries print
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the address alone, not for prints of libraries
             app, max_body = stack.enter_context(load())
         _serve_until_signal(Server(app, host=host, port=port, token=token, name=name, max_body=max_body, tls=tls))
 

@@ -1,7 +1,7 @@
-"""What the chat wires share: a decoded call, and reading the fields of a body.
+"""Common parts of the chat wires: a decoded call, and parsing the fields of a body.
 
-A wire (`adapters.openai.wire`, `adapters.anthropic.wire`) turns a body into a `Call`, and a reply into bodies and
-events; it knows nothing of sessions and sockets.
+A wire (`openai_wire`, `anthropic_wire`) turns a body into a `Call`, and a reply into bodies and events. It does not own
+sessions and sockets.
 """
 
 import json
@@ -17,19 +17,19 @@ from rollgrad.domain.episodes.messages import Message
 
 Value = TypeVar("Value")
 MIN_TEMPERATURE = 1e-3
-"""Below it sampling is greedy."""
+"""Temperature below which sampling is greedy."""
 MAX_COUNT = 2**31 - 1
-"""No count of tokens is larger."""
+"""Largest number of tokens in a request."""
 MAX_STOPS = 64
-"""Texts that may end a reply: each is looked for behind every token."""
+"""Largest number of stop texts of a request, each of which is searched for after every token."""
 
 Decode = Callable[[Sequence[int]], str]
-"""Text of token ids, special tokens included."""
+"""Function from token ids to their text, special tokens included."""
 
 
 @frozen(kw_only=True, eq=False)
 class Call:
-    """A decoded body. `body` is kept for what only the wire's own answer depends on."""
+    """A decoded body. `body` is kept for settings that only the wire's answer depends on."""
 
     request: ChatRequest
     model: str
@@ -38,13 +38,13 @@ class Call:
 
 
 class Wire(Protocol):
-    """One protocol. All ids of an answer are made from `call_id`."""
+    """One chat protocol. All ids of an answer are made from `call_id`."""
 
     def decode(self, body: Mapping[str, Any]) -> Call:
-        """Reads a body.
+        """Parses a body.
 
         Raises:
-            HttpError: 400, with what is wrong and where.
+            HttpError: 400; the message says what is wrong and where.
         """
         ...
 
@@ -65,23 +65,23 @@ class EventStream(Protocol):
     """Server-sent events of one answer, as text."""
 
     def start(self) -> Iterator[str]:
-        """Before the first token."""
+        """Yields the events before the first token."""
         ...
 
     def piece(self, field: str, text: str) -> Iterator[str]:
-        """Returns a piece of `content` or `reasoning_content`."""
+        """Yields the events of a piece of `content` or `reasoning_content`."""
         ...
 
     def finish(self, reply: ChatReply, decode: Decode) -> Iterator[str]:
-        """Calls, why it stopped, usage, and the end."""
+        """Yields the events of tool calls, stop reason, usage and end."""
         ...
 
     def failed(self, error: HttpError) -> Iterator[str]:
-        """The answer broke off."""
+        """Yields the events of an answer that failed."""
         ...
 
     def keep_alive(self) -> str:
-        """Says that the server is still there."""
+        """Returns an event that keeps the connection open."""
         ...
 
 
@@ -103,7 +103,7 @@ def call_of(
     tools: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
 ) -> Call:
-    """Returns a body whose parts are read. `settings` are fields of `SamplingParams`; None leaves one as it is.
+    """Returns the call of a body with parsed parts. `settings` are fields of `SamplingParams`; None keeps the default.
 
     Raises:
         HttpError: the model's name or `stream` has another type.
@@ -118,12 +118,12 @@ def call_of(
 
 
 def bad(message: str, code: str = "invalid_value") -> HttpError:
-    """400."""
+    """Returns a 400."""
     return HttpError(400, message, code=code)
 
 
 def read(body: Mapping[str, Any], name: str, kind: type[Value] | tuple[type, ...], default: Any = None) -> Any:
-    """Returns a field of the body, None and absent alike being `default`.
+    """Returns a field of the body; `default` if it is None or absent.
 
     Raises:
         HttpError: it has another type.
@@ -157,7 +157,7 @@ def number(body: Mapping[str, Any], name: str, low: float, high: float) -> float
 
 
 def temperature(body: Mapping[str, Any], high: float) -> float | None:
-    """Returns the field `temperature`, None if absent; one close to 0 is 0, since logits are divided by it."""
+    """Returns the field `temperature`, None if absent. A value near 0 becomes 0, because logits are divided by it."""
     value = number(body, "temperature", 0, high)
     return 0.0 if value is not None and value < MIN_TEMPERATURE else value
 
@@ -171,7 +171,7 @@ def count(body: Mapping[str, Any], name: str, low: int = 1, high: int = MAX_COUN
 
 
 def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
-    """Texts that end a reply, None if there are none."""
+    """Returns the texts that end a reply, None if there are none."""
     value = read(body, name, (str, list))
     texts = (value,) if isinstance(value, str) else tuple(value or ())
     if not all(isinstance(text, str) and text for text in texts):
@@ -185,7 +185,7 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     """Returns the text of a message's content: a text, or a list of text parts.
 
     Raises:
-        HttpError: there is something else in it.
+        HttpError: the content has another form.
     """
     if content is None:
         return ""
@@ -203,8 +203,8 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
 
 
 def arguments_of(text: Any) -> Mapping[str, Any]:
-    """Returns the arguments of a call that a client sends back: JSON text of an object. What it is not, or what cannot
-    be passed on (nested too deep, half a surrogate pair), is kept as it is."""
+    """Returns the arguments of a call that a client sends back as JSON text of an object. Anything else, and arguments
+    that cannot be passed on (nested too deep, half a surrogate pair), become the only argument `arguments`."""
     if isinstance(text, Mapping):
         return text
     try:
@@ -217,7 +217,7 @@ def arguments_of(text: Any) -> Mapping[str, Any]:
 
 
 def tool_of(described: Mapping[str, Any], schema: str) -> Mapping[str, Any]:
-    """Returns a tool in OpenAI's shape, of an object with its name, its description and its parameters' schema."""
+    """Returns a tool in OpenAI's form, from an object with name, description and schema of the parameters."""
     function = {
         "name": described["name"],
         "description": read(described, "description", str, ""),
@@ -227,7 +227,7 @@ def tool_of(described: Mapping[str, Any], schema: str) -> Mapping[str, Any]:
 
 
 def calls_of(message: Message) -> list[tuple[str, str, str]]:
-    """(id, name, arguments as JSON text) of a message's calls."""
+    """Returns (id, name, arguments as JSON text) of each of a message's calls."""
     return [
         (call["id"], call["function"]["name"], json.dumps(call["function"]["arguments"], ensure_ascii=False))
         for call in message.get("tool_calls") or ()
