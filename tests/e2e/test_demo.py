@@ -28,10 +28,24 @@ def run_demo(script: Path, output: Path, steps: int) -> tuple[list[dict[str, flo
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()], run.stdout
 
 
+def few_held_out(name: str, folder: Path, **rollout: int) -> Path:
+    """A copy of the demo `name` that is evaluated on four tasks, and whose rollouts have these sizes."""
+    (folder / "data").mkdir()
+    for file in (f"{name}.py", "smollm2.py", *(f"data/{shots.name}" for shots in EXAMPLES.glob(f"data/{name}_shots*"))):
+        (folder / file).write_bytes((EXAMPLES / file).read_bytes())
+    few = (EXAMPLES / "data" / f"{name}_test.jsonl").read_text().splitlines(keepends=True)[:4]
+    (folder / "few.jsonl").write_text("".join(few))
+    settings = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    settings["eval"]["dataset"] = str(folder / "few.jsonl")
+    settings["rollout"] |= rollout
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+    return folder / f"{name}.py"
+
+
 @pytest.mark.demo
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_demo_learns_and_repeats(tmp_path: Path) -> None:
+def test_the_demo_learns(tmp_path: Path) -> None:
     first, _ = run_demo(EXAMPLES / "sums.py", tmp_path / "first", STEPS)
     accuracy = [line["eval/pass@1"] for line in first if "eval/pass@1" in line]
     assert 100 * (accuracy[-1] - accuracy[0]) >= POINTS
@@ -39,10 +53,16 @@ def test_the_demo_learns_and_repeats(tmp_path: Path) -> None:
     assert cut[-1] < min(0.5, cut[0])  # replies come to end by themselves
     for name in ("report.html", "curves.png", "model/model.safetensors", "samples.jsonl"):
         assert (tmp_path / "first" / name).stat().st_size > 0
-    again, _ = run_demo(EXAMPLES / "sums.py", tmp_path / "again", 2)
-    steps = [line for line in first if "reward/mean" in line][:2]
-    repeated = [line for line in again if "reward/mean" in line]
-    assert [curve(line) for line in steps] == [curve(line) for line in repeated]
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_same_seed_gives_the_same_curve(tmp_path: Path) -> None:
+    script = few_held_out("sums", tmp_path, batch_size=2, n_samples_per_prompt=4)
+    first, again = (run_demo(script, tmp_path / name, 2)[0] for name in ("first", "again"))
+    assert [line["policy/grad_norm"] > 0 for line in first if "policy/grad_norm" in line] == [True, True]
+    assert [curve(line) for line in first] == [curve(line) for line in again]
 
 
 def test_the_demo_is_evaluated_several_times_on_its_way() -> None:
@@ -54,18 +74,12 @@ def test_the_demo_is_evaluated_several_times_on_its_way() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_demo_of_word_problems_has_gsm8ks_form_and_groups_to_learn_from(tmp_path: Path) -> None:
-    """Runs its first step, with a small evaluation."""
-    (tmp_path / "data").mkdir()
-    for file in ("word_problems.py", "smollm2.py"):
-        (tmp_path / file).write_bytes((EXAMPLES / file).read_bytes())
-    few = (EXAMPLES / "data" / "word_problems_test.jsonl").read_text().splitlines(keepends=True)[:4]
+    """A quarter of its first step, with a small evaluation."""
+    script = few_held_out("word_problems", tmp_path, batch_size=4, n_samples_per_prompt=4)
+    few = (tmp_path / "few.jsonl").read_text().splitlines()
     assert {frozenset(json.loads(row)) for row in few} == {frozenset({"question", "answer"})}
     assert all(re.search(r"\n#### \d+$", json.loads(row)["answer"]) for row in few)
-    (tmp_path / "few.jsonl").write_text("".join(few))
-    settings = yaml.safe_load((EXAMPLES / "word_problems.yaml").read_text())
-    settings["eval"]["dataset"] = str(tmp_path / "few.jsonl")
-    (tmp_path / "word_problems.yaml").write_text(yaml.safe_dump(settings))
-    (before, trained, after), _ = run_demo(tmp_path / "word_problems.py", tmp_path / "run", 1)
+    (before, trained, after), _ = run_demo(script, tmp_path / "run", 1)
     assert 0 < trained["reward/mean"] < 0.5
     assert trained["policy/grad_norm"] > 0
     assert trained["rollout/truncated_share"] < 0.5  # replies end with their line
@@ -84,17 +98,9 @@ def test_word_problems_are_held_out_by_calculation() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_agents_demo_trains_on_its_tool_and_calls_it(tmp_path: Path) -> None:
-    """Half a step of it, for it takes longer to learn than a test should."""
-    (tmp_path / "data").mkdir()
-    for file in ("products.py", "smollm2.py", "data/products_shots.json"):
-        (tmp_path / file).write_bytes((EXAMPLES / file).read_bytes())
-    few = (EXAMPLES / "data" / "products_test.jsonl").read_text().splitlines(keepends=True)[:4]
-    (tmp_path / "few.jsonl").write_text("".join(few))
-    settings = yaml.safe_load((EXAMPLES / "products.yaml").read_text())
-    settings["rollout"]["batch_size"] //= 2
-    settings["eval"]["dataset"] = str(tmp_path / "few.jsonl")
-    (tmp_path / "products.yaml").write_text(yaml.safe_dump(settings))
-    (before, trained, after), printed = run_demo(tmp_path / "products.py", tmp_path / "run", 1)
+    """A quarter of its first step, for it takes longer to learn than a test should."""
+    script = few_held_out("products", tmp_path, batch_size=2, n_samples_per_prompt=4)
+    (before, trained, after), printed = run_demo(script, tmp_path / "run", 1)
     assert trained["reward/tool_calls"] > 0.3
     assert trained["reward/branches"] == 1
     assert trained["policy/grad_norm"] > 0

@@ -130,7 +130,7 @@ def test_a_full_disk_leaves_the_last_finished_step(workspace: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.chaos)])
 def test_a_signal_ends_the_run_as_ctrl_c_does(workspace: Path, number: signal.Signals) -> None:
     process = start(workspace, "--train.max_steps", "100000")
     metrics = workspace / "out" / "metrics.jsonl"

@@ -1,35 +1,40 @@
 """A run that cannot learn says so at the step where it is known, and in its last lines."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from rollgrad.entrypoints.cli.main import main
+
+Run = Callable[..., tuple[list[str], str]]
 
 
-def run(folder: Path, model: Path, reward: str, *flags: str) -> tuple[list[str], str]:
-    """Lines on stderr, and stdout, of a run of five steps."""
+@pytest.fixture
+def run(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """Runs five steps with a reward; returns the lines on stderr, and stdout."""
+    monkeypatch.chdir(tmp_path)
     rows = [{"input": f"What is {a} plus {a}?", "label": str(2 * a)} for a in range(1, 9)]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "reward.py").write_text(f"def reward_func(queries, prompts, labels):\n    return {reward}\n")
-    command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "train", "rl"]
-    command += ["--actor.model_name_or_path", str(model), "--data.prompt_dataset", "prompts.jsonl"]
-    command += ["--data.label_key", "label", "--reward.function_path", "reward.py", "--rollout.batch_size", "4"]
-    command += ["--rollout.n_samples_per_prompt", "2", "--train.max_steps", "5", "--ckpt.output_dir", "out", *flags]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stderr.splitlines(), done.stdout
+    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["train", "rl", "--actor.model_name_or_path", str(tiny_model_dir)]
+    command += ["--data.prompt_dataset", "prompts.jsonl", "--data.label_key", "label"]
+    command += ["--reward.function_path", "reward.py", "--rollout.batch_size", "4"]
+    command += ["--rollout.n_samples_per_prompt", "2", "--train.max_steps", "5", "--ckpt.output_dir", "out"]
+
+    def run(reward: str, *flags: str) -> tuple[list[str], str]:
+        Path("reward.py").write_text(f"def reward_func(queries, prompts, labels):\n    return {reward}\n")
+        assert main([*command, *flags]) == 0
+        printed = capsys.readouterr()
+        return printed.err.splitlines(), printed.out
+
+    return run
 
 
-def test_a_constant_reward_is_said_at_the_third_step_and_at_the_end(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_constant_reward_is_said_at_the_third_step_and_at_the_end(run: Run) -> None:
     lines, printed = run(
-        tmp_path,
-        tiny_model_dir,
         "[0.0 for query in queries]",
         "--algo.advantage.estimator",
         "rloo",
@@ -47,10 +52,8 @@ def test_a_constant_reward_is_said_at_the_third_step_and_at_the_end(tiny_model_d
     assert printed == "out/report.html\n"
 
 
-def test_replies_that_are_all_cut_are_said(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_replies_that_are_all_cut_are_said(run: Run) -> None:
     lines, _ = run(
-        tmp_path,
-        tiny_model_dir,
         "[len(set(query)) / 100 for query in queries]",
         "--algo.advantage.estimator",
         "rloo",
@@ -64,10 +67,8 @@ def test_replies_that_are_all_cut_are_said(tiny_model_dir: Path, tmp_path: Path)
     assert not any("Nothing was learned" in line for line in lines)
 
 
-def test_a_run_that_learns_says_nothing(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_run_that_learns_says_nothing(run: Run) -> None:
     lines, _ = run(
-        tmp_path,
-        tiny_model_dir,
         "[len(set(query)) / 100 for query in queries]",
         "--algo.advantage.estimator",
         "rloo",

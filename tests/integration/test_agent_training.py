@@ -205,7 +205,7 @@ def test_an_episode_that_reaches_a_limit_is_truncated_not_failed(
     if limit == "max_turns":
         made.rollout.max_turns = 3
     elif limit == "max_episode_seconds":
-        made.rollout.max_episode_seconds = 30
+        made.rollout.max_episode_seconds = 15
         slow = source.replace(
             "            message = reply",
             "            import time; time.sleep(10**6 * turn)\n            message = reply",

@@ -2,8 +2,11 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,12 +31,35 @@ STARTED_BY_OTHERS = {"server_clients.py"}
 """Scripts that a benchmark runs in a process of their own."""
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """Rollgrad can be imported, as where it is installed, and nothing else of the repository."""
-    (tmp_path / "rollgrad").symlink_to(ROOT / "rollgrad")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Runs a script, or `-m` and a module; returns what it printed. It can import rollgrad, as where that is
+    installed, and nothing else of the repository."""
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "path").mkdir()
+    (folder / "path" / "rollgrad").symlink_to(ROOT / "rollgrad")
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of this very suite
-    return {**outer, "PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    ours = {"PYTHONPATH": str(folder / "path"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    command = [sys.executable, str(ROOT / "tests" / "script_host.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env={**outer, **ours}, text=True, start_new_session=True, **pipes) as host:
+
+        def run(*words: str) -> str:
+            output = folder / f"output-{len(list(folder.iterdir()))}"
+            assert host.stdin is not None
+            assert host.stdout is not None
+            host.stdin.write("\t".join((str(output), *words)) + "\n")
+            host.stdin.flush()
+            status = host.stdout.readline().strip()
+            printed = output.read_text()
+            assert status == "0", printed[-4000:]
+            return printed
+
+        try:
+            yield run
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(host.pid, signal.SIGKILL)  # with a script that hangs
 
 
 def scripts() -> list[str]:
@@ -48,42 +74,16 @@ def test_each_script_is_started_here() -> None:
 
 
 @pytest.mark.parametrize("script", scripts())
-def test_a_script_does_its_smallest_work(script: str, environment: dict[str, str]) -> None:
+def test_a_script_does_its_smallest_work(script: str, run: Callable[..., str]) -> None:
     before = pictures()
-    run = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", "--smoke"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert re.search(RESULTS[script], run.stdout, re.MULTILINE), run.stdout
+    printed = run(f"benchmarks/{script}", "--smoke")
+    assert re.search(RESULTS[script], printed, re.MULTILINE), printed
     assert pictures() == before, "figures of the smallest work are not for the docs"
 
 
-def test_the_suites_do_their_smallest_work(environment: dict[str, str]) -> None:
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "benchmarks",
-            "--smoke",
-            "--benchmark-only",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-        ],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
-    assert re.search(r"^\d+ passed", run.stdout, re.MULTILINE), run.stdout
+def test_the_suites_do_their_smallest_work(run: Callable[..., str]) -> None:
+    printed = run("-m", "pytest", "benchmarks", "--smoke", "--benchmark-only", "-q", "-p", "no:cacheprovider")
+    assert re.search(r"^\d+ passed", printed, re.MULTILINE), printed
 
 
 def pictures() -> dict[str, bytes]:

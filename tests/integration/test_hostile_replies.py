@@ -61,12 +61,12 @@ def test_verifiers(kind: Verifier, set_traps: Traps) -> None:
 
 @pytest.mark.slow
 def test_scorers_that_evaluate(set_traps: Traps) -> None:
-    """Each reply goes to three of them."""
+    """Each reply goes to one of them."""
     judge = ReasoningGymReward("reasoning_gym:chain_sum", timeout=TIMEOUT)
     every = replies(set_traps)
     for n, task in enumerate(EVALUATING):
         made = entry(task)
-        asked = [ask(f"<answer>{reply}</answer>", "", task=task, entry=made) for reply in every[n % 3 :: 3]]
+        asked = [ask(f"<answer>{reply}</answer>", "", task=task, entry=made) for reply in every[n :: len(EVALUATING)]]
         assert max(reward.value for reward in score(judge, asked)) < 1.0
         assert set_traps.sprung() == [], task
         for _ in range(2):

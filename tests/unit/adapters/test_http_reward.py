@@ -137,10 +137,10 @@ def test_the_deadline_holds_against_a_server_that_hangs(serve: Callable[[Answer]
 def test_final_failure_is_an_error_or_a_value(serve: Callable[[Answer], RewardServer]) -> None:
     server = serve(broken)
     with pytest.raises(RewardError, match="answered 503"):
-        score(HttpReward([server.url], timeout=5.0), "x")
-    (reward,) = score(HttpReward([server.url], timeout=5.0, failure_value=-1.0), "x")
+        score(HttpReward([server.url], timeout=2.0), "x")
+    (reward,) = score(HttpReward([server.url], timeout=2.0, failure_value=-1.0), "x")
     assert reward == Reward(value=-1.0, metrics={"reward_failed": 1.0})
-    (reward,) = score(HttpReward([serve(lengths).url], timeout=5.0, failure_value=-1.0), "x")
+    (reward,) = score(HttpReward([serve(lengths).url], timeout=2.0, failure_value=-1.0), "x")
     assert (reward.value, reward.metrics) == (1.0, {"words": 1.0, "reward_failed": 0.0})
 
 
