@@ -1,8 +1,9 @@
-"""The trainer's weights into vLLM's processes, by vLLM's own weight transfer calls and one of several backends.
+"""Brings the trainer's weights to vLLM's processes, by vLLM's own weight transfer calls and one of several backends.
 
 Every transfer moves the whole model, or its adapters, bucket by bucket, and every bucket once to all engines
-(`transport.py`).
-Afterwards engines and trainer score the same tokens; what they may differ by is rounding.
+(`transfer.py`).
+
+Afterwards engines and trainer score the same tokens; their results may differ only by rounding.
 """
 
 import asyncio
@@ -29,28 +30,28 @@ from rollgrad.domain.ports.weight_channel import WeightChannel
 T = TypeVar("T")
 
 PROBE_TOKENS = 9
-"""The first is the prompt, eight are scored."""
+"""Number of probe tokens: the first is the prompt, eight are scored."""
 
 PROBE_STRIDE = 7919
-"""A prime: probe tokens are spread over the vocabulary."""
+"""Distance between probe tokens, a prime, which spreads them over the vocabulary."""
 
 CALL_SECONDS = 300.0
-"""Longest that an engine may take for one bucket, or to begin, finish or prove a transfer. To repack a large model
-takes seconds."""
+"""Longest time of an engine for one bucket, or to begin, finish or verify a transfer. Repacking a large model takes
+seconds."""
 
 GRACE_SECONDS = 30.0
-"""Longest that engines may take to end a transfer whose way is lost."""
+"""Longest time of engines to end a transfer whose backend has failed."""
 
 BROKE_OFF = "A transfer of weights to vLLM broke off and left it with half a model: push again."
 
 
 class EngineWeights(WeightChannel):
-    """See `WeightChannel`. For the one engine of a run in one process.
+    """A `WeightChannel` to the only engine of a run in one process.
 
     Args:
-        engine: where the weights go.
-        backend: how they get there.
-        temperature: of the policy's `score`: engine and trainer are compared at it.
+        engine: the engine that takes the weights.
+        backend: the way of the weights.
+        temperature: of the policy's `score`, at which engine and trainer are compared.
     """
 
     def __init__(self, engine: WeightTaker, *, backend: Backend = shared_memory, temperature: float = 1.0) -> None:
@@ -60,7 +61,7 @@ class EngineWeights(WeightChannel):
 
     async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
         """Implements `WeightChannel.push`. `seconds` are those of the transfer, without the comparison that follows;
-        requests that a pause froze put the comparison off until `resume`.
+        if a pause froze requests, the comparison waits for `resume`.
 
         Raises:
             EngineError: requests are in flight and generation is not paused; vLLM did not take the weights, or computes
@@ -79,7 +80,7 @@ class EngineWeights(WeightChannel):
 
 @frozen(kw_only=True)
 class _Pushed:
-    """What a restarted engine needs of the last push; `steps` is the policy's count then."""
+    """The last push, as a restarted engine needs it; `steps` is the policy's number of optimizer steps at that time."""
 
     policy: PolicyModel
     version: int
@@ -88,15 +89,15 @@ class _Pushed:
 
 
 class FleetWeights(WeightChannel):
-    """See `WeightChannel`. One transfer serves all engines of a fleet; an engine that fails in it is given up, and the
-    others go on. An engine that restarts is brought the weights of the last push, as long as the policy still has them:
-    a policy that is trained counts the optimizer steps that it has begun in its attribute `steps`. Pushes and such
-    refreshes never overlap.
+    """A `WeightChannel` to a fleet. One transfer serves all engines; an engine that fails in it is given up, and the
+    others go on. A restarted engine gets the weights of the last push, as long as the policy still has them: a trained
+    policy counts the optimizer steps that it has begun in its attribute `steps`. Pushes and such refreshes never
+    overlap.
 
     Args:
-        fleet: where the weights go; its members are `WeightTaker`s.
-        backend: how they get there.
-        temperature: of the policy's `score`: engines and trainer are compared at it.
+        fleet: the fleet that takes the weights; its members are `WeightTaker`s.
+        backend: the way of the weights.
+        temperature: of the policy's `score`, at which engines and trainer are compared.
     """
 
     def __init__(self, fleet: EngineFleet, *, backend: Backend = shared_memory, temperature: float = 1.0) -> None:
@@ -108,12 +109,12 @@ class FleetWeights(WeightChannel):
         fleet.refresh = self.refresh
 
     async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
-        """Implements `WeightChannel.push`, and `EngineWeights.push` for what is returned. If all engines die in it, it
+        """Implements `WeightChannel.push`; returns the same as `EngineWeights.push`. If all engines die in it, it
         begins again with their replacements.
 
         Raises:
-            EngineError: requests are in flight and generation is not paused; no engine is left; or all compute
-                something else with the weights than the trainer.
+            EngineError: requests are in flight and generation is not paused; no engine is left; or the results of all
+                differ from the trainer's.
             ConfigurationError: the backend has no room.
         """
         async with self._lock:
@@ -138,8 +139,8 @@ class FleetWeights(WeightChannel):
                         raise error
 
     async def refresh(self, taker: Taker) -> None:
-        """Brings the weights of the last push to one restarted member, unless it was part of that push; it is left for
-        the next if the policy has begun another step meanwhile."""
+        """Brings the weights of the last push to one restarted member, unless it was part of that push. If the policy
+        has begun another step meanwhile, the member waits for the next push."""
         async with self._lock:
             last = self._last
             if last is None or self._fleet.health.serves(taker.number) or _steps(last.policy) != last.steps:
@@ -156,24 +157,24 @@ class FleetWeights(WeightChannel):
                 self._fleet.took([taker], last.version)
 
     def _transfer_to(self, takers: Sequence[Taker]) -> "Transfer":
-        """The fleet's members are `WeightTaker`s, as the class demands."""
+        """Returns a transfer to members, which are `WeightTaker`s, as the class requires."""
         engines = [cast(WeightTaker, taker.member) for taker in takers]
         return Transfer(engines, [(taker.number, taker.life) for taker in takers], self._backend)
 
 
 @define
 class Transfer:
-    """One transfer to `engines`, of which those that fail drop out."""
+    """One transfer to `engines`; an engine that fails drops out."""
 
     engines: Sequence[WeightTaker]
     lives: Sequence[Life]
     backend: Backend
     takers: dict[int, WeightTaker] = field(init=False)
-    """Index: an engine that has not failed."""
+    """Engines that have not failed, by index."""
     failed: dict[int, EngineError] = field(factory=dict, init=False)
-    """Index: why an engine dropped out."""
+    """Errors of the engines that dropped out, by index."""
     seconds: float = field(default=0.0, init=False)
-    """Of `send`."""
+    """Seconds that `send` took."""
     bytes: int = field(default=0, init=False)
     dtype: torch.dtype = field(default=torch.float32, init=False)
     """The coarsest format of the trainer's weights."""
@@ -186,7 +187,7 @@ class Transfer:
         """Brings the policy's weights to the engines.
 
         Raises:
-            ConfigurationError: the backend has no room. Whatever the policy raises goes through, too.
+            ConfigurationError: the backend has no room. Errors of the policy pass unchanged.
         """
         started = time.perf_counter()
         passage = self.backend(policy, self.lives, version)
@@ -199,13 +200,13 @@ class Transfer:
             await self.abandon(BROKE_OFF)
             raise
         finally:
-            with suppress(ValueError):  # a push that was cancelled leaves its thread inside
+            with suppress(ValueError):  # after a cancelled push its thread still runs the generator
                 await asyncio.to_thread(passage.updates.close)
             passage.close(well)
         self.seconds = time.perf_counter() - started
 
     async def probe(self, policy: PolicyModel, temperature: float) -> Probe:
-        """Returns the policy's log-probs of tokens that all engines know."""
+        """Returns the policy's log-probs of tokens that are in the vocabulary of all engines."""
         tokens = [PROBE_STRIDE * index % self._vocabulary for index in range(1, PROBE_TOKENS + 1)]
         try:
             expected = await asyncio.to_thread(lambda: policy.score(_batch(tokens)).logprobs_N[1:].tolist())
@@ -215,15 +216,15 @@ class Transfer:
         return Probe(tokens=tokens, expected=expected, temperature=temperature, dtype=self.dtype)
 
     async def prove(self, probe: Probe) -> None:
-        """Has the engines compare, which ends the transfer."""
+        """Makes the engines compare, which ends the transfer."""
         await self._each("compare its log-probs", lambda taker: taker.prove_weights(probe))
 
     async def abandon(self, reason: str) -> None:
-        """Ends the transfer half-way."""
+        """Ends an incomplete transfer."""
         await self._each("end a transfer", lambda taker: taker.abandon_weights(reason))
 
     async def _updates(self, passage: Passage) -> None:
-        """Everything but the end of the way: the engines begin and take all updates."""
+        """Makes the engines begin and take all updates."""
         asked: asyncio.Task[None] = asyncio.create_task(self._begin(passage))
         begun = False
         try:
@@ -235,14 +236,14 @@ class Transfer:
                 if not begun:
                     passage.begun()
                     begun = True
-                if passage.whole and self.failed:  # those that are left try again without the others
+                if passage.whole and self.failed:  # the remaining engines try again without the failed ones
                     await self.abandon(BROKE_OFF)
                     self.takers.clear()
                 if update is None or not self.takers:
                     break
                 self._count(update)
                 asked = asyncio.create_task(self._take(update))
-        except EngineError as error:  # of the way, not of one engine
+        except EngineError as error:  # an error of the backend, not of one engine
             asked.cancel()
             for index in [*self.takers]:
                 self.failed[index] = error
@@ -252,7 +253,7 @@ class Transfer:
             self.takers.clear()
         except BaseException:
             if not begun:
-                await asked  # who is only now beginning could not be told to end
+                await asked  # an engine that is still beginning cannot be told to end
             raise
         finally:
             asked.cancel()
@@ -275,11 +276,11 @@ class Transfer:
             self.dtype = coarser(self.dtype, getattr(torch, name))
 
     async def _each(self, doing: str, call: Callable[[WeightTaker], Awaitable[T]]) -> list[T]:
-        """What the engines say that are still with it; who fails or is too slow drops out."""
+        """Calls the remaining engines; returns their results. An engine that fails or is too slow drops out."""
         return await self._each_of(doing, lambda index, taker: call(taker))
 
     async def _each_of(self, doing: str, call: Callable[[int, WeightTaker], Awaitable[T]]) -> list[T]:
-        """Returns the same with their indices."""
+        """Calls the remaining engines with their indices, like `_each`."""
 
         async def one(index: int, taker: WeightTaker) -> list[T]:
             try:
@@ -301,13 +302,13 @@ class Transfer:
 
 
 def _steps(policy: PolicyModel) -> int:
-    """Optimizer steps that the policy has begun; 0 if it does not count."""
+    """Returns the number of optimizer steps that the policy has begun; 0 if it does not count them."""
     steps: int = getattr(policy, "steps", 0)
     return steps
 
 
 def _batch(tokens: list[int]) -> PackedBatch:
-    """Returns a sequence whose tokens are all scored but the first."""
+    """Returns a batch of one sequence, all of whose tokens but the first are scored."""
     builder = TrajectoryBuilder(tokens[:1], group_id=0, sample_id=0)
     nothing = [0] * (len(tokens) - 1)
     builder.add_action(

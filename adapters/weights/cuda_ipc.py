@@ -1,7 +1,8 @@
 """Weights within a GPU's memory, for engines on the trainer's own GPUs: vLLM's own backend `ipc`.
 
 Every process of the policy that shares its GPU with an engine packs all weights into a bucket of that GPU's memory, and
-the engine's worker maps it by a handle. One bucket a GPU: it is written again when all engines have copied it.
+the engine's worker maps it by a handle. Each GPU has one bucket, which is written again when all engines have copied
+it.
 """
 
 import base64
@@ -17,11 +18,11 @@ from rollgrad.adapters.weights.transfer import Life, Passage, Update, sent
 from rollgrad.domain.ports.models import PolicyModel
 
 Handles = dict[str, tuple[Any, ...]]
-"""Id of a GPU: what `torch.multiprocessing` rebuilds a tensor in its memory from."""
+"""By GPU id, the arguments from which `torch.multiprocessing` rebuilds a tensor in that GPU's memory."""
 
 
 def cuda_ipc(policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
-    """See `Backend`. Engine k shares its GPU with the policy's process k."""
+    """Implements `Backend`; engine k shares its GPU with the policy's process k."""
 
     def updates() -> Generator[Update]:
         for messages in sent(policy, exported, ranks=[number for number, _ in engines]):
@@ -31,8 +32,8 @@ def cuda_ipc(policy: PolicyModel, engines: Sequence[Life], version: int) -> Pass
 
 
 def packed_update(messages: Sequence[tuple[Contents, Handles]]) -> Update:
-    """What engines are told of a bucket that lies in several GPUs. Handles are no plain values: they are pickled, which
-    vLLM accepts where VLLM_ALLOW_INSECURE_SERIALIZATION is set."""
+    """Returns the update for engines of a bucket in several GPUs. Handles are not plain values but pickled, which vLLM
+    accepts if VLLM_ALLOW_INSECURE_SERIALIZATION is set."""
     contents = messages[0][0]
     handles = {gpu: handle for _, own in messages for gpu, handle in own.items()}
     pickled = base64.b64encode(pickle.dumps(handles)).decode()
@@ -40,16 +41,16 @@ def packed_update(messages: Sequence[tuple[Contents, Handles]]) -> Update:
 
 
 def exported(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Contents, Handles]]:
-    """What is in each bucket, and the handle of this GPU's."""
+    """Yields the contents of each bucket, and the handle of this GPU's bucket."""
     from torch.multiprocessing.reductions import reduce_tensor
 
-    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # the last transfer's bucket, which the engines have given back
+    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # frees the last transfer's bucket, which engines no longer map
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     packer = Packer(device)
     shared, handle = None, ()
     for contents, _ in packer.buckets(weights):
-        if shared is not packer.memory:  # vLLM maps each handle once, and gives it back when another one comes
+        if shared is not packer.memory:  # vLLM keeps the mapping of a handle until another handle comes
             shared = packer.memory
             _, handle = reduce_tensor(shared)  # type: ignore[no-untyped-call]
         torch.cuda.current_stream(device).synchronize()

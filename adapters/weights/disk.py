@@ -1,7 +1,7 @@
-"""Weights through files, for engines on other machines that share a file system, and to look at: safetensors that are
-written by the policy's first process and read by the engines' workers.
+"""Weights through files, for engines on other machines that share a file system, and for inspection: the policy's first
+process writes safetensors, which the engines' workers read.
 
-The weights of a version are the shards of a directory of its name; those of the last transfer stay.
+The weights of a version are the shards in a directory named after it; those of the last transfer are kept.
 """
 
 import shutil
@@ -18,23 +18,23 @@ from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.models import PolicyModel
 
 SHARD_BYTES = 256 * 2**20
-"""Of a file, unless one tensor is larger: the trainer holds as much of the model twice."""
+"""Bytes of a file, unless one tensor is larger. The trainer has this much of the model in memory twice."""
 
 
 @frozen
 class Disk:
-    """See `Backend`.
+    """Implements `Backend` by files.
 
     Args:
-        directory: what all machines know by the same path; it is made.
-        shard_bytes: of a file.
+        directory: a path that means the same directory on all machines; it is created.
+        shard_bytes: size of a file.
     """
 
     directory: Path
     shard_bytes: int = SHARD_BYTES
 
     def __call__(self, policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
-        """Needs room for two models."""
+        """Returns the way of one transfer; the directory needs room for two models."""
         own = self.directory / str(version)
 
         def updates() -> Generator[Update]:
@@ -51,7 +51,7 @@ class Disk:
 
 
 def write(weights: Iterator[tuple[str, Tensor]], directory: str, shard_bytes: int) -> Iterator[Update]:
-    """Writes them shard by shard.
+    """Writes weights shard by shard.
 
     Raises:
         CheckpointError: the directory cannot be written.
@@ -71,7 +71,7 @@ def write(weights: Iterator[tuple[str, Tensor]], directory: str, shard_bytes: in
                 bytes=sum(tensor.nbytes for tensor in shard.values()),
                 dtypes=tuple({dtype_name(tensor.dtype) for tensor in shard.values()}),
             )
-    except (OSError, SafetensorError) as error:  # of safetensors, a full disk is no OSError
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk by an error of its own
         raise CheckpointError(
             f"{path} does not take the weights for the engines ({error}): point --ckpt.output_dir to a directory with "
             "room for two models, or leave --vllm.sync_backend disk out."
@@ -79,7 +79,7 @@ def write(weights: Iterator[tuple[str, Tensor]], directory: str, shard_bytes: in
 
 
 def shards(weights: Iterator[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Copies on the CPU, as many at a time as fit."""
+    """Yields copies on the CPU, as many at a time as fit into a shard."""
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:

@@ -1,8 +1,8 @@
-"""Tensors packed into buckets of one size, as vLLM's NCCL and CUDA IPC backends unpack them: byte after byte, with
-names, formats, shapes and sizes beside.
+"""Tensors packed into buckets of one size, in the form that vLLM's NCCL and CUDA IPC backends unpack: bytes end to end,
+with names, formats, shapes and sizes apart.
 
-A bucket is closed when the next tensor does not fit, or would not lie where numbers of its format may lie; a tensor
-larger than a bucket has one of its own size. vLLM's NCCL backend expects one broadcast of such a bucket.
+A bucket is closed if the next tensor does not fit, or would not be aligned for its number format; a tensor larger than
+a bucket gets one of its own size. vLLM's NCCL backend expects one broadcast of such a bucket.
 """
 
 from collections.abc import Iterator
@@ -15,46 +15,46 @@ from torch import Tensor
 from rollgrad.adapters.weights.transfer import Update
 
 BUCKET_BYTES = 256 * 2**20
-"""Of a GPU's memory, on every side of a transfer."""
+"""Bytes of a bucket in GPU memory, at each end of a transfer."""
 
 
 @frozen
 class Contents:
-    """What is in a bucket, in its order: vLLM's words."""
+    """Contents of a bucket, in order, by vLLM's names."""
 
     names: list[str] = field(factory=list)
     dtype_names: list[str] = field(factory=list)
     shapes: list[list[int]] = field(factory=list)
     tensor_sizes: list[int] = field(factory=list)
-    """Bytes."""
+    """Sizes in bytes."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """One tensor more."""
+        """Adds a tensor."""
         self.names.append(name)
         self.dtype_names.append(dtype_name(tensor.dtype))
         self.shapes.append(list(tensor.shape))
         self.tensor_sizes.append(tensor.nbytes)
 
     def update(self, **others: Any) -> Update:
-        """What engines are told of it."""
+        """Returns the update for engines."""
         info = {"names": self.names, "dtype_names": self.dtype_names, "shapes": self.shapes, **others}
         return Update(info, bytes=sum(self.tensor_sizes), dtypes=tuple({*self.dtype_names}))
 
 
 @define
 class Packer:
-    """Buckets in memory of `device`, which is used again for every one of them that fits."""
+    """Fills buckets in memory of `device`, which is used again for every bucket that fits."""
 
     device: torch.device
     bucket_bytes: int = BUCKET_BYTES
     memory: Tensor = field(init=False)
-    """uint8; another one once a tensor is larger."""
+    """Memory of the bucket, uint8; it is replaced for a tensor that does not fit."""
 
     def __attrs_post_init__(self) -> None:
         self.memory = self._empty(self.bucket_bytes)
 
     def buckets(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Contents, Tensor]]:
-        """(what is in a bucket, its bytes), which the next one overwrites."""
+        """Yields the contents of each bucket and its bytes, which the next bucket overwrites."""
         contents, used = Contents(), 0
         for name, tensor in weights:
             source = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -75,5 +75,5 @@ class Packer:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What torch's module calls it."""
+    """Returns the name of a number format in torch."""
     return str(dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
 """Weights from GPU to GPU by NCCL, for engines on other GPUs than the trainer's: vLLM's own backend `nccl`.
 
 The policy's first process broadcasts each bucket to the workers of all engines, in a group that is made for the engines
-of a transfer and kept while they stay the same. A broadcast that one of them does not take part in hangs in all of
-them: when its deadline is over the trainer leaves the group, and the engines of that transfer are given up.
+of a transfer and kept while these stay the same. If one of them does not take part in a broadcast, it hangs in all:
+at its deadline the trainer leaves the group, and the engines of that transfer are given up.
 """
 
 import threading
@@ -22,18 +22,18 @@ from rollgrad.domain.ports.models import PolicyModel
 T = TypeVar("T")
 
 JOIN_SECONDS = 240.0
-"""Longest that trainer and engines may take to make a group: less than engines are given to begin."""
+"""Longest time of trainer and engines to make a group, which is less than engines have to begin."""
 
 BROADCAST_SECONDS = 120.0
-"""Longest that a bucket may take: it is there in less than a second, and loading it takes the engines no more."""
+"""Longest time of a bucket, whose transfer and loading take less than a second each."""
 
 BUFFERS = 2
-"""That vLLM receives in."""
+"""Number of buffers in which vLLM receives."""
 
 
 @frozen
 class Rendezvous:
-    """Where a group is made: the trainer's host and a free port there, and how many processes it has."""
+    """Meeting point of a group: the trainer's host, a free port there, and the number of processes."""
 
     host: str
     port: int
@@ -42,18 +42,18 @@ class Rendezvous:
 
 @define
 class NCCLBackend:
-    """See `Backend`.
+    """Implements `Backend` by NCCL.
 
     Args:
-        workers: processes of an engine: the GPUs that share its model.
+        workers: number of processes of an engine, one for each GPU that shares its model.
     """
 
     workers: int = 1
     _members: tuple[Life, ...] = field(default=(), init=False)
-    """Engines of the group; none where there is no group."""
+    """Engines of the group; empty if there is no group."""
 
     def __call__(self, policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
-        """The policy is a `DividedPolicy`."""
+        """Returns the way of one transfer; the policy must be a `DividedPolicy`."""
         rendezvous, infos = None, [None] * len(engines)
         if self._members != tuple(engines):
             assert isinstance(policy, DividedPolicy)
@@ -72,7 +72,7 @@ class NCCLBackend:
 
 
 def init_infos(rendezvous: Rendezvous, workers: int) -> list[Any]:
-    """What vLLM has to know of the group, for each engine: the trainer's is rank 0, the engines' follow."""
+    """Returns vLLM's description of the group for each engine; the trainer is rank 0, the engines' ranks follow."""
     return [
         {
             "master_address": rendezvous.host,
@@ -88,11 +88,11 @@ def init_infos(rendezvous: Rendezvous, workers: int) -> list[Any]:
 
 
 def broadcast(weights: Iterator[tuple[str, Tensor]], rendezvous: Rendezvous | None) -> Iterator[Contents]:
-    """What is in each bucket, which is sent when the next is asked for: the engines have to know by then. Without
-    `rendezvous` the group is the last one.
+    """Yields the contents of each bucket. The bucket is sent when the next one is requested; engines must know its
+    contents by then. Without `rendezvous` the last group is used.
 
     Raises:
-        EngineError: the engines did not come, or did not take a bucket, in time.
+        EngineError: the engines did not join, or did not take a bucket, in time.
     """
     if rendezvous is not None:
         _group.join(rendezvous)
@@ -104,7 +104,7 @@ def broadcast(weights: Iterator[tuple[str, Tensor]], rendezvous: Rendezvous | No
 
 @define
 class Group:
-    """This process's place in the one group that it is in, as rank 0."""
+    """The group of this process, in which it is rank 0."""
 
     device: torch.device | None = None
     """This process's GPU, once it has joined."""
@@ -126,8 +126,8 @@ class Group:
             self._communicator = within(JOIN_SECONDS, self._on_device(lambda: trainer_init(where)), doing)
 
     def send(self, memory: Tensor) -> None:
-        """Broadcasts; the memory may be overwritten afterwards."""
-        torch.cuda.current_stream(self.device).synchronize()  # it was written there
+        """Broadcasts a bucket; its memory may be overwritten afterwards."""
+        torch.cuda.current_stream(self.device).synchronize()  # the bucket was written in this stream
 
         def work() -> None:
             stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -141,7 +141,7 @@ class Group:
             raise
 
     def leave(self) -> None:
-        """Ends what is under way."""
+        """Leaves the group, ending a broadcast in progress."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.destroy()
@@ -157,14 +157,14 @@ class Group:
 WITHOUT_NCCL = "If it happens again, --vllm.sync_backend shared_memory moves weights without NCCL."
 
 _group = Group()
-"""Kept from one transfer to the next."""
+"""Group of this process, kept from one transfer to the next."""
 
 
 def within(seconds: float, work: Callable[[], T], doing: str) -> T:
-    """Returns the result of `work`, in a thread that is left to itself if it takes longer.
+    """Runs `work` in a thread, which is abandoned after `seconds`; returns its result.
 
     Raises:
-        EngineError: it does, or fails.
+        EngineError: it takes longer, or fails.
     """
     results: list[T] = []
     errors: list[Exception] = []
@@ -172,7 +172,7 @@ def within(seconds: float, work: Callable[[], T], doing: str) -> T:
     def run() -> None:
         try:
             results.append(work())
-        except Exception as error:  # of NCCL, or of the store where the processes meet
+        except Exception as error:  # an error of NCCL, or of the store at which processes meet
             errors.append(error)
 
     thread = threading.Thread(target=run, name=f"to {doing}", daemon=True)

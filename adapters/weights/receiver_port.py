@@ -1,7 +1,7 @@
-"""How an engine takes weights: what the trainer's end says to it, in values that cross processes.
+"""Port: the engine's end of a weight transfer, in values that cross processes.
 
-One transfer is `begin_weights`, `take_weights` for every update, `finish_weights` and `prove_weights`, or, at any time
-after the first, `abandon_weights`.
+One transfer calls `begin_weights`, `take_weights` for every update, `finish_weights` and `prove_weights`; or, at any
+time after the first, `abandon_weights`.
 """
 
 from collections.abc import Mapping
@@ -18,17 +18,17 @@ Probe tokens are improbable, so their logits are large and rounded the most."""
 
 
 def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Returns the number format that rounds more."""
+    """Returns the coarser of two number formats."""
     return max(one, other, key=PROBE_TOLERANCE.__getitem__)
 
 
 class WeightsDifferError(EngineError):
-    """An engine took the weights and computes something else with them than the trainer."""
+    """An engine took the weights, but its results differ from the trainer's."""
 
 
 @frozen
 class EngineModel:
-    """What the trainer has to know of an engine's model: the number format of its weights, and its tokens."""
+    """Facts about an engine's model for the trainer: the number format of its weights, and its tokens."""
 
     dtype: torch.dtype
     vocabulary: int
@@ -36,8 +36,8 @@ class EngineModel:
 
 @frozen(kw_only=True)
 class Probe:
-    """Tokens, the trainer's log-probs of all but the first at `temperature`, and the coarsest number format of the
-    trainer's weights."""
+    """Tokens for a comparison, the trainer's log-probs of all but the first at `temperature`, and the coarsest number
+    format of the trainer's weights."""
 
     tokens: list[int]
     expected: list[float]
@@ -45,7 +45,8 @@ class Probe:
     dtype: torch.dtype
 
     def difference(self, actual: list[float], dtype: torch.dtype) -> str | None:
-        """What is wrong with an engine in that number format; None if rounding explains how `actual` differs."""
+        """Returns how an engine with that number format differs; None if rounding explains the difference of
+        `actual`."""
         mean = sum(abs(a - b) for a, b in zip(actual, self.expected, strict=True)) / len(self.expected)
         tolerance = PROBE_TOLERANCE[coarser(self.dtype, dtype)]
         if mean <= tolerance:
@@ -61,24 +62,24 @@ class WeightTaker(Protocol):
     """The engine's end. All methods raise `EngineError` if it fails or has died."""
 
     async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
-        """Makes ready with what the backend has to know (vLLM's init info), if anything is new; nothing is sampled
-        until the transfer ends.
+        """Prepares for a transfer; `info` is vLLM's init info of the backend, None if it has not changed. Nothing is
+        sampled until the transfer ends.
 
         Raises:
-            EngineError: requests are in flight and generation is not paused, or the engine sleeps: nothing has changed.
+            EngineError: requests are in flight and generation is not paused, or the engine sleeps; nothing has changed.
         """
         ...
 
     async def take_weights(self, update: Mapping[str, Any]) -> None:
-        """Takes what an update brings (vLLM's update info); it may be overwritten afterwards."""
+        """Copies the weights of an update (vLLM's update info), which may be overwritten afterwards."""
         ...
 
     async def finish_weights(self, version: int) -> None:
-        """All tokens sampled from now on are of these weights, and carry `version`."""
+        """Puts the new weights into effect: all tokens sampled from now on carry `version`."""
         ...
 
     async def prove_weights(self, probe: Probe) -> None:
-        """Compares log-probs, and ends the transfer; if requests are frozen, `resume` compares.
+        """Compares log-probs and ends the transfer; if requests are frozen, `resume` does so.
 
         Raises:
             WeightsDifferError: they differ by more than rounding; the engine refuses requests until the next transfer.
@@ -86,6 +87,6 @@ class WeightTaker(Protocol):
         ...
 
     async def abandon_weights(self, reason: str) -> None:
-        """Ends a transfer half-way: requests fail with `reason` until the next succeeds; those that a pause froze are
-        aborted if `resume` comes before it."""
+        """Ends an incomplete transfer: requests fail with `reason` until the next transfer succeeds. Frozen requests
+        are aborted if `resume` comes before that."""
         ...

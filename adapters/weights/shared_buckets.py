@@ -1,9 +1,10 @@
-"""Tensors through shared memory of a fixed size, whatever theirs is.
+"""Tensors of any size through shared memory of a fixed size.
 
-The memory holds `BUCKETS` buckets. `fill` lays the bytes of one tensor after the other into a bucket until it is full,
-and cuts a tensor that does not fit: the rest opens the next bucket. `Pieces` says what lies where, in plain values that
-any wire can carry; `Assembler` copies pieces out of a bucket and gives each tensor back once it is whole. Which bucket
-may be written when is the caller's business.
+The memory has `BUCKETS` buckets. `fill` writes the bytes of one tensor after the other into a bucket until it is full,
+and divides a tensor that does not fit: the rest is at the beginning of the next bucket. `Piece`s describe the contents
+in plain values; `Assembler` copies pieces from a bucket and returns each tensor once it is complete. For example,
+tensors of 10 and 12 MiB fill buckets of 16 MiB with (first, 0 to 10), (second, 0 to 6) and (second, 6 to 12). Does not
+own: when a bucket may be written.
 """
 
 import mmap
@@ -18,13 +19,13 @@ from torch import Tensor
 from rollgrad.domain.errors import ConfigurationError
 
 BUCKETS = 2
-"""One is written while the other is read."""
+"""Number of buckets: one is written while the other is read."""
 
 BUCKET_BYTES = 16 * 2**20
 """Both buckets together take half of the 64 MiB that containers have in /dev/shm by default."""
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and a multiple of every number format's size."""
+"""Alignment of tensors in bytes: a cache line, and a multiple of every number format's size."""
 
 DIRECTORY = "/dev/shm"
 
@@ -36,18 +37,18 @@ class Piece(TypedDict):
     dtype: str
     shape: list[int]
     begin: int
-    """Where the run begins in the tensor, bytes."""
+    """First byte of the run in the tensor."""
     offset: int
-    """Where it begins in the bucket, bytes."""
+    """First byte of the run in the bucket."""
     size: int
-    """Bytes."""
+    """Length of the run in bytes."""
 
 
 class SharedMemory:
-    """Memory that several processes map: made from a file of /dev/shm, or found by its path.
+    """Memory that several processes map: a new file in /dev/shm, or the existing one at `path`.
 
     Raises:
-        ConfigurationError: there is not enough room.
+        ConfigurationError: /dev/shm has too little room.
     """
 
     def __init__(self, path: str | None = None, *, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -55,7 +56,9 @@ class SharedMemory:
         if path is None:
             file, self.path = tempfile.mkstemp(prefix="rollgrad-weights-", dir=DIRECTORY)
             try:
-                os.posix_fallocate(file, 0, BUCKETS * bucket_bytes)  # otherwise the first write would kill the process
+                os.posix_fallocate(
+                    file, 0, BUCKETS * bucket_bytes
+                )  # without this, writing to a full /dev/shm would kill the process
             except OSError as error:
                 os.close(file)
                 self.unlink()
@@ -75,16 +78,17 @@ class SharedMemory:
         return self._bytes[index * self.bucket_bytes : (index + 1) * self.bucket_bytes]
 
     def unlink(self) -> None:
-        """Removes the name once every process has mapped the memory: it then goes away with the last of them, however
-        they end. May be called again."""
+        """Removes the file's name, once every process has mapped the memory. The memory is then freed with the last of
+        them, however they end. Idempotent."""
         if os.path.exists(self.path):
             os.unlink(self.path)
 
 
 def fill(weights: Iterator[tuple[str, Tensor]], memory: SharedMemory) -> Iterator[tuple[int, list[Piece]]]:
-    """Writes `weights` bucket by bucket: (index of the bucket, what lies in it), when it is full and at the end.
+    """Writes `weights` bucket by bucket; yields the index and the pieces of each bucket when it is full, and of the
+    last.
 
-    The next bucket is written when the next item is asked for; indices go round.
+    The next bucket is written when the next item is requested; indices alternate.
     """
     index, used = 0, 0
     pieces: list[Piece] = []
@@ -106,12 +110,12 @@ def fill(weights: Iterator[tuple[str, Tensor]], memory: SharedMemory) -> Iterato
 
 
 def fill_at(weights: Iterator[tuple[str, Tensor]], path: str, bucket_bytes: int) -> Iterator[tuple[int, list[Piece]]]:
-    """`fill` of memory that another process made."""
+    """Runs `fill` on memory that another process made."""
     yield from fill(weights, SharedMemory(path, bucket_bytes=bucket_bytes))
 
 
 class Assembler:
-    """Puts tensors together from their pieces, in memory of their own on `device`."""
+    """Joins the pieces of tensors, in memory of their own on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -120,14 +124,14 @@ class Assembler:
         self._missing = 0
 
     def whole(self) -> bool:
-        """Returns whether nothing is left of a tensor that was begun."""
+        """Returns whether no tensor is incomplete."""
         return not self._missing
 
     def take(self, bucket: Tensor, pieces: list[Piece]) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that these pieces complete.
 
         Raises:
-            ValueError: a piece does not continue the tensor that was begun.
+            ValueError: a piece does not continue the incomplete tensor.
         """
         for piece in pieces:
             if not self._missing:

@@ -1,4 +1,5 @@
-"""Weights through the CPU's memory: the trainer writes two buckets that the engines' workers read; see `buckets`."""
+"""Weights through the CPU's memory: the trainer writes two buckets that the engines' workers read
+(`shared_buckets`)."""
 
 from collections.abc import Generator, Sequence
 
@@ -8,7 +9,7 @@ from rollgrad.domain.ports.models import PolicyModel
 
 
 def shared_memory(policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
-    """See `Backend`. The policy's first process is on this machine, and so are the engines, or who takes their place.
+    """Implements `Backend`. The policy's first process and the engines, or their stand-ins, are on this machine.
 
     Raises:
         ConfigurationError: /dev/shm is too small.
@@ -17,7 +18,7 @@ def shared_memory(policy: PolicyModel, engines: Sequence[Life], version: int) ->
 
 
 def shared_memory_adapter(policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:
-    """Returns the same of the adapters alone, to engines that take nothing else (`VLLMEngine`'s `lora`)."""
+    """Implements `Backend` for adapters alone, to engines that take nothing else (`VLLMEngine`'s `lora`)."""
     return _transfer(policy, engines, adapter=True)
 
 
@@ -36,6 +37,6 @@ def _transfer(policy: PolicyModel, engines: Sequence[Life], *, adapter: bool) ->
     return Passage(
         infos=[{"path": memory.path, "bucket_bytes": memory.bucket_bytes}] * len(engines),
         updates=updates(),
-        begun=memory.unlink,  # every process has mapped it, and it goes away with them, however they end
+        begun=memory.unlink,  # every process has mapped it, so it is freed with the last of them
         close=lambda well: memory.unlink(),
     )

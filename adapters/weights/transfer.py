@@ -1,8 +1,8 @@
-"""How weights get from the policy's processes to the engines' workers: what all backends have alike.
+"""The common form of all backends, which bring weights from the policy's processes to the engines' workers.
 
-A backend is asked once a transfer and answers with a `Passage`: what each engine is told before, and the updates that
-the engines are told one after the other. The channel (`weights.py`) does the rest: who takes part, deadlines, versions,
-the comparison, and what becomes of engines that fail.
+A backend is called once for each transfer and returns a `Passage`: information for each engine before the transfer,
+and the updates that all engines then get one after the other. The channel (`channel.py`) does the rest: participants,
+deadlines, versions, the comparison, and engines that fail.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -14,16 +14,16 @@ from torch import Tensor
 from rollgrad.domain.ports.models import PolicyModel
 
 Life: TypeAlias = tuple[int, int]
-"""Number of an engine, and how often it was restarted: what was agreed with one life is unknown to the next."""
+"""Number of an engine, and how often it was restarted: a restarted engine knows nothing of earlier transfers."""
 
 Send: TypeAlias = Callable[..., Iterator[Any]]
-"""Moves the weights that are its first argument, importable wherever they are; yields what is to be said of each
-update."""
+"""Importable function that moves the weights in its first argument; it runs where they are, and yields a description of
+each update."""
 
 
 @frozen
 class Update:
-    """What engines are told of one bucket (vLLM's update info), and what is in it."""
+    """Message to engines about one bucket (vLLM's update info), and the bucket's contents."""
 
     info: dict[str, Any]
     bytes: int = 0
@@ -36,48 +36,48 @@ def _nothing(*_: Any) -> None:
 
 @frozen(kw_only=True)
 class Passage:
-    """One transfer's way through a backend."""
+    """One transfer through a backend."""
 
     infos: Sequence[dict[str, Any] | None]
-    """What each engine is told before (vLLM's init info); None where it knows all."""
+    """Information for each engine before the transfer (vLLM's init info); None if nothing has changed."""
     updates: Generator[Update]
-    """Blocks. The first is asked for while the engines begin.
+    """Blocking iterator of updates. The first is requested while the engines begin.
 
     Raises:
         EngineError: no engine can be reached any more.
     """
     ahead: bool = True
-    """The next update is asked for while the engines take the last one, not afterwards."""
+    """Whether the next update is requested while the engines take the last one, not afterwards."""
     whole: bool = False
-    """Without one of its engines nothing gets through."""
+    """Whether the transfer fails for all engines if one of them fails."""
     begun: Callable[[], None] = _nothing
-    """Called when all engines have begun and the first update is there."""
+    """Function called when all engines have begun and the first update is ready."""
     close: Callable[[bool], None] = _nothing
-    """Called at the end; says whether every engine took everything."""
+    """Function called at the end; its argument says whether every engine took everything."""
 
 
 Backend: TypeAlias = Callable[[PolicyModel, Sequence[Life], int], Passage]
-"""Policy, engines and version of a transfer to its passage."""
+"""Function from policy, engines and version of a transfer to its passage."""
 
 
 @runtime_checkable
 class DividedPolicy(Protocol):
-    """A policy whose weights lie in several processes, which send them themselves."""
+    """A policy whose weights are divided over several processes, which send them themselves."""
 
     def sent(
         self, send: Send, *arguments: Any, ranks: Sequence[int] = (0,), adapter: bool = False
     ) -> Iterator[list[Any]]:
-        """What `send(weights, *arguments)` yields in each of `ranks`, which run side by side; `adapter` sends the
-        adapters in place of the weights."""
+        """Yields the results of `send(weights, *arguments)` in each of `ranks`, which run at the same time; `adapter`
+        sends the adapters instead of the weights."""
         ...
 
     def address(self) -> tuple[str, int]:
-        """(host, free port) of the first process."""
+        """Returns the host and a free port of the first process."""
         ...
 
 
 class AdaptedPolicy(Protocol):
-    """A policy that gives its adapters (LoRA) apart from the weights."""
+    """A policy that can give its adapters (LoRA) without the weights."""
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every matrix of the adapters once, by its name in peft's files; nothing without adapters."""
@@ -87,8 +87,8 @@ class AdaptedPolicy(Protocol):
 def sent(
     policy: PolicyModel, send: Send, *arguments: Any, ranks: Sequence[int] = (0,), adapter: bool = False
 ) -> Iterator[list[Any]]:
-    """What `send(weights, *arguments)` yields where the weights are; `adapter` sends those of an `AdaptedPolicy`'s
-    adapters in their place."""
+    """Yields the results of `send(weights, *arguments)` where the weights are; `adapter` sends an `AdaptedPolicy`'s
+    adapters instead."""
     if isinstance(policy, DividedPolicy):
         yield from policy.sent(send, *arguments, ranks=ranks, adapter=adapter)
         return
