@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 import yaml
+from attrs import AttrsInstance
 
 import rollgrad
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
@@ -32,18 +33,23 @@ Description = dict[str, Any]
 
 
 def describe(config: RLConfig, prompts: Any) -> Description:
-    """The description of a run on `prompts`; JSON-serialisable."""
+    """Returns the description of a run on `prompts`; JSON-serialisable."""
     survey = getattr(prompts, "survey", None)
+    return describe_run(config, None if survey is None else survey.fingerprint)
+
+
+def describe_run(config: AttrsInstance, fingerprint: str | None) -> Description:
+    """Returns the description of any run on data with this fingerprint; JSON-serialisable."""
     settings = flat_settings(config)
     return {
         "settings": settings,
         "versions": versions(),
-        "models": {name: model_fingerprint(settings[name]) for name in MODELS if settings[name]},
-        "data": None if survey is None else survey.fingerprint,
+        "models": {name: model_fingerprint(settings[name]) for name in MODELS if settings.get(name)},
+        "data": fingerprint,
     }
 
 
-def flat_settings(config: RLConfig) -> dict[str, Any]:
+def flat_settings(config: AttrsInstance) -> dict[str, Any]:
     """Every setting by its dotted name, without secrets, as JSON has it."""
     settings = _public_settings(config)
     return {name: reduce(getitem, name.split("."), settings) for name in setting_names(type(config))}
@@ -60,14 +66,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def settings_file(config: RLConfig) -> str:
+def settings_file(config: AttrsInstance) -> str:
     """The settings as YAML, without secrets, below the versions as a comment."""
     computed_by = ", ".join(f"{name} {version}" for name, version in versions().items())
     return f"# {computed_by}\n{yaml.safe_dump(_public_settings(config), sort_keys=False)}"
 
 
-def check_continues(begun: Mapping[str, Any] | None, now: Description) -> None:
-    """Checks that a run goes on as it began, and reports what changes.
+def check_continues(begun: Mapping[str, Any] | None, now: Description, run: type[AttrsInstance] = RLConfig) -> None:
+    """Checks that a run goes on as it began, and reports what changes. `run`: class of its settings.
 
     Raises:
         CheckpointError: something differs that may not; one sentence for each.
@@ -75,7 +81,7 @@ def check_continues(begun: Mapping[str, Any] | None, now: Description) -> None:
     if begun is None:
         log.warning("the training state does not say which run it is of: nothing is compared")
         return
-    defaults = flat_settings(with_brought(RLConfig)())
+    defaults = flat_settings(with_brought(run)())
     try:
         raise_together([CheckpointError(sentence) for sentence in refusals(begun, now, defaults)])
         changed = changes(begun, now, defaults)
@@ -88,7 +94,7 @@ def check_continues(begun: Mapping[str, Any] | None, now: Description) -> None:
         log.info("the run continues with changes", **{name.replace(".", "_"): text for name, text in changed.items()})
 
 
-def _public_settings(config: RLConfig) -> Any:
+def _public_settings(config: AttrsInstance) -> Any:
     secrets = known_secrets()
 
     def public(value: Any, name: str) -> Any:

@@ -13,6 +13,7 @@ from rollgrad.moved import install
 if TYPE_CHECKING:
     from rollgrad.adapters.tools.function import tool as tool
     from rollgrad.application.settings.run import RLConfig as RLConfig
+    from rollgrad.application.settings.sft import SFTRun as SFTRun
     from rollgrad.domain.algorithms.estimators.registry import estimator as estimator
     from rollgrad.domain.algorithms.losses.contract import policy_loss as policy_loss
     from rollgrad.domain.settings import setting as setting
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rollgrad.entrypoints.library import evaluate as evaluate
     from rollgrad.entrypoints.library import load_config as load_config
     from rollgrad.entrypoints.library import train as train
+    from rollgrad.entrypoints.offline import train_sft as train_sft
 
 __version__ = "0.1.0"
 
@@ -28,6 +30,8 @@ _PUBLIC = {
     "evaluate": "rollgrad.entrypoints.library",
     "load_config": "rollgrad.entrypoints.library",
     "RLConfig": "rollgrad.application.settings.run",
+    "SFTRun": "rollgrad.application.settings.sft",
+    "train_sft": "rollgrad.entrypoints.offline",
     "TrainResult": "rollgrad.entrypoints.library",
     "estimator": "rollgrad.domain.algorithms.estimators.registry",
     "policy_loss": "rollgrad.domain.algorithms.losses.contract",
@@ -36,6 +40,7 @@ _PUBLIC = {
 }
 __all__ = [
     "RLConfig",
+    "SFTRun",
     "TrainResult",
     "__version__",
     "estimator",
@@ -45,6 +50,7 @@ __all__ = [
     "setting",
     "tool",
     "train",
+    "train_sft",
 ]
 
 

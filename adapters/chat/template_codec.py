@@ -326,6 +326,11 @@ class TemplateCodec(ChatCodec):
         )
 
     @property
+    def template_kwargs(self) -> Mapping[str, Any]:
+        """Variables that the template is given."""
+        return self._template_kwargs
+
+    @property
     def special_tokens(self) -> Sequence[str]:
         """Texts of the control tokens."""
         return self._special

@@ -11,12 +11,16 @@ if TYPE_CHECKING:
 _SHOWN = {
     "reward/mean": ("reward", ".3f"),
     "eval/pass@1": ("eval", ".3f"),
+    "train/loss": ("loss", ".4f"),
+    "eval/loss": ("held-out loss", ".4f"),
     "policy/approx_kl": ("kl", ".4f"),
     "rollout/entropy": ("entropy", ".3f"),
     "rollout/response_length_mean": ("length", ".0f"),
     "time/step_s": ("s/step", ".1f"),
 }
 """Metrics that are shown, in this order, each with its name and number format."""
+_EVALUATED = {"eval/pass@1", "eval/loss"}
+"""Metrics of evaluations, each of which is a line in a log file."""
 _LINES_PER_RUN = 20
 """Approximate number of lines of a run in a log file."""
 
@@ -50,7 +54,7 @@ class ConsoleSink(MetricSink):
         self._latest.update({key: value for key, value in metrics.items() if key in _SHOWN})
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=self._summary("[dim]{}[/] {}"))
-        elif step % self._every == 0 or step in (1, self._total) or "eval/pass@1" in metrics:
+        elif step % self._every == 0 or step in (1, self._total) or _EVALUATED & metrics.keys():
             line = f"step {step}/{self._total}  {self._summary('{} {}')}".rstrip()
             self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 

@@ -54,6 +54,10 @@ PANELS = (
         unless_zero=True,
     ),
     Panel("Gradient norm", "before clipping", {"policy/grad_norm": "gradient norm"}),
+    Panel("Training loss", "mean of the optimizer step", {"train/loss": "loss"}),
+    Panel("Held-out loss", "nats per token", {"eval/nll": "loss"}, sparse=True),
+    Panel("Gradient norm", "before clipping", {"train/grad_norm": "gradient norm"}),
+    Panel("Learning rate", "of the optimizer step", {"train/lr": "learning rate"}),
     Panel(
         "Time per step",
         "seconds",

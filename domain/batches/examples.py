@@ -5,13 +5,14 @@ gradient.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from rollgrad.domain.batches.packed import PackedBatch
-from rollgrad.domain.episodes.examples import Preference, WeightedTokens
+from rollgrad.domain.episodes.examples import Demonstration, Preference, WeightedTokens
 
 CHOSEN, REJECTED = 0, 1
 """`sample_ids_S` of the two replies of a pair."""
@@ -58,6 +59,34 @@ def pack_sequences(
         sample_ids_S=torch.tensor(sample_ids),
         loss_weights_N=weights_N,
     )
+
+
+@frozen(kw_only=True, eq=False)
+class DemonstrationBatch(ExampleBatch):
+    """Demonstrations; the branches of each are a unit, none of which the loss compares with another."""
+
+    units_divisible: ClassVar[bool] = True
+
+
+def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> DemonstrationBatch:
+    """Lays the demonstrations of one optimizer step end to end, all branches of each; `group_ids_S` is the place of a
+    demonstration among them. `loss_weights_N` is each token's weight, times that of its demonstration, as a share of
+    the sum over the step: a mean over its trained tokens where all weigh 1.
+
+    Raises:
+        ValueError: all weights are 0.
+    """
+    places = [place for place, demonstration in enumerate(demonstrations) for _ in demonstration.branches]
+    packed = pack_sequences(
+        [branch for demonstration in demonstrations for branch in demonstration.branches],
+        group_ids=places,
+        sample_ids=[number for demonstration in demonstrations for number in range(len(demonstration.branches))],
+    )
+    weights_D = torch.tensor([demonstration.weight for demonstration in demonstrations], dtype=torch.float64)
+    weights_N = packed.filled("loss_weights_N") * weights_D[packed.group_ids_S][packed.sequence_ids_N]
+    columns = {name: column for name, _, column in packed.columns()}
+    shares_N = _shares(weights_N, weights_N.sum(), packed.action_mask_N)
+    return DemonstrationBatch(**{**columns, "loss_weights_N": shares_N})
 
 
 def pack_preferences(pairs: Sequence[Preference]) -> ExampleBatch:

@@ -58,7 +58,31 @@ EVAL_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "Replies": ("eval.temperature", "eval.n_samples_per_prompt", "eval.max_new_tokens", "rollout.engine"),
 }
 
-ESSENTIALS = {"train rl": (RUN_EXAMPLE, RUN_ESSENTIALS), "eval": (EVAL_EXAMPLE, EVAL_ESSENTIALS)}
+SFT_EXAMPLE = """  rollgrad train sft --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
+      --data.dataset conversations.jsonl --ckpt.output_dir runs/sft"""
+
+EXAMPLES: Mapping[str, Sequence[str]] = {
+    "The model": ("actor.model_name_or_path",),
+    "The examples": ("data.dataset", "data.format", "data.train_on", "data.max_tokens", "data.overlong"),
+}
+
+SFT_ESSENTIALS: Mapping[str, Sequence[str]] = {
+    **EXAMPLES,
+    "The optimizer": ("actor.adam.lr", "actor.lora.rank", "train.loss"),
+    "Training": ("train.batch_size", "train.num_epochs", "train.max_steps", "train.seed"),
+    "Evaluation": ("eval.dataset", "eval.steps"),
+    "Output": ("ckpt.output_dir", "ckpt.save_steps", "ckpt.resume"),
+}
+
+DATA_EXAMPLE = """  rollgrad data show --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
+      --data.dataset conversations.jsonl --n 5"""
+
+ESSENTIALS = {
+    "train rl": (RUN_EXAMPLE, RUN_ESSENTIALS),
+    "eval": (EVAL_EXAMPLE, EVAL_ESSENTIALS),
+    "train sft": (SFT_EXAMPLE, SFT_ESSENTIALS),
+    "data show": (DATA_EXAMPLE, EXAMPLES),
+}
 """The example and the essential settings of each command that reads the settings of a run."""
 
 

@@ -22,10 +22,12 @@ from rollgrad.application.settings.rules import evaluation_errors, setting_error
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines, raise_together
 from rollgrad.entrypoints.cli.chat import ChatArguments, chat
+from rollgrad.entrypoints.cli.data import DataShowArguments, show_data
 from rollgrad.entrypoints.cli.help import asks_for_help, show_help
 from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, parse, parse_run
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments, serve_reward_model
+from rollgrad.entrypoints.cli.sft import SFTArguments, parse_sft, rehearse_sft
 from rollgrad.entrypoints.composition.extensions import spelling_errors
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.names.suggestions import unknown_command
@@ -138,8 +140,39 @@ def _train(config: RLConfig, unread: Sequence[RollgradError] = (), *, dry_run: b
 
         configure_logging()
         result = train(config)
-    _show_result(config, result)
+    _show_result(config.ckpt.output_dir, result, console=config.logger.console)
     return SIGNAL_STATUS + result.stopped_by if result.stopped_by else 0
+
+
+def train_sft(arguments: Sequence[str]) -> int:
+    """`rollgrad train sft`."""
+    if asks_for_help(arguments):
+        return show_help("train sft", SFTArguments, arguments)
+    parsed, run, errors = parse_sft(arguments)
+    if parsed.print_config:
+        _print_yaml(dump_config(run))
+        raise_together(errors)
+        return 0
+    configure_logging()
+    if parsed.dry_run:
+        rehearse_sft(run, errors)
+        return 0
+    raise_together(errors)
+    with _results_only_on_stdout():
+        from rollgrad.entrypoints.offline import train_sft as train
+
+        result = train(run)
+    _show_result(run.ckpt.output_dir, result, console=run.logger.console)
+    return SIGNAL_STATUS + result.stopped_by if result.stopped_by else 0
+
+
+def data_show(arguments: Sequence[str]) -> int:
+    """`rollgrad data show`."""
+    if asks_for_help(arguments):
+        return show_help("data show", DataShowArguments, arguments)
+    configure_logging()
+    show_data(arguments)
+    return 0
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -225,6 +258,8 @@ def talk(arguments: Sequence[str]) -> int:
 
 COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train rl": (train_rl, "train a model by reinforcement learning"),
+    "train sft": (train_sft, "fine-tune a model on conversations and texts"),
+    "data show": (data_show, "show rows with the tokens that are trained"),
     "eval": (evaluate, "evaluate a model on held-out prompts"),
     "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
     "chat": (talk, "talk to a model in the terminal, with its tools"),
@@ -260,13 +295,13 @@ def _dispatch(arguments: list[str]) -> int:
     raise ConfigurationError(unknown_command(arguments, tuple(COMMANDS)))
 
 
-def _show_result(config: RLConfig, result: "TrainResult") -> None:
+def _show_result(output_dir: str, result: "TrainResult", *, console: bool) -> None:
     columns = {name: metrics for name, metrics in (("before", result.before), ("after", result.after)) if metrics}
-    if columns and config.logger.console:
+    if columns and console:
         _show_metrics("Evaluation", columns)
-    named = Path(config.ckpt.output_dir)  # as the settings have it: the result's is absolute
+    named = Path(output_dir)  # as the settings have it: the result's is absolute
     if result.interrupted:
-        sys.stderr.write(f"interrupted after {result.steps} rollouts; what was trained is in {named}\n")
+        sys.stderr.write(f"interrupted after {result.steps} steps; what was trained is in {named}\n")
     sys.stdout.write(f"{named / result.report.name if result.report else named}\n")
     sys.stdout.flush()
     sys.stderr.writelines(f"warning: {finding}\n" for finding in result.findings)

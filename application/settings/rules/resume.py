@@ -52,6 +52,9 @@ MAY_DIFFER = (
 )
 """Settings that may change between a run's beginning and its continuation; .* stands for a whole section."""
 
+OF_EXAMPLES = ("train.num_epochs", "data.num_workers", "data.cache_dir", "data.max_dropped")
+"""The same of runs over examples, besides those: how long they go on, and how data are prepared."""
+
 MODELS = (
     "actor.model_name_or_path",
     "critic.model_name_or_path",
@@ -59,6 +62,7 @@ MODELS = (
     "reward.model_name_or_path",
 )
 DATA = "data.prompt_dataset"
+EXAMPLES = "data.dataset"
 
 
 def may_differ(name: str) -> bool:
@@ -67,7 +71,7 @@ def may_differ(name: str) -> bool:
     >>> [may_differ(name) for name in ("train.max_steps", "eval.steps", "train.seed")]
     [True, True, False]
     """
-    return name in MAY_DIFFER or f"{name.partition('.')[0]}.*" in MAY_DIFFER
+    return name in (*MAY_DIFFER, *OF_EXAMPLES) or f"{name.partition('.')[0]}.*" in MAY_DIFFER
 
 
 def refusals(begun: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[str]:
@@ -83,7 +87,7 @@ def refusals(begun: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping
         before = begun["settings"].get(name, defaults[name])
         if name in MODELS:
             same = _same_model(begun["models"].get(name), now["models"].get(name), names_alike=before == value)
-        elif name == DATA:
+        elif name in (DATA, EXAMPLES):
             same = before == value if None in (begun["data"], now["data"]) else begun["data"] == now["data"]
         else:
             same = before == value or may_differ(name)

@@ -1,0 +1,32 @@
+"""`rollgrad data show`."""
+
+from collections.abc import Sequence
+
+from attrs import define
+
+from rollgrad.application.settings.rules.examples import sft_errors
+from rollgrad.application.settings.sft import SFTRun
+from rollgrad.domain.errors import raise_together
+from rollgrad.domain.settings import NOT_NEGATIVE, setting
+from rollgrad.entrypoints.cli.parsing import RunFlags, parse_run
+
+
+@define(kw_only=True)
+class DataShowArguments(RunFlags, SFTRun):
+    """Shows rows as a model is trained on them, with the trained tokens coloured, and the report of the data. It reads
+    the settings of `train sft`."""
+
+    n: int = setting(3, "Rows to show.", NOT_NEGATIVE)
+
+
+def show_data(arguments: Sequence[str]) -> None:
+    """Shows rows and the report.
+
+    Raises:
+        RollgradError: a flag, a file or the data are wrong.
+    """
+    parsed, run, unread = parse_run(DataShowArguments, SFTRun, "data show", arguments)
+    raise_together([*unread, *sft_errors(run)])
+    from rollgrad.entrypoints.data_show import show_rows
+
+    show_rows(run, count=parsed.n)

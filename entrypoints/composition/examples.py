@@ -1,0 +1,140 @@
+"""From the settings of `data` and `eval` to the examples of an offline trainer, prepared and reported."""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.data.examples.formats import ReadingSettings
+from rollgrad.adapters.data.examples.preparation import PreparedExamples, prepare_examples
+from rollgrad.adapters.data.examples.preparer import PreparationSettings
+from rollgrad.adapters.data.examples.sources import open_sources
+from rollgrad.adapters.models.torch.loading import load_positions
+from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleEvalConfig, ExampleTrainConfig
+
+
+def make_examples(
+    data: ExampleDataConfig,
+    train: ExampleTrainConfig,
+    model: str,
+    tokenizer: Any,
+    codec: TemplateCodec,
+    *,
+    check: bool = True,
+) -> PreparedExamples:
+    """Returns the examples to train on; without `check` however many rows are dropped.
+
+    Raises:
+        DataError: data cannot be read, or more rows than allowed cannot be used.
+        ConfigurationError: the tokenizer has no chat template, or cannot say where its tokens lie.
+    """
+    return _prepared(
+        data,
+        data.dataset,
+        data.split,
+        data.probs,
+        train.seed,
+        data.max_samples,
+        model,
+        tokenizer,
+        codec.template_kwargs,
+        "data.dataset",
+        check=check,
+    )
+
+
+def make_eval_examples(
+    data: ExampleDataConfig, evaluation: ExampleEvalConfig, model: str, tokenizer: Any, codec: TemplateCodec
+) -> PreparedExamples:
+    """Returns the held-out examples; raises as `make_examples`."""
+    assert evaluation.dataset is not None
+    return _prepared(
+        data,
+        evaluation.dataset,
+        evaluation.split,
+        None,
+        0,
+        evaluation.max_samples,
+        model,
+        tokenizer,
+        codec.template_kwargs,
+        "eval.dataset",
+    )
+
+
+def make_total_steps(train: ExampleTrainConfig, examples: PreparedExamples) -> int:
+    """Returns the optimizer steps of the whole run."""
+    if train.max_steps is not None:
+        return train.max_steps
+    return math.ceil(len(examples) * train.num_epochs / train.batch_size)
+
+
+def make_total_examples(train: ExampleTrainConfig, examples: PreparedExamples) -> int | None:
+    """Returns how many examples the run takes, each as often as it has epochs; None where steps are counted."""
+    return None if train.max_steps is not None else len(examples) * train.num_epochs
+
+
+def cache_directory(data: ExampleDataConfig) -> Path:
+    """Returns where prepared data are kept."""
+    if data.cache_dir is not None:
+        return Path(data.cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollgrad" / "examples"
+
+
+def reading_settings(data: ExampleDataConfig) -> ReadingSettings:
+    """Returns how rows are read."""
+    return ReadingSettings(
+        format=data.format,
+        input_key=data.input_key,
+        output_key=data.output_key,
+        apply_chat_template=data.apply_chat_template,
+        system_prompt=data.system_prompt,
+        input_template=data.input_template,
+        train_on=data.train_on,
+    )
+
+
+def preparation_settings(
+    data: ExampleDataConfig, model: str, template_kwargs: Mapping[str, Any]
+) -> PreparationSettings:
+    """Returns how rows become tokens; no example is longer than the model has positions."""
+    positions = load_positions(model)
+    return PreparationSettings(
+        reading=reading_settings(data),
+        max_tokens=data.max_tokens if positions is None else min(positions, data.max_tokens),
+        overlong=data.overlong,
+        template_kwargs=template_kwargs,
+    )
+
+
+def _prepared(
+    data: ExampleDataConfig,
+    spec: str,
+    split: str,
+    probs: tuple[float, ...] | None,
+    seed: int,
+    max_samples: int | None,
+    model: str,
+    tokenizer: Any,
+    template_kwargs: Mapping[str, Any],
+    setting: str,
+    *,
+    check: bool = True,
+) -> PreparedExamples:
+    settings = preparation_settings(data, model, template_kwargs)
+    mixture = open_sources(
+        spec, split=split, probs=probs, seed=seed, max_samples=max_samples, settings=settings.reading
+    )
+    examples = prepare_examples(
+        mixture,
+        tokenizer,
+        settings,
+        cache_dir=cache_directory(data),
+        num_workers=data.num_workers,
+        setting=setting,
+    )
+    if check:
+        examples.report.check(data.max_dropped, setting)
+    return examples

@@ -1,0 +1,70 @@
+"""`rollgrad data show`: rows as the model is trained on them, with the trained tokens coloured, and the report."""
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rollgrad.adapters.data.examples.preparation import PreparedExamples
+from rollgrad.adapters.data.examples.report import DataReport
+from rollgrad.application.settings.sft import SFTRun
+from rollgrad.entrypoints.composition.chat import make_codec, make_tokenizer
+from rollgrad.entrypoints.composition.examples import make_examples
+
+TRAINED, CONTEXT = "bold green", "dim"
+OPEN, CLOSE = "⟦", "⟧"
+"""Stand around trained tokens where there are no colours."""
+
+
+def show_rows(run: SFTRun, *, count: int, console: Console | None = None) -> PreparedExamples:
+    """Prepares the examples of `run`, and prints the first `count` of them and the report to stdout.
+
+    Raises:
+        RollgradError: data cannot be read, or more rows than allowed cannot be used (after the report).
+    """
+    console = console or Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+    model = run.actor.model_name_or_path
+    tokenizer = make_tokenizer(run.actor, run.data)
+    examples = make_examples(run.data, run.train, model, tokenizer, make_codec(run.data, tokenizer), check=False)
+    for index in range(min(count, len(examples))):
+        example = examples[index]
+        for number, branch in enumerate(example.branches, 1):
+            of = f", branch {number} of {len(example.branches)}" if len(example.branches) > 1 else ""
+            console.print(
+                f"row {example.row + 1}{of}: {len(branch)} tokens, {branch.trained_length} trained", style="bold"
+            )
+            console.print(coloured(tokenizer, branch.token_ids_T.tolist(), branch.weights_T.tolist(), console))
+            console.print()
+    show_report(f"{run.data.dataset}", examples.report, console)
+    examples.report.check(run.data.max_dropped, "data.dataset")
+    return examples
+
+
+def coloured(tokenizer: Any, token_ids: list[int], weights: list[float], console: Console) -> Text:
+    """Returns the text of tokens, the trained ones in a colour, and between brackets where there are none."""
+    text = Text()
+    start = 0
+    while start < len(token_ids):
+        stop, trained = start, weights[start] > 0
+        while stop < len(token_ids) and (weights[stop] > 0) == trained:
+            stop += 1
+        # Runs, not single tokens, are decoded: a character may take several tokens.
+        written = tokenizer.decode(token_ids[start:stop], clean_up_tokenization_spaces=False)
+        if trained and not console.is_terminal:
+            written = f"{OPEN}{written}{CLOSE}"
+        text.append(written, style=TRAINED if trained else CONTEXT)
+        start = stop
+    return text
+
+
+def show_report(title: str, report: DataReport, console: Console | None = None) -> None:
+    """Prints the report of a data set; to stderr by default."""
+    console = console or Console(stderr=True, highlight=False, markup=False)
+    table = Table(title=f"Data: {title}", show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in report.lines():
+        table.add_row(name, value)
+    console.print(table)

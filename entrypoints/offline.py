@@ -1,0 +1,71 @@
+"""The library face of trainers that learn from examples."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dependency_injector import providers
+
+from rollgrad.adapters.checkpoints.files import replace_file
+from rollgrad.adapters.data.examples.preparation import PreparedExamples
+from rollgrad.application.settings.rules.examples import sft_errors
+from rollgrad.application.settings.sft import SFTRun
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, raise_together
+from rollgrad.entrypoints.composition.sft import SFTContainer, sft_container
+from rollgrad.entrypoints.data_show import show_report
+from rollgrad.entrypoints.run_directory import alone, output_problem
+from rollgrad.entrypoints.training import TrainResult, from_anywhere, train_in
+
+DATA_REPORT_FILE = "data_report.json"
+
+
+def train_sft(config: SFTRun, **adapters: Any) -> TrainResult:
+    """Fine-tunes a model on examples as `config` says.
+
+    Args:
+        config: the run; see `rollgrad train sft --help` for every setting.
+        adapters: objects that stand in for what the configuration would choose, by the name of the container's
+            provider: `policy`, `examples`, `eval_examples`, `sink`, `checkpoints`, `clock`, ...
+
+    Returns:
+        What was made. An interruption (Ctrl-C, SIGTERM, SIGHUP) ends the run with the model of the last finished step.
+
+    Raises:
+        RollgradError: a setting, file or row is wrong; the message says which and how to fix it. What was trained until
+            then is saved before.
+    """
+    raise_together(sft_errors(config))
+    problem = output_problem(config.ckpt)
+    if problem is not None:
+        raise CheckpointError(problem)
+    config = from_anywhere(config)
+    container = sft_container(config)
+    for name, adapter in adapters.items():
+        if name not in container.providers:
+            known = ", ".join(sorted(container.providers))
+            raise ConfigurationError(f"train_sft() has no adapter called {name!r}; the known ones are {known}.")
+        container.providers[name].override(providers.Object(adapter))
+    with alone(config.ckpt):
+        return train_in(
+            config,
+            container,
+            title=f"{Path(config.actor.model_name_or_path).name} on {config.data.dataset}",
+            before_run=lambda: _report_data(config, container),
+        )
+
+
+def _report_data(config: SFTRun, container: SFTContainer) -> None:
+    """Writes the report of the data and shows it."""
+    sets: dict[str, PreparedExamples] = {"data.dataset": container.examples()}
+    if config.eval.dataset is not None:
+        sets["eval.dataset"] = container.eval_examples()
+    reports = {name: examples.report for name, examples in sets.items() if hasattr(examples, "report")}
+    text = json.dumps({name: report.to_json() for name, report in reports.items()}, indent=2, ensure_ascii=False)
+    path = Path(config.ckpt.output_dir) / DATA_REPORT_FILE
+    try:
+        replace_file(path, (text + "\n").encode(errors="replace"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written ({error.strerror or error}): make room there.") from error
+    if config.logger.console:
+        for name, report in reports.items():
+            show_report(name, report)

@@ -1,0 +1,217 @@
+"""What the library faces of all trainers do around a run: the directory, resuming, signals, the report at the end."""
+
+import asyncio
+import copy
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import structlog
+from attrs import AttrsInstance, evolve, field, frozen
+from dependency_injector import providers
+
+from rollgrad.adapters.checkpoints.names import METRICS_FILE
+from rollgrad.adapters.tracking.report import write_report
+from rollgrad.application.pipelines.run import Run, RunOutcome
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig
+from rollgrad.application.settings.sections.cluster import ClusterConfig
+from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.domain.errors import CheckpointError
+from rollgrad.domain.ports.checkpoint_store import CheckpointStore
+from rollgrad.entrypoints.composition.base import BaseContainer
+from rollgrad.entrypoints.description import check_continues, settings_file
+from rollgrad.entrypoints.event_loop import run_to_end
+from rollgrad.entrypoints.run_directory import (
+    LOGS,
+    continues,
+    keep_steps,
+    output_problem,
+    remove_run,
+    write_config,
+)
+
+log = structlog.get_logger(__name__)
+
+Result = TypeVar("Result")
+
+
+class TrainingRun(AttrsInstance, Protocol):
+    """The sections of a run's settings that are read here."""
+
+    @property
+    def ckpt(self) -> CheckpointConfig:
+        """Returns the section `ckpt`."""
+        ...
+
+    @property
+    def logger(self) -> LoggerConfig:
+        """Returns the section `logger`."""
+        ...
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """Returns the section `cluster`."""
+        ...
+
+
+Settings = TypeVar("Settings", bound=TrainingRun)
+
+
+@frozen(kw_only=True)
+class TrainResult:
+    """Where the run left what it made, and how it went.
+
+    `output_dir` holds `model/` (Hugging Face format), `metrics.jsonl`, `samples.jsonl` and the report. `before` and
+    `after` are the held-out metrics, empty without an evaluation set. `findings` are sentences that say why the run
+    could not learn, empty where nothing was found.
+    """
+
+    output_dir: Path
+    steps: int
+    before: Mapping[str, float] = field(factory=dict)
+    after: Mapping[str, float] = field(factory=dict)
+    report: Path | None = None
+    interrupted: bool = False
+    stopped_by: int | None = None
+    """Signal that interrupted the run: SIGINT (Ctrl-C), SIGTERM or SIGHUP."""
+    findings: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> Path:
+        """Directory of the trained model."""
+        return self.output_dir / "model"
+
+
+def from_anywhere(config: Settings) -> Settings:
+    """Returns the settings with absolute paths of what is written: users' code may change the current directory."""
+    states, tensorboard = config.ckpt.state_dir, config.logger.tensorboard_dir
+    changed: Any = copy.copy(config)
+    changed.ckpt = evolve(
+        config.ckpt,
+        output_dir=str(Path(config.ckpt.output_dir).absolute()),
+        state_dir=states and str(Path(states).absolute()),
+    )
+    changed.logger = evolve(config.logger, tensorboard_dir=tensorboard and str(Path(tensorboard).absolute()))
+    return changed  # type: ignore[no-any-return] # attrs' evolve takes no protocol
+
+
+def train_in(
+    config: TrainingRun,
+    container: BaseContainer,
+    *,
+    title: str,
+    before_run: Callable[[], None],
+    work: Callable[[Run[Any]], Coroutine[Any, Any, RunOutcome]] = lambda run: run.run(),
+    closed: Sequence[providers.Provider[Any]] = (),
+) -> TrainResult:
+    """Takes a run from its training state, or from its beginning, to its end.
+
+    Args:
+        config: the run's settings.
+        container: has its providers `run`, `description`, `checkpoints`, `sink` and `cluster`.
+        title: of the report.
+        before_run: is called when all is loaded and nothing is trained yet.
+        work: makes of a run what is awaited.
+        closed: providers of what is closed at the end, besides the sink.
+
+    Raises:
+        RollgradError, or whatever ended the run: what was trained until then is saved before.
+    """
+    output_dir = Path(config.ckpt.output_dir)
+    problem = output_problem(config.ckpt)  # again: another run may have been there until now
+    if problem is not None:
+        raise CheckpointError(problem)
+    made: Any = container
+    store: CheckpointStore = made.checkpoints()  # refuses an unwritable output before anything is loaded
+    saved = store.load_training() if continues(config.ckpt) else None
+    if saved is not None:
+        check_continues(saved.description, made.description(), type(config))
+    with cluster_of(container, config):
+        run: Run[Any] = made.run()
+        if saved is not None:
+            run.resume(saved.state)
+        elif config.ckpt.overwrite:  # not before: what cannot even begin replaces nothing
+            remove_run(config.ckpt)
+        for name in LOGS:
+            keep_steps(output_dir / name, until=-1 if saved is None else saved.step)
+        write_config(output_dir, settings_file(config))
+        before_run()
+        try:
+            outcome, stopped_by = run_to_end(heeding_signals(work(run)))
+        except (Exception, SystemExit):  # whatever ended it, its curves are there to look at
+            _report(output_dir, title, {}, {})
+            raise
+        finally:
+            close(made.sink, *closed)
+    return TrainResult(
+        output_dir=output_dir,
+        steps=outcome.steps,
+        before=outcome.before,
+        after=outcome.after,
+        report=_report(output_dir, title, outcome.before, outcome.after),
+        interrupted=outcome.interrupted,
+        stopped_by=stopped_by if outcome.interrupted else None,
+        findings=run.findings,
+    )
+
+
+def _report(output_dir: Path, title: str, before: Mapping[str, float], after: Mapping[str, float]) -> Path | None:
+    """The report's path; None if nothing was logged, or no report can be written, which is no reason to fail."""
+    metrics_path = output_dir / METRICS_FILE
+    if not metrics_path.exists():
+        return None
+    try:
+        return write_report(metrics_path, output_dir, title=title, before=before, after=after)
+    except Exception as error:  # of the disk, or of the library that draws
+        log.warning("no report could be written", reason=str(error))
+        return None
+
+
+@contextmanager
+def cluster_of(container: BaseContainer, config: TrainingRun) -> Iterator[None]:
+    """Ends the run's other processes, however the run ends."""
+    if not config.cluster.enable:
+        yield
+        return
+    cluster = container.cluster()
+    try:
+        yield
+    finally:
+        cluster.close()
+
+
+def close(*providers_used: providers.Provider[Any]) -> None:
+    """Releases what holds threads, processes or files."""
+    for provider in providers_used:
+        closing = getattr(provider(), "close", None)
+        if closing is not None:
+            closing()
+
+
+async def heeding_signals(work: Coroutine[Any, Any, Result]) -> tuple[Result, int]:
+    """Returns (what `work` returns, the signal that cancelled it, if one did): SIGTERM, as schedulers send it before
+    they kill, and SIGHUP, as a closed terminal does, are heeded like Ctrl-C, but where they are ignored (nohup)."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:  # another one must not break off the saving
+            task.cancel()
+
+    own = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP) if own}
+    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in heeded:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        result = await work
+    finally:
+        for number, handler in heeded.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+    return result, received[0] if received else signal.SIGINT

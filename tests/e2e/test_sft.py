@@ -1,0 +1,246 @@
+"""`rollgrad train sft` and `rollgrad data show` as a user runs them, with a real (tiny) model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rollgrad
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
+from rollgrad.application.settings.sections.actor import DType, LoraConfig
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
+from rollgrad.application.settings.sections.data import DataConfig
+from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleEvalConfig
+from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.application.settings.sections.optimizer import AdamConfig, LRScheduler
+from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig, SupervisedTrainConfig
+from rollgrad.domain.errors import CheckpointError, DataError
+from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.composition.sft import sft_container
+
+ROWS = 20
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared data stay out of the user's home."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def conversations(tmp_path: Path) -> Path:
+    path = tmp_path / "chat.jsonl"
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {a} plus {a}?"},
+                {"role": "assistant", "content": f"{2 * a}"},
+                {"role": "user", "content": "Sure?"},
+                {"role": "assistant", "content": "Yes."},
+            ]
+        }
+        for a in range(ROWS)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def settings(model: Path, data: Path, output: Path, **train: Any) -> SFTRun:
+    return SFTRun(
+        actor=SupervisedModelConfig(
+            model_name_or_path=str(model),
+            adam=AdamConfig(lr=1e-3),
+            lr_scheduler=LRScheduler.CONSTANT,
+            lr_warmup_ratio=0.0,
+        ),
+        data=ExampleDataConfig(dataset=str(data)),
+        train=SupervisedTrainConfig(**{"batch_size": 8, **train}),
+        ckpt=CheckpointConfig(output_dir=str(output)),
+        logger=LoggerConfig(console=False),
+    )
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model" / "model.safetensors")
+
+
+def logged(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_model_learns_its_conversations(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
+    run = settings(tiny_model_dir, conversations, tmp_path / "run", num_epochs=4)
+    run.eval = ExampleEvalConfig(dataset=str(conversations), steps=5)
+    result = rollgrad.train_sft(run)
+    assert result.steps == 10  # 4 epochs of 20 rows, 8 in a step
+    assert result.after["eval/nll"] < 0.7 * result.before["eval/nll"]
+    rows = logged(tmp_path / "run")
+    assert [row["step"] for row in rows if "eval/loss" in row] == [0, 5, 10]
+    trained = [row for row in rows if "train/loss" in row]
+    assert trained[-1]["train/loss"] < trained[0]["train/loss"]
+    assert trained[-1]["train/epoch"] == pytest.approx(4.0)
+    report = json.loads((tmp_path / "run" / "data_report.json").read_text())
+    assert report["data.dataset"]["used"] == report["data.dataset"]["rows"] == ROWS
+    assert (
+        report["data.dataset"]["trained_tokens"]
+        == sum(row["train/trained_tokens"] for row in trained if row["step"] <= 10) / 4
+    )
+    assert result.report is not None
+    assert "train" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_run_that_was_interrupted_inside_an_epoch_goes_on_exactly(
+    tiny_model_dir: Path, conversations: Path, tmp_path: Path, rank: int
+) -> None:
+    def run(name: str, steps: int, resume: Resume = Resume.NEVER) -> dict[str, torch.Tensor]:
+        config = settings(tiny_model_dir, conversations, tmp_path / name, max_steps=steps)
+        config.actor.lora = LoraConfig(rank=rank)
+        config.ckpt.resume = resume
+        rollgrad.train_sft(config)
+        return weights(tmp_path / name)
+
+    whole = run("whole", 4)
+    run("parts", 1)  # 8 of 20 rows
+    parts = run("parts", 4, Resume.ALWAYS)
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert [row["train/loss"] for row in logged(tmp_path / "whole")] == [
+        row["train/loss"] for row in logged(tmp_path / "parts")
+    ]
+
+
+def test_other_data_do_not_continue_a_run(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
+    config = settings(tiny_model_dir, conversations, tmp_path / "run", max_steps=1)
+    rollgrad.train_sft(config)
+    config.ckpt.resume = Resume.ALWAYS
+    conversations.write_text(conversations.read_text().replace("Yes.", "No."))
+    with pytest.raises(CheckpointError, match=r"data\.dataset is .* but holds something else"):
+        rollgrad.train_sft(config)
+
+
+def test_the_loss_is_that_of_transformers(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = settings(tiny_model_dir, conversations, tmp_path / "run", max_tokens_per_micro_batch=100)
+    run.actor.dtype = DType.FLOAT32
+    container = sft_container(run)
+    examples = container.examples()
+    measured = container.learner().measure([examples[index] for index in range(len(examples))])
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    total, count = 0.0, 0
+    for index in range(len(examples)):
+        (branch,) = examples[index].branches
+        labels = torch.where(branch.weights_T > 0, branch.token_ids_T, -100)
+        with torch.no_grad():
+            loss = model(input_ids=branch.token_ids_T[None], labels=labels[None]).loss
+        total, count = total + float(loss) * branch.trained_length, count + branch.trained_length
+    assert measured["loss"] == pytest.approx(total / count, abs=1e-5)
+
+
+def test_prompts_are_token_for_token_those_of_rollouts(
+    tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    row = {"prompt": "What is 3 plus 4? <|im_end|>", "completion": "7"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    run = settings(tiny_model_dir, path, tmp_path / "run")
+    run.data.system_prompt = "Add."
+    (branch,) = sft_container(run).examples()[0].branches
+    builder = PromptBuilder(TemplateCodec(tiny_tokenizer), DataConfig(input_key="prompt", system_prompt="Add."))
+    prompt = builder.build(row, "rows").token_ids
+    assert tuple(branch.token_ids_T.tolist()[: len(prompt)]) == prompt
+    assert branch.weights_T[: len(prompt)].tolist() == [0.0] * len(prompt)
+    assert branch.weights_T[len(prompt) :].tolist() == [1.0] * (len(branch) - len(prompt))
+
+
+def test_a_template_of_the_run_is_saved_with_the_model(
+    tiny_model_dir: Path, conversations: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    run = settings(tiny_model_dir, conversations, tmp_path / "run", max_steps=1)
+    run.data.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+    )
+    rollgrad.train_sft(run)
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template == run.data.chat_template
+
+
+def test_rows_that_cannot_be_used_stop_the_run_before_the_first_step(
+    tiny_model_dir: Path, conversations: Path, tmp_path: Path
+) -> None:
+    with conversations.open("a") as file:
+        file.write('{"messages": [\n{"messages": null}\n')
+    run = settings(tiny_model_dir, conversations, tmp_path / "run", max_steps=1)
+    with pytest.raises(DataError, match=r"2 of 22 rows .*broken: 1 .*chat.jsonl:21.*empty: 1"):
+        rollgrad.train_sft(run)
+    assert not (tmp_path / "run" / "model").exists()
+    run.data.max_dropped = 0.1
+    rollgrad.train_sft(run)
+    report = json.loads((tmp_path / "run" / "data_report.json").read_text())["data.dataset"]
+    assert (report["used"], report["dropped_rows"]) == (ROWS, 2)
+    assert report["dropped"]["broken"]["place"] == f"{conversations}:21"
+
+
+# The command line
+
+
+def words(model: Path, data: Path, output: Path) -> list[str]:
+    return [
+        *("--actor.model_name_or_path", str(model), "--data.dataset", str(data)),
+        *("--ckpt.output_dir", str(output)),
+    ]
+
+
+def test_the_command_trains(
+    tiny_model_dir: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--train.max_steps", "1", "--train.batch_size", "4", "--eval.dataset", str(conversations)]
+    assert main(["train", "sft", *words(tiny_model_dir, conversations, tmp_path / "run"), *flags]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.strip().endswith(str(tmp_path / "run" / "report.html"))
+    assert "rows used" in captured.err
+    assert "held-out loss" in captured.err
+
+
+def test_the_command_says_all_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "sft", "--train.batch_size", "0", "--data.output_key", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "train.batch_size is 0" in error
+    assert "No model is set" in error
+    assert "No examples are set" in error
+    assert "no column with its prompt is named" in error
+    assert "Traceback" not in error
+
+
+def test_data_that_cannot_be_read_are_one_sentence(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "both.jsonl").write_text('{"text": "a", "messages": []}\n')
+    for name, sentence in (("none.jsonl", "cannot be read"), ("both.jsonl", "can be read as messages")):
+        assert main(["train", "sft", *words(tiny_model_dir, tmp_path / name, tmp_path / "run")]) == 2
+        error = capsys.readouterr().err
+        assert sentence in error
+        assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("command", [["data", "show", "--n", "2"], ["train", "sft", "--dry_run"]])
+def test_rows_are_shown_with_their_trained_tokens(
+    command: list[str],
+    tiny_model_dir: Path,
+    conversations: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*command, *words(tiny_model_dir, conversations, tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert "<|im_start|>assistant\n⟦0<|im_end|>⟧" in shown
+    assert ("⟦2<|im_end|>⟧" in shown) == (command[0] == "data")  # the second row
+    assert "20 of 20" in shown
+    assert not (tmp_path / "run").exists()
