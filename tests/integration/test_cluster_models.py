@@ -17,8 +17,13 @@ from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.weights.shared_buckets import SharedMemory, fill_at
+from rollgrad.application.learning.microbatch import split
 from rollgrad.application.settings.memory_plan import Machine, memory_plan
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
+from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.batches.examples import pack_preferences
+from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardInput, RewardRequest
@@ -364,6 +369,25 @@ def test_a_divided_loss_is_that_of_the_whole_batch(group: WorkerGroup, tiny_mode
     parts = [batch.select([index]) for index in range(len(batch))]
     assert policy.update(parts, cluster.likelihood) == pytest.approx(lone.update([batch], cluster.likelihood), rel=1e-4)
     assert all(math.isfinite(float(tensor.sum())) for tensor in cluster.weights(policy).values())
+
+
+def test_pairs_are_whole_in_every_process(group: WorkerGroup, tiny_model_dir: Path) -> None:
+    """Three pairs in two passes: in one of them a process has no pair of its own."""
+
+    def reply(*tokens: int) -> WeightedTokens:
+        weights_T = torch.tensor([0.0] + [1.0] * len(tokens))
+        return WeightedTokens(token_ids_T=torch.tensor([7, *tokens]), weights_T=weights_T, prompt_length=1)
+
+    group.build(cluster.rank_policy, str(tiny_model_dir), 2)
+    policy, lone = ShardedPolicy(group), cluster.policy(str(tiny_model_dir))
+    replies = [(reply(3, 4), reply(5)), (reply(9), reply(8, 8, 8)), (reply(1, 2, 3), reply(4, 2))]
+    batch = pack_preferences([Preference(chosen=a, rejected=b, row=row) for row, (a, b) in enumerate(replies)])
+    objective = PreferenceObjective(settings=PreferenceSettings(loss=("simpo",)))
+    passes = split(batch, 16)
+    assert [len(part) for part in passes] == [4, 2]
+    assert policy.update(passes, objective) == pytest.approx(lone.update([batch], objective), rel=1e-4)
+    for name, tensor in cluster.weights(lone).items():
+        assert_alike(cluster.weights(policy)[name], tensor)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

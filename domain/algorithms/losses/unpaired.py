@@ -8,6 +8,7 @@ from attrs import frozen
 from torch import Tensor
 
 from rollgrad.domain.batches.examples import ExampleBatch
+from rollgrad.domain.batches.metrics import Mean
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
 UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired")
@@ -72,9 +73,9 @@ class UnpairedObjective:
     kl: float = 0.0
 
     def __call__(self, scores: TokenScores, batch: ExampleBatch) -> LossOutput:
-        """Returns the micro-batch's share. Metrics are sums over replies, weighted as in the step: `desirable_reward`
-        and `undesirable_reward` (beta r), each to be divided by `desirable_share` or `undesirable_share`; `accuracy`
-        (the share of replies on the right side of the reference point).
+        """Returns the micro-batch's share. Metrics are means over replies, weighted as in the step: `accuracy` (the
+        share on the right side of the reference point), `desirable_share` and `undesirable_share`, and beta r of the
+        desirable and of the other replies, `desirable_reward` and `undesirable_reward`.
 
         Raises:
             ValueError: the batch lacks weights or reference log-probs.
@@ -90,11 +91,12 @@ class UnpairedObjective:
         loss_S = unpaired_loss(self.loss, ratios_S, desirable_S, beta=self.beta, kl=self.kl)
         rewards_S = self.beta * ratios_S.detach()
         right_S = (loss_S.detach() < 0.5).to(weights_S.dtype)
-        metrics = {
+        desirable_weights_S, other_weights_S = weights_S * desirable_S, weights_S * ~desirable_S
+        metrics: dict[str, Tensor | float] = {
             "accuracy": (weights_S * right_S).sum(),
-            "desirable_share": weights_S[desirable_S].sum(),
-            "undesirable_share": weights_S[~desirable_S].sum(),
-            "desirable_reward": (weights_S * rewards_S)[desirable_S].sum(),
-            "undesirable_reward": (weights_S * rewards_S)[~desirable_S].sum(),
+            "desirable_share": desirable_weights_S.sum(),
+            "undesirable_share": other_weights_S.sum(),
+            "desirable_reward": Mean((desirable_weights_S * rewards_S).sum(), desirable_weights_S.sum()),
+            "undesirable_reward": Mean((other_weights_S * rewards_S).sum(), other_weights_S.sum()),
         }
         return LossOutput(loss=(weights_S * factor_S * loss_S).sum(), metrics=metrics)

@@ -3,6 +3,7 @@ Python."""
 
 import math
 import random
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from rollgrad.domain.algorithms.losses.distillation import distillation_loss, di
 from rollgrad.domain.algorithms.losses.process_reward import step_accuracy, step_loss
 from rollgrad.domain.algorithms.losses.reward_model import RewardObjective, last_trained, pairwise_reward_loss
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective, reference_point, unpaired_loss
-from rollgrad.domain.batches.examples import pack_sequences
+from rollgrad.domain.batches.examples import ExampleBatch, pack_sequences
+from rollgrad.domain.batches.metrics import joined
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.test_preference import batch_of, log_sigmoid, logistic, random_pairs, reply, sums
@@ -70,13 +72,14 @@ def test_any_split_of_labelled_replies_gives_the_same_loss_gradient_and_metrics(
     batch, theta_N = labelled(seed)
     objective = UnpairedObjective(beta=0.3, desirable_weight=1.3, undesirable_weight=0.7, kl=0.2)
 
-    def output(piece: PackedBatch, logprobs_N: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+    def output(piece: ExampleBatch, logprobs_N: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor | float]]:
         leaf = logprobs_N.clone().requires_grad_()
         found = objective(TokenScores(logprobs_N=leaf, entropy_N=leaf), piece)
         (gradient_N,) = torch.autograd.grad(found.loss, leaf)
-        return found.loss.detach(), gradient_N, {name: float(value) for name, value in found.metrics.items()}
+        return found.loss.detach(), gradient_N, found.metrics
 
-    loss, whole_N, metrics = output(batch, theta_N)
+    loss, whole_N, found = output(batch, theta_N)
+    metrics = joined([found])
     assert batch.ref_logprobs_N is not None
     ratio_N = torch.where(batch.action_mask_N, theta_N - batch.ref_logprobs_N, 0.0)
     wanted = 0.0
@@ -86,14 +89,14 @@ def test_any_split_of_labelled_replies_gives_the_same_loss_gradient_and_metrics(
     assert float(loss) == pytest.approx(wanted / len(batch))
     assert metrics["desirable_share"] + metrics["undesirable_share"] == pytest.approx(1.0)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-    summed_N, added = torch.zeros_like(whole_N), dict.fromkeys(metrics, 0.0)
+    summed_N, of_parts = torch.zeros_like(whole_N), []
     for part in order.tensor_split(min(parts, len(batch))):
         index = batch.token_index(part)
         _, gradient_N, of_part = output(batch.select(part), theta_N[index])
         summed_N[index] += gradient_N
-        added = {name: added[name] + value for name, value in of_part.items()}
+        of_parts.append(of_part)
     torch.testing.assert_close(summed_N, whole_N, rtol=1e-12, atol=1e-15)
-    assert added == pytest.approx(metrics, rel=1e-9)
+    assert joined(of_parts) == pytest.approx(metrics, rel=1e-9)
 
 
 @EXAMPLES
