@@ -9,6 +9,7 @@ from rich.text import Text
 
 from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.adapters.data.examples.report import DataReport
+from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.entrypoints.composition.chat import make_codec, make_tokenizer
 from rollgrad.entrypoints.composition.examples import make_examples
@@ -18,7 +19,7 @@ OPEN, CLOSE = "⟦", "⟧"
 """Stand around trained tokens where there are no colours."""
 
 
-def show_rows(run: SFTRun, *, count: int, console: Console | None = None) -> PreparedExamples:
+def show_rows(run: SFTRun | DPORun, *, count: int, console: Console | None = None) -> PreparedExamples:
     """Prepares the examples of `run`, and prints the first `count` of them and the report to stdout.
 
     Raises:

@@ -1,20 +1,26 @@
 """The library face of trainers that learn from examples."""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dependency_injector import providers
 
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.data.examples.preparation import PreparedExamples
+from rollgrad.application.settings.dpo import DPORun, dpo_errors
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, raise_together
-from rollgrad.entrypoints.composition.sft import SFTContainer, sft_container
+from rollgrad.entrypoints.composition.base import BaseContainer
+from rollgrad.entrypoints.composition.dpo import dpo_container
+from rollgrad.entrypoints.composition.sft import sft_container
 from rollgrad.entrypoints.data_show import show_report
 from rollgrad.entrypoints.run_directory import alone, output_problem
 from rollgrad.entrypoints.training import TrainResult, from_anywhere, train_in
+
+Offline = TypeVar("Offline", SFTRun, DPORun)
 
 DATA_REPORT_FILE = "data_report.json"
 
@@ -35,15 +41,38 @@ def train_sft(config: SFTRun, **adapters: Any) -> TrainResult:
             then is saved before.
     """
     raise_together(sft_errors(config))
+    return _train("train_sft", config, sft_container, adapters)
+
+
+def train_dpo(config: DPORun, **adapters: Any) -> TrainResult:
+    """Trains a model on preference pairs as `config` says.
+
+    Args:
+        config: the run; see `rollgrad train dpo --help` for every setting.
+        adapters: as for `train_sft`.
+
+    Returns:
+        What was made, as `train_sft` does.
+
+    Raises:
+        RollgradError: as `train_sft`; or the model does not begin as its reference.
+    """
+    raise_together(dpo_errors(config))
+    return _train("train_dpo", config, dpo_container, adapters)
+
+
+def _train(
+    function: str, config: Offline, make: Callable[[Offline], BaseContainer], adapters: Mapping[str, Any]
+) -> TrainResult:
     problem = output_problem(config.ckpt)
     if problem is not None:
         raise CheckpointError(problem)
     config = from_anywhere(config)
-    container = sft_container(config)
+    container = make(config)
     for name, adapter in adapters.items():
         if name not in container.providers:
             known = ", ".join(sorted(container.providers))
-            raise ConfigurationError(f"train_sft() has no adapter called {name!r}; the known ones are {known}.")
+            raise ConfigurationError(f"{function}() has no adapter called {name!r}; the known ones are {known}.")
         container.providers[name].override(providers.Object(adapter))
     with alone(config.ckpt):
         return train_in(
@@ -54,7 +83,7 @@ def train_sft(config: SFTRun, **adapters: Any) -> TrainResult:
         )
 
 
-def _report_data(config: SFTRun, container: SFTContainer) -> None:
+def _report_data(config: SFTRun | DPORun, container: Any) -> None:
     """Writes the report of the data and shows it."""
     sets: dict[str, PreparedExamples] = {"data.dataset": container.examples()}
     if config.eval.dataset is not None:

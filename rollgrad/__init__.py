@@ -12,6 +12,7 @@ from rollgrad.moved import install
 
 if TYPE_CHECKING:
     from rollgrad.adapters.tools.function import tool as tool
+    from rollgrad.application.settings.dpo import DPORun as DPORun
     from rollgrad.application.settings.run import RLConfig as RLConfig
     from rollgrad.application.settings.sft import SFTRun as SFTRun
     from rollgrad.domain.algorithms.estimators.registry import estimator as estimator
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rollgrad.entrypoints.library import evaluate as evaluate
     from rollgrad.entrypoints.library import load_config as load_config
     from rollgrad.entrypoints.library import train as train
+    from rollgrad.entrypoints.offline import train_dpo as train_dpo
     from rollgrad.entrypoints.offline import train_sft as train_sft
 
 __version__ = "0.1.0"
@@ -32,6 +34,8 @@ _PUBLIC = {
     "RLConfig": "rollgrad.application.settings.run",
     "SFTRun": "rollgrad.application.settings.sft",
     "train_sft": "rollgrad.entrypoints.offline",
+    "DPORun": "rollgrad.application.settings.dpo",
+    "train_dpo": "rollgrad.entrypoints.offline",
     "TrainResult": "rollgrad.entrypoints.library",
     "estimator": "rollgrad.domain.algorithms.estimators.registry",
     "policy_loss": "rollgrad.domain.algorithms.losses.contract",
@@ -39,6 +43,7 @@ _PUBLIC = {
     "tool": "rollgrad.adapters.tools.function",
 }
 __all__ = [
+    "DPORun",
     "RLConfig",
     "SFTRun",
     "TrainResult",
@@ -50,6 +55,7 @@ __all__ = [
     "setting",
     "tool",
     "train",
+    "train_dpo",
     "train_sft",
 ]
 

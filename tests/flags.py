@@ -5,6 +5,8 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 from rollgrad.entrypoints.cli.chat import ChatArguments
+from rollgrad.entrypoints.cli.data import DataShowArguments
+from rollgrad.entrypoints.cli.dpo import DPOArguments
 from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, flag_kinds
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments
@@ -18,6 +20,8 @@ KINDS: tuple[type[Any], ...] = (
     ServeAgentArguments,
     ServeRewardArguments,
     SFTArguments,
+    DPOArguments,
+    DataShowArguments,
 )
 EVERY = {name: kind for arguments in reversed(KINDS) for name, kind in flag_kinds(arguments).items()}
 

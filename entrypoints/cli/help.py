@@ -74,6 +74,19 @@ SFT_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "Output": ("ckpt.output_dir", "ckpt.save_steps", "ckpt.resume"),
 }
 
+DPO_EXAMPLE = """  rollgrad train dpo --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
+      --data.dataset pairs.jsonl --ckpt.output_dir runs/dpo"""
+
+DPO_ESSENTIALS: Mapping[str, Sequence[str]] = {
+    "The model": ("actor.model_name_or_path", "ref.model_name_or_path"),
+    "The pairs": ("data.dataset", "data.prompt_key", "data.chosen_key", "data.rejected_key", "data.max_tokens"),
+    "The loss": ("dpo.loss", "dpo.beta", "dpo.label_smoothing"),
+    "The optimizer": ("actor.adam.lr", "actor.lora.rank"),
+    "Training": ("train.batch_size", "train.num_epochs", "train.max_steps", "train.seed"),
+    "Evaluation": ("eval.dataset", "eval.steps"),
+    "Output": ("ckpt.output_dir", "ckpt.save_steps", "ckpt.resume"),
+}
+
 DATA_EXAMPLE = """  rollgrad data show --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
       --data.dataset conversations.jsonl --n 5"""
 
@@ -81,6 +94,7 @@ ESSENTIALS = {
     "train rl": (RUN_EXAMPLE, RUN_ESSENTIALS),
     "eval": (EVAL_EXAMPLE, EVAL_ESSENTIALS),
     "train sft": (SFT_EXAMPLE, SFT_ESSENTIALS),
+    "train dpo": (DPO_EXAMPLE, DPO_ESSENTIALS),
     "data show": (DATA_EXAMPLE, EXAMPLES),
 }
 """The example and the essential settings of each command that reads the settings of a run."""

@@ -18,13 +18,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rollgrad
+from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.rules import evaluation_errors, setting_errors
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines, raise_together
 from rollgrad.entrypoints.cli.chat import ChatArguments, chat
 from rollgrad.entrypoints.cli.data import DataShowArguments, show_data
+from rollgrad.entrypoints.cli.dpo import DPOArguments, parse_dpo
 from rollgrad.entrypoints.cli.help import asks_for_help, show_help
-from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, parse, parse_run
+from rollgrad.entrypoints.cli.parsing import (
+    DoctorArguments,
+    EvalArguments,
+    TrainArguments,
+    TrainFlags,
+    parse,
+    parse_run,
+)
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments, serve_reward_model
 from rollgrad.entrypoints.cli.sft import SFTArguments, parse_sft, rehearse_sft
@@ -149,6 +159,19 @@ def train_sft(arguments: Sequence[str]) -> int:
     if asks_for_help(arguments):
         return show_help("train sft", SFTArguments, arguments)
     parsed, run, errors = parse_sft(arguments)
+    return _train_offline("train_sft", parsed, run, errors)
+
+
+def train_dpo(arguments: Sequence[str]) -> int:
+    """`rollgrad train dpo`."""
+    if asks_for_help(arguments):
+        return show_help("train dpo", DPOArguments, arguments)
+    parsed, run, errors = parse_dpo(arguments)
+    return _train_offline("train_dpo", parsed, run, errors)
+
+
+def _train_offline(function: str, parsed: TrainFlags, run: SFTRun | DPORun, errors: Sequence[RollgradError]) -> int:
+    """Trains on examples by the function of that name in `entrypoints.offline`, unless a flag asks for less."""
     if parsed.print_config:
         _print_yaml(dump_config(run))
         raise_together(errors)
@@ -159,9 +182,9 @@ def train_sft(arguments: Sequence[str]) -> int:
         return 0
     raise_together(errors)
     with _results_only_on_stdout():
-        from rollgrad.entrypoints.offline import train_sft as train
+        from rollgrad.entrypoints import offline
 
-        result = train(run)
+        result = getattr(offline, function)(run)
     _show_result(run.ckpt.output_dir, result, console=run.logger.console)
     return SIGNAL_STATUS + result.stopped_by if result.stopped_by else 0
 
@@ -259,6 +282,7 @@ def talk(arguments: Sequence[str]) -> int:
 COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train rl": (train_rl, "train a model by reinforcement learning"),
     "train sft": (train_sft, "fine-tune a model on conversations and texts"),
+    "train dpo": (train_dpo, "train a model on preference pairs"),
     "data show": (data_show, "show rows with the tokens that are trained"),
     "eval": (evaluate, "evaluate a model on held-out prompts"),
     "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),

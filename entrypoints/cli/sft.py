@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from attrs import define
 
+from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import RollgradError, raise_together
@@ -26,7 +27,7 @@ def parse_sft(arguments: Sequence[str]) -> tuple[SFTArguments, SFTRun, list[Roll
     return parsed, run, [*unread, *sft_errors(run)]
 
 
-def rehearse_sft(run: SFTRun, errors: Sequence[RollgradError]) -> None:
+def rehearse_sft(run: SFTRun | DPORun, errors: Sequence[RollgradError]) -> None:
     """`--dry_run`: prepares the data, shows their report and a row, and says all that is wrong.
 
     Raises:

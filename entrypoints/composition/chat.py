@@ -7,14 +7,14 @@ from rollgrad.adapters.chat.template_file import read_chat_template
 from rollgrad.adapters.models.torch.loading import load_tokenizer
 from rollgrad.application.settings.sections.actor import ModelConfig
 from rollgrad.application.settings.sections.data import DataConfig
-from rollgrad.application.settings.sections.examples import ExampleDataConfig
+from rollgrad.application.settings.sections.examples import RowsConfig
 from rollgrad.domain.errors import ConfigurationError
 
 BOOLEANS = {"true": True, "false": False}
 """Values on a command line that are booleans of a template, for `false` as a text would count as true there."""
 
 
-def make_tokenizer(actor: ModelConfig, data: DataConfig | ExampleDataConfig) -> Any:
+def make_tokenizer(actor: ModelConfig, data: DataConfig | RowsConfig) -> Any:
     """The actor's tokenizer, with the chat template of the run.
 
     Raises:
@@ -27,7 +27,7 @@ def make_tokenizer(actor: ModelConfig, data: DataConfig | ExampleDataConfig) -> 
     return tokenizer
 
 
-def make_codec(data: DataConfig | ExampleDataConfig, tokenizer: Any) -> TemplateCodec:
+def make_codec(data: DataConfig | RowsConfig, tokenizer: Any) -> TemplateCodec:
     """Writes and reads the conversations of the run.
 
     Raises:

@@ -12,11 +12,18 @@ from rollgrad.adapters.data.examples.preparation import PreparedExamples, prepar
 from rollgrad.adapters.data.examples.preparer import PreparationSettings
 from rollgrad.adapters.data.examples.sources import open_sources
 from rollgrad.adapters.models.torch.loading import load_positions
-from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleEvalConfig, ExampleTrainConfig
+from rollgrad.application.settings.sections.examples import (
+    ExampleDataConfig,
+    ExampleEvalConfig,
+    ExampleFormat,
+    ExampleTrainConfig,
+    PairDataConfig,
+    RowsConfig,
+)
 
 
 def make_examples(
-    data: ExampleDataConfig,
+    data: RowsConfig,
     train: ExampleTrainConfig,
     model: str,
     tokenizer: Any,
@@ -46,7 +53,7 @@ def make_examples(
 
 
 def make_eval_examples(
-    data: ExampleDataConfig, evaluation: ExampleEvalConfig, model: str, tokenizer: Any, codec: TemplateCodec
+    data: RowsConfig, evaluation: ExampleEvalConfig, model: str, tokenizer: Any, codec: TemplateCodec
 ) -> PreparedExamples:
     """Returns the held-out examples; raises as `make_examples`."""
     assert evaluation.dataset is not None
@@ -76,15 +83,26 @@ def make_total_examples(train: ExampleTrainConfig, examples: PreparedExamples) -
     return None if train.max_steps is not None else len(examples) * train.num_epochs
 
 
-def cache_directory(data: ExampleDataConfig) -> Path:
+def cache_directory(data: RowsConfig) -> Path:
     """Returns where prepared data are kept."""
     if data.cache_dir is not None:
         return Path(data.cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollgrad" / "examples"
 
 
-def reading_settings(data: ExampleDataConfig) -> ReadingSettings:
+def reading_settings(data: RowsConfig) -> ReadingSettings:
     """Returns how rows are read."""
+    if isinstance(data, PairDataConfig):
+        return ReadingSettings(
+            format=ExampleFormat.PAIRS,
+            input_key=data.prompt_key,
+            chosen_key=data.chosen_key,
+            rejected_key=data.rejected_key,
+            apply_chat_template=data.apply_chat_template,
+            system_prompt=data.system_prompt,
+            input_template=data.input_template,
+        )
+    assert isinstance(data, ExampleDataConfig)
     return ReadingSettings(
         format=data.format,
         input_key=data.input_key,
@@ -96,9 +114,7 @@ def reading_settings(data: ExampleDataConfig) -> ReadingSettings:
     )
 
 
-def preparation_settings(
-    data: ExampleDataConfig, model: str, template_kwargs: Mapping[str, Any]
-) -> PreparationSettings:
+def preparation_settings(data: RowsConfig, model: str, template_kwargs: Mapping[str, Any]) -> PreparationSettings:
     """Returns how rows become tokens; no example is longer than the model has positions."""
     positions = load_positions(model)
     return PreparationSettings(
@@ -110,7 +126,7 @@ def preparation_settings(
 
 
 def _prepared(
-    data: ExampleDataConfig,
+    data: RowsConfig,
     spec: str,
     split: str,
     probs: tuple[float, ...] | None,

@@ -202,7 +202,7 @@ def _prepare_all(
         row_lengths.append(sum(len(branch.token_ids) for branch in result.branches))
         report.used += 1
         report.branches += len(result.branches)
-        report.branched_rows += len(result.branches) > 1
+        report.branched_rows += len(result.branches) > 1 and settings.reading.format is not ExampleFormat.PAIRS
         report.trained_tokens += sum(branch.trained for branch in result.branches)
         report.notice(result.anomalies)
     report.tokens = sum(row_lengths)

@@ -1,0 +1,207 @@
+"""The composition root of `rollgrad train dpo`."""
+
+import hashlib
+import json
+from collections.abc import Callable
+
+import torch
+from dependency_injector import providers
+
+from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
+from rollgrad.adapters.checkpoints.score_files import ScoreFiles
+from rollgrad.adapters.data.examples.preparation import PreparedExamples, PreparedPairs
+from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
+from rollgrad.application.learning.examples import ExampleEvaluation, ExampleLearner
+from rollgrad.application.learning.reference import check_start, with_reference
+from rollgrad.application.pipelines.epochs import Epochs
+from rollgrad.application.pipelines.run import Run, Schedule
+from rollgrad.application.settings.dpo import DPORun, has_reference
+from rollgrad.application.settings.sections.ckpt import Resume
+from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
+from rollgrad.domain.batches.examples import pack_preferences
+from rollgrad.domain.control.findings import LearningSettings, LearningWatch
+from rollgrad.domain.episodes.examples import Preference
+from rollgrad.domain.ports.example_source import ExampleSource
+from rollgrad.domain.ports.models import PolicyModel, ReferenceModel
+from rollgrad.entrypoints.composition.base import BaseContainer
+from rollgrad.entrypoints.composition.cluster import Role
+from rollgrad.entrypoints.composition.examples import (
+    cache_directory,
+    make_eval_examples,
+    make_examples,
+    make_total_examples,
+    make_total_steps,
+)
+from rollgrad.entrypoints.composition.sft import LESS_MEMORY, evaluation_kind, make_roles, tokens_per_pass
+from rollgrad.entrypoints.description import describe_run
+from rollgrad.entrypoints.run_directory import continues
+
+START_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Mean difference in nats of a token's log-prob that rounding makes between two passes of one model, at most: the same
+pair in another micro-batch goes through other kernels."""
+
+
+def make_dpo_roles(run: DPORun) -> dict[str, Role]:
+    """Returns the processes of the models in a cluster: the reference has its own only if the actor cannot stand for
+    it, as it does before it is trained."""
+    roles = make_roles(run)
+    apart = run.ref.model_name_or_path is not None or run.ckpt.resume is not Resume.NEVER
+    return roles | ({"reference": roles["actor"]} if apart and has_reference(run.dpo) else {})
+
+
+def reference_key(run: DPORun, fingerprint: str) -> str | None:
+    """Returns what the reference's log-probs of the data with this fingerprint are kept under; None if the reference
+    is no file of this machine."""
+    name = run.ref.model_name_or_path or run.actor.model_name_or_path
+    model = model_fingerprint(name)
+    if model["weights"] is None:
+        return None
+    device = default_device()
+    parts = {
+        "model": model,
+        "data": fingerprint,
+        "dtype": str(resolve_dtype(run.actor.dtype, device)),
+        "device": device.type,
+        "float32_head": run.actor.float32_head,
+        "load_in_4bit": run.actor.lora.load_in_4bit,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def make_pairs(
+    run: DPORun,
+    examples: PreparedExamples,
+    policy: Callable[[], PolicyModel],
+    reference: Callable[[], ReferenceModel],
+    unload: Callable[[], object],
+    setting: str,
+) -> ExampleSource[Preference]:
+    """Returns the pairs of prepared examples, with the reference's log-probs if a loss reads them.
+
+    Args:
+        run: the settings.
+        examples: chosen and rejected replies.
+        policy: gives the actor, which is its own reference until it is trained.
+        reference: loads the reference.
+        unload: forgets what `reference` loaded.
+        setting: names the data.
+
+    Raises:
+        ConfigurationError: the actor does not begin as its reference.
+    """
+    pairs = PreparedPairs(examples)
+    if not has_reference(run.dpo):
+        return pairs
+    begins = run.ref.model_name_or_path is None and not continues(run.ckpt)
+    actor = policy() if begins else None  # loaded before its files are looked at: a hub's are here then
+    key = reference_key(run, examples.fingerprint)
+    store = ScoreFiles(None if key is None else cache_directory(run.data).parent / "reference")
+    budget = tokens_per_pass(run)
+    made = with_reference(
+        pairs, reference if actor is None else lambda: actor, store, key=str(key), max_tokens=budget, name=setting
+    )
+    unload()
+    if actor is not None:
+        tolerance = START_TOLERANCE[resolve_dtype(run.actor.dtype, default_device())]
+        check_start(actor, made, max_tokens=budget, tolerance=tolerance)
+    return made
+
+
+class DPOContainer(BaseContainer):
+    """All objects of a run over preference pairs; `config` is the validated `DPORun`. `dpo_container` makes it."""
+
+    examples = providers.Singleton(
+        make_examples,
+        BaseContainer.config.provided.data,
+        BaseContainer.config.provided.train,
+        BaseContainer.config.provided.actor.model_name_or_path,
+        BaseContainer.tokenizer,
+        BaseContainer.codec,
+    )
+    eval_examples = providers.Selector(
+        providers.Callable(evaluation_kind, BaseContainer.config.provided.eval.dataset),
+        examples=providers.Singleton(
+            make_eval_examples,
+            BaseContainer.config.provided.data,
+            BaseContainer.config.provided.eval,
+            BaseContainer.config.provided.actor.model_name_or_path,
+            BaseContainer.tokenizer,
+            BaseContainer.codec,
+        ),
+        none=providers.Object(None),
+    )
+    unload = providers.Callable(lambda reference: reference.reset(), BaseContainer.local_reference.provider)
+    pairs = providers.Singleton(
+        make_pairs,
+        BaseContainer.config,
+        examples,
+        BaseContainer.policy.provider,
+        BaseContainer.loaded_reference.provider,
+        unload.provider,
+        "data.dataset",
+    )
+    eval_pairs = providers.Singleton(
+        make_pairs,
+        BaseContainer.config,
+        eval_examples,
+        BaseContainer.policy.provider,
+        BaseContainer.loaded_reference.provider,
+        unload.provider,
+        "eval.dataset",
+    )
+    learner = providers.Singleton(
+        ExampleLearner,
+        BaseContainer.policy,
+        pack=providers.Object(pack_preferences),
+        objective=providers.Singleton(PreferenceObjective, settings=BaseContainer.config.provided.dpo),
+        max_tokens=providers.Callable(tokens_per_pass, BaseContainer.config),
+    )
+    steps = providers.Singleton(
+        Epochs,
+        learner,
+        pairs,
+        batch_size=BaseContainer.config.provided.train.batch_size,
+        total=providers.Callable(make_total_examples, BaseContainer.config.provided.train, examples),
+        seed=BaseContainer.config.provided.train.seed,
+        clock=BaseContainer.clock,
+    )
+    evaluation = providers.Selector(
+        providers.Callable(evaluation_kind, BaseContainer.config.provided.eval.dataset),
+        examples=providers.Singleton(ExampleEvaluation, learner, eval_pairs),
+        none=providers.Object(None),
+    )
+    description = providers.Singleton(describe_run, BaseContainer.config, examples.provided.fingerprint)
+    run = providers.Singleton(  # the schedule first: data that cannot be used are refused before the model is loaded
+        Run,
+        schedule=providers.Callable(
+            Schedule,
+            steps=BaseContainer.total_steps,
+            eval_steps=BaseContainer.config.provided.eval.steps,
+            save_steps=BaseContainer.config.provided.ckpt.save_steps,
+            state_steps=BaseContainer.config.provided.ckpt.state_steps,
+            state_minutes=BaseContainer.config.provided.ckpt.state_minutes,
+        ),
+        steps=steps,
+        models=learner,
+        evaluation=evaluation,
+        sink=BaseContainer.sink,
+        sample_log=providers.Object(None),
+        checkpoints=BaseContainer.checkpoints,
+        clock=BaseContainer.clock,
+        watch=providers.Callable(LearningWatch, providers.Callable(LearningSettings, steps=BaseContainer.total_steps)),
+        description=description,
+        less_memory=LESS_MEMORY,
+    )
+
+
+def dpo_container(config: DPORun) -> DPOContainer:
+    """Returns the container of a run with these settings."""
+    container = DPOContainer(config=config, make=providers.Object(dpo_container))
+    total_steps = providers.Callable(make_total_steps, config.train, container.examples)
+    container.override_providers(
+        total_steps=total_steps,
+        actor_steps=total_steps,
+        roles=providers.Callable(make_dpo_roles, config),
+        colocated=providers.Object([{"actor", "reference"}]),
+    )
+    return container

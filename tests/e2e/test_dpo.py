@@ -1,0 +1,245 @@
+"""`rollgrad train dpo` as a user runs it, with a real (tiny) model."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rollgrad
+from rollgrad.adapters.checkpoints.score_files import ScoreFiles
+from rollgrad.adapters.models.torch.models import TorchPolicy, TorchReference
+from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig
+from rollgrad.application.settings.sections.actor import DType, LoraConfig
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
+from rollgrad.application.settings.sections.examples import ExampleEvalConfig, ExampleTrainConfig, PairDataConfig
+from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.application.settings.sections.optimizer import AdamConfig
+from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
+from rollgrad.domain.ports.metric_sink import MetricSink
+from rollgrad.domain.ports.models import TokenScores
+from rollgrad.entrypoints.cli.main import main
+
+PAIRS, BATCH, STEPS = 18, 6, 6
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared data and the reference's log-probs stay out of the user's home."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    path = tmp_path / "pairs.jsonl"
+    rows = [
+        {"prompt": f"What is {a} plus {a}?", "chosen": f"The answer is {2 * a}.", "rejected": "I do not know."}
+        for a in range(PAIRS)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who scored batches without training: the policy, or a reference of its own."""
+    calls: list[str] = []
+
+    def counting(kind: type[TorchPolicy] | type[TorchReference]) -> None:
+        score = kind.score
+
+        def counted(self: Any, batch: PackedBatch) -> TokenScores:
+            calls.append(kind.__name__)
+            return score(self, batch)
+
+        monkeypatch.setattr(kind, "score", counted)
+
+    counting(TorchPolicy)
+    counting(TorchReference)
+    return calls
+
+
+def settings(model: Path, data: Path, output: Path, **dpo: Any) -> DPORun:
+    return DPORun(
+        actor=PreferenceModelConfig(model_name_or_path=str(model), dtype=DType.FLOAT32, adam=AdamConfig(lr=1e-3)),
+        dpo=PreferenceSettings(**dpo),
+        data=PairDataConfig(dataset=str(data)),
+        train=ExampleTrainConfig(batch_size=BATCH, num_epochs=2),
+        ckpt=CheckpointConfig(output_dir=str(output)),
+        logger=LoggerConfig(console=False),
+    )
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model" / "model.safetensors")
+
+
+def logged(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_model_learns_what_is_preferred(tiny_model_dir: Path, pairs: Path, tmp_path: Path) -> None:
+    run = settings(tiny_model_dir, pairs, tmp_path / "run")
+    run.eval = ExampleEvalConfig(dataset=str(pairs), steps=3, max_samples=5)
+    result = rollgrad.train_dpo(run)
+    assert result.steps == STEPS
+    rows = logged(tmp_path / "run")
+    trained = [row for row in rows if "train/loss" in row]
+    assert trained[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert result.before["eval/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert (result.before["eval/accuracy"], result.after["eval/accuracy"]) == (0.0, 1.0)
+    assert result.after["eval/reward_margin"] > 0.5
+    assert [row["step"] for row in rows if "eval/loss" in row] == [0, 3, 6]
+    assert result.report is not None
+    report = json.loads((tmp_path / "run" / "data_report.json").read_text())
+    assert report["data.dataset"]["used"] == PAIRS
+    assert report["data.dataset"]["branched_rows"] == 0
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(result.model).num_parameters() > 0
+
+
+def test_the_reference_is_computed_once_and_found_again(
+    tiny_model_dir: Path, pairs: Path, tmp_path: Path, scored: list[str]
+) -> None:
+    first = rollgrad.train_dpo(settings(tiny_model_dir, pairs, tmp_path / "first"))
+    passes = scored.count("TorchPolicy")  # one for the reference, one for the comparison at the start
+    assert passes == 2
+    assert "TorchReference" not in scored, "the actor is its own reference until it is trained"
+    second = rollgrad.train_dpo(settings(tiny_model_dir, pairs, tmp_path / "second"))
+    assert scored.count("TorchPolicy") == passes + 1
+    assert weights(first.output_dir).keys() == weights(second.output_dir).keys()
+    assert all(torch.equal(a, weights(second.output_dir)[name]) for name, a in weights(first.output_dir).items())
+
+
+class Stopping(MetricSink):
+    """Ends the run, as a full disk would, after some steps."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self._after and "train/loss" in metrics:
+            raise CheckpointError("The disk is full.")
+
+    def close(self) -> None:
+        """Has nothing to flush."""
+
+
+@pytest.mark.parametrize("cache", ["kept", "lost"])
+def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
+    tiny_model_dir: Path, pairs: Path, tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch, scored: list[str]
+) -> None:
+    whole = rollgrad.train_dpo(settings(tiny_model_dir, pairs, tmp_path / "whole"))
+    run = settings(tiny_model_dir, pairs, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="disk is full"):
+        rollgrad.train_dpo(run, sink=Stopping(after=4))
+    if cache == "lost":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    scored.clear()
+    run.ckpt.resume = Resume.ALWAYS
+    result = rollgrad.train_dpo(run)
+    assert result.steps == STEPS
+    # The trained model is no reference: where the log-probs are lost, the one it began as is loaded for them.
+    assert scored == ([] if cache == "kept" else ["TorchReference"])
+    assert all(torch.equal(a, weights(result.output_dir)[name]) for name, a in weights(whole.output_dir).items())
+
+
+def test_adapters_begin_as_the_model_without_them(
+    tiny_model_dir: Path, pairs: Path, tmp_path: Path, scored: list[str]
+) -> None:
+    run = settings(tiny_model_dir, pairs, tmp_path / "run")
+    run.actor.lora = LoraConfig(rank=4)
+    run.actor.adam.lr = 1e-2
+    with pytest.raises(CheckpointError):
+        rollgrad.train_dpo(run, sink=Stopping(after=4))
+    (tmp_path / "cache").rename(tmp_path / "moved")  # the reference, with the adapters off, is computed again
+    run.ckpt.resume = Resume.ALWAYS
+    result = rollgrad.train_dpo(run)
+    assert "TorchReference" not in scored
+    rows = [row for row in logged(result.output_dir) if "train/loss" in row]
+    assert [row["step"] for row in rows] == [5, 6]
+    assert rows[-1]["train/accuracy"] == 1.0
+    assert (result.model / "adapter" / "adapter_model.safetensors").exists()
+    whole = settings(tiny_model_dir, pairs, tmp_path / "whole")
+    whole.actor.lora, whole.actor.adam.lr = LoraConfig(rank=4), 1e-2
+    uninterrupted = weights(rollgrad.train_dpo(whole).output_dir)
+    first = next(row for row in logged(tmp_path / "whole") if "train/loss" in row)
+    assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert all(torch.equal(a, weights(result.output_dir)[name]) for name, a in uninterrupted.items())
+
+
+def test_a_reference_of_its_own(tiny_model_dir: Path, pairs: Path, tmp_path: Path, scored: list[str]) -> None:
+    trained = rollgrad.train_dpo(settings(tiny_model_dir, pairs, tmp_path / "first"))
+    scored.clear()
+    run = settings(trained.model, pairs, tmp_path / "second")
+    run.ref.model_name_or_path = str(tiny_model_dir)
+    result = rollgrad.train_dpo(run)
+    assert scored == [], "the first run kept the log-probs of the same model"
+    first = next(row for row in logged(result.output_dir) if "train/loss" in row)
+    assert first["train/reward_margin"] > 0.3, "the second run goes on from the first one's distance"
+
+
+def test_log_probs_of_another_model_are_refused(
+    tiny_model_dir: Path,
+    pairs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load = ScoreFiles.load
+    rollgrad.train_dpo(settings(tiny_model_dir, pairs, tmp_path / "first"))
+    monkeypatch.setattr(ScoreFiles, "load", lambda self, key: [score - 1 for score in load(self, key)])
+    with pytest.raises(ConfigurationError, match=r"differ from the reference's by 1 a token.*log 2"):
+        rollgrad.train_dpo(settings(tiny_model_dir, pairs, tmp_path / "second"))
+
+
+def test_losses_without_a_reference_compute_none(
+    tiny_model_dir: Path, pairs: Path, tmp_path: Path, scored: list[str]
+) -> None:
+    run = settings(tiny_model_dir, pairs, tmp_path / "run", loss=("simpo", "sft"), loss_weights=(1.0, 0.2))
+    result = rollgrad.train_dpo(run)
+    assert scored == []
+    rows = [row for row in logged(result.output_dir) if "train/loss" in row]
+    assert rows[-1]["train/simpo_loss"] < rows[0]["train/simpo_loss"]
+    assert rows[0]["train/loss"] == pytest.approx(rows[0]["train/simpo_loss"] + 0.2 * rows[0]["train/chosen_nll"])
+
+
+def test_the_command_line(
+    tiny_model_dir: Path, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "dpo", "--actor.model_name_or_path", str(tiny_model_dir), "--data.dataset", str(pairs)]
+    output = ["--ckpt.output_dir", str(tmp_path / "run"), "--train.batch_size", "6", "--actor.dtype", "float32"]
+    assert main([*words, *output, "--train.max_steps", "2", "--dpo.loss", "sigmoid", "sft"]) == 0
+    assert str(tmp_path / "run") in capsys.readouterr().out
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+    assert main([*words, "--dry_run", "--ckpt.output_dir", str(tmp_path / "other")]) == 0
+    shown = capsys.readouterr().out
+    assert "⟦The answer is 0.<|im_end|>⟧" in shown
+    assert not (tmp_path / "other").exists()
+    wrong = ["--dpo.loss", "dpo", "--dpo.beta", "-1", "--train.batch_size", "0"]
+    assert main([*words, *wrong]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in errors if line.startswith("error:")] == [
+        "dpo.beta",
+        "train.batch_size",
+        "dpo.loss",
+    ]
+
+
+def test_rows_that_are_no_pairs_are_counted_and_named(tiny_model_dir: Path, pairs: Path, tmp_path: Path) -> None:
+    with pairs.open("a") as file:
+        file.write('{"prompt": "a", "chosen": "b", "rejected": "b"}\n{"prompt": "a", "chosen": "b"}\nnot JSON\n')
+    run = settings(tiny_model_dir, pairs, tmp_path / "run")
+    with pytest.raises(DataError, match=r"3 of 21 rows .*equal_replies: 1 .*pairs.jsonl:19"):
+        rollgrad.train_dpo(run)
+    run.data.max_dropped = 0.2
+    result = rollgrad.train_dpo(run)
+    report = json.loads((result.output_dir / "data_report.json").read_text())["data.dataset"]
+    assert {reason: drop["count"] for reason, drop in report["dropped"].items()} == {"equal_replies": 1, "broken": 2}
