@@ -8,12 +8,18 @@ Exit code 1 if a mutant stays alive, or if the tests fail without one.
 """
 
 import argparse
+import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import hypothesis  # noqa: F401
+import pytest
+import torch  # noqa: F401
+import transformers  # noqa: F401
 import yaml
 
 from tests.mutants.table import ROOT, Mutant, mutants
@@ -33,18 +39,43 @@ def copied_tree(directory: Path) -> Path:
 
 
 def failure(tree: Path, tests: list[str]) -> str | None:
-    """The first test that fails, or why there is no telling; None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--timeout=120", "-p", "no:cacheprovider"]
-    try:
-        run = subprocess.run([*command, *tests], cwd=tree, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return "hangs"
-    if run.returncode == 0:
+    """The first test that fails, or why there is no telling; None if all pass. They run in a fork of this
+    process, which has imported libraries, and nothing of the tree."""
+    with tempfile.NamedTemporaryFile("w+") as output:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                status = run_tests(tree, tests, output.fileno())
+            finally:
+                os._exit(status)
+        deadline = time.monotonic() + SECONDS
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return "hangs"
+            time.sleep(0.1)
+        status = os.waitstatus_to_exitcode(ended[1])
+        text = Path(output.name).read_text()
+    if status == 0:
         return None
-    if run.returncode != 1 and "Timeout" not in run.stdout + run.stderr:  # nothing was tested
-        raise SystemExit(f"pytest ended with {run.returncode}:\n{run.stdout}{run.stderr}")
-    names = [line.split(" - ")[0].split(" ", 1)[1] for line in run.stdout.splitlines() if line.startswith("FAILED ")]
+    if status != 1 and "Timeout" not in text:  # nothing was tested
+        raise SystemExit(f"pytest ended with {status}:\n{text}")
+    names = [line.split(" - ")[0].split(" ", 1)[1] for line in text.splitlines() if line.startswith("FAILED ")]
     return names[0] if names else "hangs"
+
+
+def run_tests(tree: Path, tests: list[str], output: int) -> int:
+    os.setpgid(0, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    sys.path[:] = [str(tree), *(path for path in sys.path if path and Path(path).resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("rollgrad", "tests")]:
+        del sys.modules[name]
+    return int(pytest.main(["-q", "-x", "--no-header", "--timeout=120", "-p", "no:cacheprovider", *tests]))
 
 
 def judge(tree: Path, mutant: Mutant) -> str | None:
