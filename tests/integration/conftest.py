@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,22 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # as `RaySession` does, for c
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 collect_ignore = [file for file, packages in NEEDS.items() if not all(map(importlib.util.find_spec, packages))]
+
+
+@pytest.fixture(scope="session")
+def _rays_end() -> Iterator[None]:
+    yield
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray(_rays_end: None) -> None:
+    """A Ray on this machine, which runs find and leave: all modules share it, for it takes longer to start than many of
+    their tests."""
+    from rollgrad.adapters.ray.session import RaySession
+
+    RaySession(None, cpus=8)
 
 
 @pytest.fixture

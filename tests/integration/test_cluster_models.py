@@ -14,7 +14,6 @@ from rollgrad.adapters.models.ray.sharded import ShardedPolicy, ShardedReference
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.adapters.ray.placement import Placement
-from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.weights.shared_buckets import SharedMemory, fill_at
 from rollgrad.application.learning.microbatch import split
@@ -49,15 +48,8 @@ orthogonal apart would be 1 away."""
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[RaySession]:
-    session = RaySession(None, cpus=4)
-    yield session
-    session.close()
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["one_process", "two_processes"])
-def group(session: RaySession, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    with cluster.worker_group(request.param) as group:
+def group(ray: None, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+    with cluster.worker_group(getattr(request, "param", 2)) as group:
         yield group
 
 
@@ -78,7 +70,12 @@ def assert_alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert float(gap.max()) < 10 * TOLERANCE
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)])
+DIVISIONS = [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)]
+
+
+@pytest.mark.parametrize(
+    ("group", "stage", "offload"), [*((2, *division) for division in DIVISIONS), (1, 3, False)], indirect=["group"]
+)
 def test_every_division_trains_as_one_process(
     group: WorkerGroup, stage: int, offload: bool, expected: dict[str, Any], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -257,7 +254,7 @@ def test_a_reference_scores_what_one_process_scores(group: WorkerGroup, tiny_mod
         torch.testing.assert_close(found.entropy_N, wanted.entropy_N, rtol=1e-4, atol=1e-4)
 
 
-def test_room_that_is_not_there_is_told(session: RaySession) -> None:
+def test_room_that_is_not_there_is_told(ray: None) -> None:
     with pytest.raises(ConfigurationError, match="found no room for the 99 processes of actor"):
         Placement("actor", 99, gpus=0, timeout=3)
 
@@ -311,7 +308,7 @@ PHASES: dict[str, Callable[[ShardedPolicy, LocalCheckpointStore], object]] = {
     ],
 )
 def test_a_process_that_dies_is_named_and_what_was_saved_stays(
-    phase: str, rank: int, doing: str, size: int, session: RaySession, tiny_model_dir: Path, tmp_path: Path
+    phase: str, rank: int, doing: str, size: int, ray: None, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     """Others may fail before it is known that it died, as they compute together at ZeRO stage 3."""
     store = LocalCheckpointStore(tmp_path)
@@ -337,9 +334,7 @@ def test_a_process_that_dies_is_named_and_what_was_saved_stays(
 
 
 @pytest.mark.chaos
-def test_the_copies_of_a_reward_model_share_the_replies_until_one_is_lost(
-    session: RaySession, reward_model_dir: Path
-) -> None:
+def test_the_copies_of_a_reward_model_share_the_replies_until_one_is_lost(ray: None, reward_model_dir: Path) -> None:
     """From then on every reply is a failed judgement that names the process."""
     requests = [
         RewardRequest(prompt=Prompt(token_ids=(1,), text="What?"), response=" 7" * n, stop_reason=StopReason.STOP)

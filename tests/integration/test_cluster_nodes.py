@@ -26,16 +26,24 @@ from tests.fakes.reward_source import FakeRewardSource
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
+def _no_other_ray() -> Iterator[None]:
+    """A process is in one Ray cluster at a time."""
+    import ray
+
+    ray.shutdown()
+    yield
+    ray.shutdown()  # which a test that failed has not done
+
+
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two nodes of one CPU each: two training processes have to be apart."""
-    import ray
     from ray.cluster_utils import Cluster
 
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     nodes.add_node(num_cpus=1)
     yield nodes
-    ray.shutdown()  # which a test that failed has not done
     nodes.shutdown()
 
 

@@ -16,7 +16,6 @@ import torch
 from structlog.testing import capture_logs
 
 import rollgrad
-from rollgrad.adapters.ray.session import RaySession
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.ckpt import Resume
@@ -34,19 +33,11 @@ from tests.fakes import cluster, controller
 from tests.fakes.controller import letters
 from tests.fakes.reward_source import FakeRewardSource
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.usefixtures("ray")]
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def session() -> Iterator[RaySession]:
-    """One Ray for all runs, which they find and leave."""
-    session = RaySession(None, cpus=8)
-    yield session
-    session.close()
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from rollgrad.adapters.engines.ray_vllm import RayVLLMEngine, start_engines
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.weights.channel import FleetWeights
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.domain.batches.packed import PackedBatch, pack
@@ -86,8 +85,7 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def started(wide_headed_model_dir: Path) -> Iterator[World]:
-    session = RaySession(None, cpus=4)
+def started(ray: None, wide_headed_model_dir: Path) -> Iterator[World]:
     path = str(wide_headed_model_dir)
     settings = {"model": path, "eos_token_ids": (), "dtype": "float32", "max_batch_size": 64}
     model = load_causal_lm(path, dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
@@ -99,7 +97,6 @@ def started(wide_headed_model_dir: Path) -> Iterator[World]:
         )
         yield World(runner, members, fleet, FleetWeights(fleet), policy)
         runner.run(fleet.aclose())
-    session.close()
 
 
 @pytest.fixture

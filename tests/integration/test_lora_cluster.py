@@ -12,7 +12,6 @@ import rollgrad
 from rollgrad.adapters.engines.ray_vllm import start_engines
 from rollgrad.adapters.models.ray.sharded import ShardedPolicy
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
-from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.weights.channel import FleetWeights
 from rollgrad.adapters.weights.shared_memory import shared_memory_adapter
 from rollgrad.application.engines.fleet import EngineFleet
@@ -36,11 +35,9 @@ BFLOAT16_TOLERANCE = 0.02
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[WorkerGroup]:
-    session = RaySession(None, cpus=6)
+def group(ray: None) -> Iterator[WorkerGroup]:
     with cluster.worker_group(2) as group:
         yield group
-    session.close()
 
 
 @pytest.mark.parametrize(("stage", "adapters"), [(0, lora.LORA), (2, lora.LORA), (3, lora.LORA), (2, lora.QLORA)])

@@ -9,7 +9,6 @@ import torch
 
 from rollgrad.adapters.models.ray.sharded import ShardedPolicy, ShardedReference, ShardedValue
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
-from rollgrad.adapters.ray.session import RaySession
 from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
 from tests.fakes import cluster, sequence_parallel
 from tests.tiny_models import saved, tiny_model
@@ -22,13 +21,6 @@ TOLERANCE = 1e-3
 order, and AdamW, which divides them by their size, makes much of that where they are almost 0."""
 
 
-@pytest.fixture(scope="module")
-def session() -> Iterator[RaySession]:
-    session = RaySession(None, cpus=4)
-    yield session
-    session.close()
-
-
 EVERYWHERE = pytest.mark.parametrize(
     ("group", "model_dir"),
     [(2, "Llama"), (2, "Mistral"), (4, "Mistral")],
@@ -38,7 +30,7 @@ EVERYWHERE = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def group(session: RaySession, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+def group(ray: None, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     with cluster.worker_group(request.param) as group:
         yield group
 

@@ -11,7 +11,6 @@ from rollgrad.adapters.models.deepspeed.tensor_parallel import divided
 from rollgrad.adapters.models.ray.sharded import ShardedPolicy, ShardedReference, ShardedValue
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.ray.session import RaySession
 from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
 from tests.fakes import cluster, tensor_parallel
 from tests.tiny_models import saved, tiny_model
@@ -53,14 +52,7 @@ in_two_pairs = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[RaySession]:
-    session = RaySession(None, cpus=4)
-    yield session
-    session.close()
-
-
-@pytest.fixture(scope="module")
-def group(session: RaySession, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+def group(ray: None, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     with cluster.worker_group(request.param) as group:
         yield group
 

@@ -15,6 +15,7 @@ def followed(scale: LossScale, *overflows: bool) -> LossScale:
 def test_it_starts_at_two_to_the_sixteenth_and_halves() -> None:
     assert LossScale().factor == FIRST == 65536
     assert followed(LossScale(), True, True).factor == 16384
+    assert followed(LossScale(), *[True] * 40).factor == SMALLEST == 1
 
 
 def test_a_whole_window_without_an_overflow_doubles_it() -> None:
