@@ -25,7 +25,13 @@ _PROBABILITY_SLACK = 1e-6
 
 
 def load_dataset(
-    spec: str, *, split: str, probs: tuple[float, ...] | None, seed: int, max_samples: int | None
+    spec: str,
+    *,
+    split: str,
+    probs: tuple[float, ...] | None,
+    seed: int,
+    max_samples: int | None,
+    split_flag: str = "--data.prompt_split",
 ) -> "datasets.Dataset":
     """Returns the rows of one or several comma-separated datasets, each row with its `datasource`.
 
@@ -49,7 +55,7 @@ def load_dataset(
     parts = []
     for name in names:
         with foreign_code(lambda words, name=name: DataError(f"The dataset {name[:200]} cannot be used: {words}")):  # type: ignore[misc]
-            parts.append(_with_datasource(_read(name, split), _origin(name)))
+            parts.append(_with_datasource(_read(name, split, split_flag), _origin(name)))
     merged = parts[0] if len(parts) == 1 else _mix(parts, names, probs, seed)
     return merged if max_samples is None else merged.select(range(min(max_samples, len(merged))))
 
@@ -115,7 +121,7 @@ def _mix(
         ) from error
 
 
-def _read(name: str, split: str) -> "datasets.Dataset":
+def _read(name: str, split: str, split_flag: str) -> "datasets.Dataset":
     """Reads one split of one dataset."""
     path = Path(name)
     if path.suffix in _FILE_FORMATS:
@@ -126,10 +132,10 @@ def _read(name: str, split: str) -> "datasets.Dataset":
         folder, configuration = split_configuration(name)
         loaded = _read_folder(Path(folder), configuration)
     elif name.startswith((".", "/", "~")):
-        raise DataError(f"The dataset {name} does not exist: check the path (--data.prompt_dataset or --eval.dataset).")
+        raise DataError(f"The dataset {name} does not exist: check the path.")
     else:
         loaded = _read_hub(name)
-    rows = _choose_split(loaded, name, split)
+    rows = _choose_split(loaded, name, split, split_flag)
     if len(rows) == 0:
         raise DataError(f"The dataset {name} has no rows: at least one prompt is needed.")
     return rows
@@ -139,9 +145,7 @@ def _read_file(path: Path) -> Any:
     import datasets
 
     if not path.is_file():
-        raise DataError(
-            f"The dataset file {path} does not exist: check the path (--data.prompt_dataset or --eval.dataset)."
-        )
+        raise DataError(f"The dataset file {path} does not exist: check the path.")
     if path.stat().st_size == 0:
         raise DataError(f"The dataset {path} has no rows: at least one prompt is needed.")
     _check_json_rows(path)
@@ -245,7 +249,7 @@ def _short_hub_wait() -> Iterator[None]:
         datasets.config.HF_HUB_OFFLINE = before
 
 
-def _choose_split(loaded: Any, name: str, split: str) -> "datasets.Dataset":
+def _choose_split(loaded: Any, name: str, split: str, split_flag: str) -> "datasets.Dataset":
     import datasets
 
     if isinstance(loaded, datasets.Dataset):
@@ -255,8 +259,7 @@ def _choose_split(loaded: Any, name: str, split: str) -> "datasets.Dataset":
     if len(loaded) == 1:
         return next(iter(loaded.values()))
     raise DataError(
-        f"The dataset {name} has no split {split!r}: set --data.prompt_split (or --eval.split) to one of "
-        f"{', '.join(loaded)}."
+        f"The dataset {name} has no split {split!r}: set {split_flag} (or --eval.split) to one of {', '.join(loaded)}."
     )
 
 

@@ -175,7 +175,7 @@ def _open(name: str, split: str, settings: ReadingSettings) -> Source:
         lines = JsonLines(path)
         rows, fingerprint = lines, lines.fingerprint
     else:
-        dataset = load_dataset(name, split=split, probs=None, seed=0, max_samples=None)
+        dataset = load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split")
         rows, fingerprint = dataset, str(dataset._fingerprint)
     return Source(name, rows, find_format(list(_columns(rows)), name, settings), fingerprint)
 

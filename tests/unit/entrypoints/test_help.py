@@ -9,14 +9,19 @@ import sys
 import pytest
 
 from rollgrad.application.settings.rules import validate, validate_evaluation
+from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sft import SFTRun
+from rollgrad.entrypoints.cli.data import DataShowArguments
 from rollgrad.entrypoints.cli.help import ESSENTIALS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.parsing import EvalArguments, TrainArguments, flag_kinds, parse_run
+from rollgrad.entrypoints.cli.sft import SFTArguments
 from rollgrad.entrypoints.config_io import setting_names
 
 SECTIONS = sorted({name.rpartition(".")[0] for name in setting_names()})
 KINDS = {"train rl": TrainArguments, "eval": EvalArguments}
+SFT_KINDS = {"train sft": SFTArguments, "data show": DataShowArguments}
 
 
 def helped(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
@@ -55,6 +60,17 @@ def test_the_example_is_one_that_runs(command: str) -> None:
     assert words[: 1 + len(command.split())] == ["rollgrad", *command.split()]
     config = parse_run(KINDS[command], RLConfig, command, words[1 + len(command.split()) :])[1]
     validate(config) if command == "train rl" else validate_evaluation(config)
+
+
+@pytest.mark.parametrize("command", SFT_KINDS)
+def test_commands_over_examples_show_their_own_settings(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(ESSENTIALS[command][0].replace("\\\n", " "))
+    run = parse_run(SFT_KINDS[command], SFTRun, command, words[1 + len(command.split()) :])[1]
+    assert sft_errors(run) == []
+    text = helped(capsys, command, "all")
+    assert set(setting_names(SFTRun)) <= set(shown(text))
+    assert "--actor.adam.lr NUMBER (default: 1e-05)" in text
+    assert "--rollout" not in text
 
 
 @pytest.mark.parametrize("section", SECTIONS)
