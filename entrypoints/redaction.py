@@ -40,16 +40,17 @@ LEAST_LENGTH = 4
 LEAST_VARIABLE_LENGTH = 8
 """The same for environment variables, which have nothing to do with the command in most cases."""
 
-_ASSIGNMENT = re.compile(r"""([A-Za-z][\w.-]*)["']?\s*[=:]\s*["']?([^\s"',}&]+)""")
-_URL = re.compile(r"""([A-Za-z][\w+.-]*://)[^/\s'"@]*:[^/\s'"]*@""")
+# Names begin where no other could go on: a search from each of their letters would take the square of their length.
+_ASSIGNMENT = re.compile(r"""(?<![\w.-])([\w.-]+)["']?\s*[=:]\s*["']?([^\s"',}&]+)""")
+_URL = re.compile(r"""(?<![\w+.-])([\w+.-]+://)[^/\s'"@:]*:[^/\s'"]*@""")
 _PASSWORD = re.compile(r"""://[^/\s'"@:]*:([^/\s'"]+)@""")
 _WEB_USER = re.compile(r"""(https?://)[^/\s'"@]+@""")
 _HEADER = re.compile(r"""(Authorization["']?\s*[:=]\s*["']?(?:(?:Bearer|Basic|Token)\s+)?)([^\s"',}]+)""")
 _BEARER = re.compile(r"(Bearer\s+)[^\s\"',}]{8,}")
 _NAMED = re.compile(
     r"""((?:[?&][\w-]*(?:key|token|secret|password)=|
-        [\w.-]*(?:api|access|secret|private|auth|wandb|hub|hf)[_-]?(?:key|token)["']?\s*[=:]\s*["']?|
-        [\w.-]*(?:secret|password|passwd)["']?\s*[=:]\s*["']?))[^\s"',}&]+""",
+        (?<![\w.-])[\w.-]*(?:api|access|secret|private|auth|wandb|hub|hf)[_-]?(?:key|token)["']?\s*[=:]\s*["']?|
+        (?<![\w.-])[\w.-]*(?:secret|password|passwd)["']?\s*[=:]\s*["']?))[^\s"',}&]+""",
     re.VERBOSE | re.IGNORECASE,
 )
 

@@ -1,6 +1,7 @@
-"""Gives every boundary bad inputs: settings, YAML, data, reward functions, HTTP answers, requests, training states.
+"""Gives every boundary bad inputs: settings, YAML, data, reward functions, HTTP answers, requests, training states,
+commands, models on the disk.
 
-    python scripts/fuzz.py            # all kinds: 2,280 cases (2,660 inputs), a few minutes on one core
+    python scripts/fuzz.py            # all kinds: 2,880 cases (3,260 inputs), ten minutes on one core
     python scripts/fuzz.py data http  # these alone
     python scripts/fuzz.py --seed 7   # other cases
 
@@ -15,7 +16,8 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.fuzz import KINDS, cases, outcome
+from tests.fuzz import KINDS, cases
+from tests.fuzz_cases import outcome
 
 
 def main(kinds: tyro.conf.Positional[tuple[str, ...]] = (), seed: int = 0) -> int:

@@ -1,14 +1,13 @@
 """Bad inputs for every boundary, and what must become of each: one of rollgrad's sentences, in time.
 
-`cases(kind, count, seed, folder)` makes them; `outcome` runs one. Used by `tests/integration/test_fuzz.py` (a few of
-each) and `scripts/fuzz.py` (all of them).
+`cases(kind, count, seed, folder)` makes them; `fuzz_cases.outcome` runs one. Used by `tests/integration/test_fuzz.py`
+(a few of each) and `scripts/fuzz.py` (all of them).
 """
 
 import asyncio
 import contextlib
 import json
 import random
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import httpx2
 import torch
 import yaml
-from attrs import frozen
 
 from rollgrad.adapters.checkpoints.states import read_state, save_state
 from rollgrad.adapters.data.datasets.loading import load_dataset
@@ -28,51 +26,13 @@ from rollgrad.application.settings.rules import validate
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
-from rollgrad.domain.errors import RollgradError
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.entrypoints.config_io import dump_config, load_config, setting_names, structure_config
 from tests.fakes.chat_codec import EOS, FakeChatCodec
 from tests.fakes.reward_server import RewardServer
 from tests.fakes.scripted_engine import ScriptedEngine, serving
-
-SECONDS = 60.0
-"""For one case: each takes milliseconds, so that only a hang reaches it."""
-
-
-class HangError(KeyboardInterrupt):
-    """The case did not end. No boundary takes it for the foreign code's."""
-
-
-@frozen
-class Case:
-    """`run` ends, or raises one of rollgrad's errors; `refused`: it has to raise one."""
-
-    name: str
-    run: Callable[[], object]
-    refused: bool = False
-
-
-def outcome(case: Case) -> str | None:
-    """Returns what is wrong with what became of a case; None if nothing is."""
-
-    def late(*_: object) -> None:
-        raise HangError
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
-        case.run()
-    except RollgradError as error:
-        return None if str(error).strip() and "Traceback" not in str(error) else f"{case.name}: says nothing"
-    except HangError:
-        return f"{case.name}: hangs"
-    except BaseException as error:
-        return f"{case.name}: {type(error).__name__} {error!s:.200}"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    return f"{case.name}: accepted" if case.refused else None
-
+from tests.fuzz_cases import SECONDS, Case, flipped
+from tests.fuzz_commands import checkpoints, commands
 
 VALUES: list[Any] = [
     float("nan"), float("inf"), -1, 0, 10**20, -(10**400), 1e308, "", " ", "\0", "\ud800", "x" * 10_000, None, True,
@@ -94,25 +54,6 @@ def settings(draw: random.Random, folder: Path) -> Case:
         branch[key] = value
     wrong = any(isinstance(value, dict) and value.get("a") for value in chosen.values())
     return Case(f"settings {shown(chosen)}", lambda: validate(structure_config(tree)), refused=wrong)
-
-
-def flipped(draw: random.Random, content: bytes) -> bytes:
-    """The content with some bytes flipped, cut, swapped or put in; never the same."""
-    changed = bytearray(content)
-    while bytes(changed) == content:
-        place, other = draw.randrange(len(content)), draw.randrange(len(content))
-        how = draw.randrange(4)
-        if how == 0:
-            changed[place] ^= 1 << draw.randrange(8)
-        elif how == 1:
-            del changed[place:]
-        elif how == 2:
-            changed[place], changed[other] = changed[other], changed[place]
-        else:
-            changed[place:place] = draw.randbytes(draw.choice([1, 8, 100]))
-        if not changed:
-            return b""
-    return bytes(changed)
 
 
 def yaml_text(draw: random.Random, folder: Path) -> Case:
@@ -320,6 +261,8 @@ KINDS: dict[str, tuple[Callable[[random.Random, Path], Case], int]] = {
     "http": (http_answers, 60),
     "requests": (requests, 20),
     "states": (states, 200),
+    "commands": (commands, 300),
+    "checkpoints": (checkpoints, 300),
 }
 """What makes the cases of a kind, and how many there are in the full form (each of `requests` is twenty)."""
 

@@ -86,8 +86,8 @@ def read_token(token_file: Path | None) -> str | None:
         source = f"--token_file {token_file}"
         try:
             token = token_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text, or that is no name of a file"
             raise ConfigurationError(
                 f"{source} cannot be read ({reason}): name a file that holds the token."
             ) from error

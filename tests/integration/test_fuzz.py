@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import KINDS, cases, outcome
+from tests.fuzz import KINDS, cases
+from tests.fuzz_cases import outcome
 
 SHARE = 20
 """Of the cases of the full form, one in so many."""

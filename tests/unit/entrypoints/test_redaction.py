@@ -7,7 +7,7 @@ import pytest
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.entrypoints.cli.main import COMMANDS, main
 from rollgrad.entrypoints.config_io import setting_names
-from rollgrad.entrypoints.redaction import is_secret_name, redact
+from rollgrad.entrypoints.redaction import is_secret_name, redact, secrets_of_arguments
 
 SECRET = "sk-SENTINEL0123"
 TRAINER = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d.jsonl --remote_rm_url reward.py"
@@ -154,3 +154,19 @@ def test_ordinary_text_stays_as_it_is(text: str) -> None:
 )
 def test_secrets_in_text_are_hidden(text: str, shown: str) -> None:
     assert redact(text) == shown
+
+
+LONG = 200_000
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "piece",
+    ["a", "a:", "a.", "-a", "key", "token ", "api_key", "a+", "://", ":", "@", "?a", "Bearer ", "\n", "a=", "'"],
+)
+@pytest.mark.parametrize("before", ["", "http://", "api_key", "Authorization"])
+def test_long_texts_take_time_as_their_length(piece: str, before: str) -> None:
+    """A model may write what is printed, and without a space; at its square this takes minutes."""
+    text = before + piece * (LONG // len(piece))
+    redact(text)
+    secrets_of_arguments([text])
