@@ -60,7 +60,7 @@ class ExampleLearner(Generic[Example]):
         batch = self._pack(examples)
         metrics = self._model.update(split(batch, self._max_tokens), self._objective)
         counts = {"tokens": float(batch.token_count), "trained_tokens": float(batch.action_mask_N.sum())}
-        return {f"train/{name}": value for name, value in (metrics | counts).items()}
+        return {f"train/{name}": float(value) for name, value in (metrics | counts).items()}
 
     def measure(self, examples: Sequence[Example]) -> dict[str, float]:
         """Returns the loss and the objective's metrics over all `examples` together, without training."""
@@ -68,7 +68,7 @@ class ExampleLearner(Generic[Example]):
         for part in split(self._pack(examples), self._max_tokens):
             output = self._objective(self._scores(part), part)
             parts.append({"loss": output.loss, **output.metrics})
-        return joined(parts)
+        return {name: float(value) for name, value in joined(parts).items()}
 
     def save(self, checkpoints: CheckpointStore, name: str) -> None:
         """Writes the model under `name`."""

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic
 
 from rollgrad.application.learning.examples import Example, ExampleLearner
-from rollgrad.application.pipelines.overlapping import uninterrupted
-from rollgrad.application.pipelines.run import StepReport, StepSource
+from rollgrad.application.pipelines.run import StepReport, StepSource, uninterrupted
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.example_source import ExampleSource

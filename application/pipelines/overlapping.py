@@ -7,17 +7,15 @@ counted, also when the run is interrupted; prompts submitted = trained + dropped
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rollgrad.application.pipelines.learner import RLLearner
-from rollgrad.application.pipelines.run import StepReport, StepSource
+from rollgrad.application.pipelines.run import StepReport, StepSource, uninterrupted
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.stream import GroupStream
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
-
-Result = TypeVar("Result")
 
 
 class Overlapping(StepSource[RolloutGroup]):
@@ -95,15 +93,3 @@ class Overlapping(StepSource[RolloutGroup]):
         """Continues from `state` and the `kept_samples` of the same moment."""
         self._learner.load_state_dict(state)
         self._stream.load_state_dict(state, kept)
-
-
-async def uninterrupted(work: Coroutine[Any, Any, Result]) -> tuple[Result, bool]:
-    """(what `work` returns, whether the caller was cancelled meanwhile, which it has to heed afterwards)."""
-    task = asyncio.ensure_future(work)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait([task])  # unlike awaiting the task, this never cancels it
-        except asyncio.CancelledError:
-            cancelled = True
-    return task.result(), cancelled

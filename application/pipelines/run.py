@@ -8,7 +8,7 @@ Does not own: what a step does (its `StepSource`), nor how models learn (`Traine
 
 import asyncio
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
@@ -28,6 +28,7 @@ SECONDS_PER_MINUTE = 60.0
 FINAL_MODEL = "model"
 """Name of the model written at the end of a run."""
 
+Result = TypeVar("Result")
 Sample = TypeVar("Sample")
 SampleCo = TypeVar("SampleCo", covariant=True)
 
@@ -352,6 +353,18 @@ class Run(Generic[Sample]):
                 f"{str(error)[:200]}): continue with the settings that the run started with."
             ) from error
         self._began = self._done
+
+
+async def uninterrupted(work: Coroutine[Any, Any, Result]) -> tuple[Result, bool]:
+    """Returns what `work` returns, and whether the caller was cancelled meanwhile, which it has to heed afterwards."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])  # unlike awaiting the task, this never cancels it
+        except asyncio.CancelledError:
+            cancelled = True
+    return task.result(), cancelled
 
 
 def _lacks_memory(error: BaseException) -> bool:

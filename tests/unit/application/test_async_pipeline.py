@@ -15,8 +15,7 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.pipelines.overlapping import uninterrupted
-from rollgrad.application.pipelines.run import RunOutcome
+from rollgrad.application.pipelines.run import RunOutcome, uninterrupted
 from rollgrad.domain.algorithms.curriculum import Curriculum
 from rollgrad.domain.algorithms.filtering import GroupFilter
 from rollgrad.domain.control.kl_weight import KLController
