@@ -1,7 +1,7 @@
-"""`Assistant`: a trained policy in production, with the runtime, tools and codec of training.
+"""`Assistant` serves a trained policy with the runtime, tools and codec of training.
 
-Nothing here is recorded for learning; a `Conversation` still keeps its ledger, so that the model reads the tokens that
-it wrote, as it did in training.
+Nothing is recorded for learning; a `Conversation` still has a ledger, so that the model reads the tokens that it
+sampled, as in training.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,7 +23,7 @@ from rollgrad.domain.ports.environment import Tool
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 Tools = Callable[[], Awaitable[Sequence[Tool]]]
-"""Opens the tools, once."""
+"""Function that opens the tools; it is called once."""
 
 
 class Assistant:
@@ -31,12 +31,12 @@ class Assistant:
 
     Args:
         engine: samples.
-        codec: between messages and tokens.
-        tools: what the model may call by itself.
+        codec: converts messages to tokens and back.
+        tools: the tools of the model.
         params: sampling settings.
         system_prompt: put before conversations that have none.
         max_turns: replies (calls of tools included) for one answer.
-        max_tokens: of a conversation; None for no limit. A reply that would pass it is cut off.
+        max_tokens: of a conversation; None for no limit. A reply that would exceed it is truncated.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class Assistant:
         )
 
     def conversation(self, messages: Sequence[Message] = ()) -> "Conversation":
-        """A new conversation, which goes on after `messages`."""
+        """Returns a new conversation, which continues after `messages`."""
         return Conversation(self, TokenLedger(self._codec), messages)
 
     async def answer(self, request: ChatRequest, on_piece: OnPiece | None = None) -> ChatReply:
-        """Answers a whole conversation that somebody else keeps. A client that brings tools runs them itself, so it
-        gets one reply; otherwise the assistant's tools are run, and only the answer is given.
+        """Answers a conversation that a client keeps. A client with tools of its own gets one reply, and runs them
+        itself; otherwise the assistant runs its tools, and returns only the answer.
 
         Raises:
             DataError: the template refuses the messages.
@@ -123,7 +123,7 @@ class Conversation:
         self._assistant = assistant
         self._ledger = ledger
         self.messages: list[Message] = list(messages)
-        """Everything said, with calls and results."""
+        """All messages so far, with calls and results."""
 
     async def say(
         self,
@@ -133,10 +133,10 @@ class Conversation:
         on_piece: OnPiece | None = None,
         on_turn: Callable[[PlayedTurn], None] = lambda turn: None,
     ) -> PlayedTurn:
-        """Puts a user's message, and returns the turn that answers it.
+        """Adds a user's message, and returns the turn that answers it.
 
-        `on_piece` hears replies as they are sampled, `on_turn` each turn when its tools have answered. A message that
-        is cancelled or fails leaves the conversation as it was.
+        `on_piece` is called with pieces of replies as they are sampled, `on_turn` with each turn when its tools have
+        answered. A message that is cancelled or fails leaves the conversation unchanged.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         turns, self.messages = await self._assistant.play(

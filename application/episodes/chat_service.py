@@ -1,9 +1,9 @@
-"""`ChatService`: replies to conversations that somebody else leads, an agent's client or a user.
+"""`ChatService` replies to conversations that a client leads, an agent or a user.
 
 A `RecordedSession` keeps the tokens of one training rollout in a `TokenLedger`; a call outside of any session is
-sampled and forgotten. Invariants: sampling settings of a recorded session are the trainer's (a client may only shorten
-replies, by tokens or by texts that end them); a turn is recorded once it is complete, and once for all retries; nothing
-is recorded after `seal`.
+sampled and forgotten. Invariants: the trainer decides the sampling settings of a recorded session (a client can only
+shorten replies, by tokens or by stop texts); a turn is recorded when it is complete, and only once for all retries;
+nothing is recorded after `seal`.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ from rollgrad.domain.ports.chat_codec import ChatCodec, ToolSchema
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 CHARACTERS_PER_TOKEN = 32
-"""Of a conversation at most: prose has 3 to 5; runs of spaces, the longest tokens there are, about 20 on average."""
+"""Largest average number of characters of a token: prose has 3 to 5, and runs of spaces, the longest tokens, about
+20."""
 
 log = structlog.get_logger(__name__)
 Rendered = TypeVar("Rendered")
@@ -48,7 +49,7 @@ class ChatRequest:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end the reply, and are no part of it."""
+        """Texts that end the reply, and are not part of it."""
         return tuple(self.changes.get("stop_strings", ()))
 
 
@@ -69,9 +70,9 @@ class ChatService:
 
     Args:
         engine: samples.
-        codec: between messages and tokens.
-        max_waiting: requests in flight at most; more are refused (`busy`).
-        max_tokens: of a conversation outside of sessions; None for no limit. A reply that would pass it is cut off.
+        codec: converts messages to tokens and back.
+        max_waiting: largest number of requests in flight; more are refused (`busy`).
+        max_tokens: of a conversation outside of sessions; None for no limit. A reply that would exceed it is truncated.
     """
 
     def __init__(
@@ -81,25 +82,25 @@ class ChatService:
         self._codec = codec
         self._max_waiting = max_waiting
         self.max_tokens = max_tokens
-        """See the class."""
+        """Largest number of tokens of a conversation outside of sessions; None for no limit."""
         self.renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-render")
-        """Tokenises conversations: a long one takes seconds, which are not the event loop's."""
+        """Thread that tokenises conversations: a long one takes seconds, for which the event loop must not block."""
         self._in_flight = 0
         self._sessions: dict[str, RecordedSession] = {}
 
     @property
     def in_flight(self) -> int:
-        """Requests being answered."""
+        """Number of requests being answered."""
         return self._in_flight
 
     def open(self, prompt: Prompt, params: SamplingParams, limits: "SessionLimits") -> "RecordedSession":
-        """A session that records a rollout; its `key` is the secret that gives access to it."""
+        """Returns a session that records a rollout; its `key` is the secret that gives access to it."""
         session = RecordedSession(self, TokenLedger(self._codec), prompt, params, limits)
         self._sessions[session.key] = session
         return session
 
     def session(self, key: str) -> "RecordedSession | None":
-        """The open session with this key."""
+        """Returns the open session with this key."""
         return self._sessions.get(key)
 
     def forget(self, session: "RecordedSession") -> None:
@@ -130,7 +131,7 @@ class ChatService:
 
         Raises:
             DataError: the template refuses the messages.
-            RefusedError: the conversation is longer than the model takes, or too many requests are in flight.
+            RefusedError: the conversation is too long for the model, or too many requests are in flight.
         """
         with self.place():
             return len((await self.rendered(request, self._codec.render)).token_ids)
@@ -138,10 +139,10 @@ class ChatService:
     async def rendered(
         self, request: ChatRequest, render: Callable[[Sequence[Message], Sequence[ToolSchema]], Rendered]
     ) -> Rendered:
-        """Returns what `render` makes of the conversation, off the event loop.
+        """Calls `render` with the conversation, off the event loop; returns its result.
 
         Raises:
-            RefusedError: the conversation has more characters than the model's positions ever hold.
+            RefusedError: the conversation has more characters than fit into the model's positions.
             ForeignError: the template or the tokenizer failed.
         """
         if self.max_tokens is not None:
@@ -155,10 +156,10 @@ class ChatService:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Counts a request as in flight for as long as the block lasts.
+        """Counts a request as in flight inside the block.
 
         Raises:
-            RefusedError: too many are.
+            RefusedError: too many are in flight.
         """
         if self._in_flight >= self._max_waiting:
             raise RefusedError(f"{self._in_flight} requests are in flight, the most that are taken: try again.", "busy")
@@ -176,7 +177,7 @@ class ChatService:
         stops: Sequence[str] = (),
         on_piece: OnPiece | None = None,
     ) -> ChatReply:
-        """Samples one reply to `prepared`, without what begins with one of `stops`.
+        """Samples one reply to `prepared`, up to the first of `stops`.
 
         Raises:
             EngineError: the engine ended the request before its first token.
@@ -192,7 +193,8 @@ class ChatService:
 
 @frozen(kw_only=True)
 class Origin:
-    """Which request it is: `key` names it (`digest` is of its body), `is_retry` says that it repeats an earlier one."""
+    """Identity of a request: its `key`, the `digest` of its body, and whether it repeats an earlier one
+    (`is_retry`)."""
 
     key: str
     digest: str
@@ -201,7 +203,7 @@ class Origin:
 
 @frozen(kw_only=True)
 class SessionLimits:
-    """Of one session: replies, and tokens of one history (None: as many as the model takes)."""
+    """Limits of one session: replies, and tokens of one history (None: the model's positions)."""
 
     max_turns: int
     max_tokens: int | None = None
@@ -217,7 +219,7 @@ class RecordedSession:
         self.prompt = prompt
         self.ledger = ledger
         self.stopped: StopReason | None = None
-        """The limit that a request ran into."""
+        """The limit that a request reached."""
         self.last: ParsedReply | None = None
         """The latest reply."""
         self.refused: dict[str, int] = {}
@@ -237,17 +239,17 @@ class RecordedSession:
     async def reply(
         self, request: ChatRequest, *, origin: "Origin | None" = None, on_piece: OnPiece | None = None
     ) -> ChatReply:
-        """Answers and records. A retry gets the reply of the request that it repeats, also one that is still being
-        sampled (then without pieces); one that failed is sampled again, and counts for no turn.
+        """Answers a request and records the reply. A retry gets the reply of the request that it repeats, even while
+        that is being sampled (then without pieces). A failed reply is sampled again, and counts as no turn.
 
-        The reply is completed and recorded even if the caller goes away, so that a retry finds it.
+        The reply is completed and recorded even if the caller is cancelled, so that a retry gets it.
 
         Raises:
             RefusedError: the session is over, a limit is reached, or a retry has another body.
         """
         repeated = self._repeated(origin)
         if repeated is not None:
-            return await self._heard(repeated)
+            return await self._reply_of(repeated)
         if self._sealed:
             self._refuse("The session is closed: its episode has ended.", "sealed")
         number = next(number for number in itertools.count() if number not in self._numbers)
@@ -260,12 +262,12 @@ class RecordedSession:
         task.add_done_callback(self._finished)
         if origin is not None:
             self._replies.setdefault(origin.key, (origin.digest, []))[1].append(task)
-        return await self._heard(task)
+        return await self._reply_of(task)
 
     async def seal(self) -> None:
         """Ends the session: later requests are refused, and those in flight are cancelled; idempotent.
 
-        A reply that reached no caller, and that nothing continues, is left out of the record.
+        A reply that reached no caller, and that no turn continues, is left out of the record.
         """
         self._sealed = True
         self._service.forget(self)
@@ -278,7 +280,7 @@ class RecordedSession:
                 self.ledger.drop_leaf(turn)
 
     def _repeated(self, origin: "Origin | None") -> "asyncio.Task[ChatReply] | None":
-        """The request that this one repeats: of several alike, one whose caller went away."""
+        """Returns the request that this one repeats; of several, one whose caller was cancelled."""
         if origin is None or not origin.is_retry:
             return None
         digest, tasks = self._replies.get(origin.key, (origin.digest, []))
@@ -287,7 +289,7 @@ class RecordedSession:
         usable = [task for task in reversed(tasks) if not (task.done() and (task.cancelled() or task.exception()))]
         return min(usable, key=lambda task: (task not in self._abandoned, task in self._delivered), default=None)
 
-    async def _heard(self, task: "asyncio.Task[ChatReply]") -> ChatReply:
+    async def _reply_of(self, task: "asyncio.Task[ChatReply]") -> ChatReply:
         self._abandoned.discard(task)
         try:
             reply = await asyncio.shield(task)
@@ -305,7 +307,7 @@ class RecordedSession:
             with (
                 self._service.place(),
                 foreign_code(ForeignError),
-            ):  # of a template, a tokenizer, an engine's library: a task must not die of it
+            ):  # a template, a tokenizer or an engine's library may raise anything
                 if self._limits.max_tokens is not None:
                     check_length(request, self._limits.max_tokens)
                 prepared = await self._service.rendered(request, self.ledger.prepare)
@@ -359,14 +361,14 @@ class RecordedSession:
     def _finished(self, task: "asyncio.Task[ChatReply]") -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waited has it; nobody may be left to
+            task.exception()  # marks the error as seen, because no caller may be left
 
 
 def check_length(request: ChatRequest, max_tokens: int) -> None:
-    """Refuses by its characters what is too long to be worth the time to tokenise.
+    """Refuses a conversation that is too long by its characters, so that no time is spent on tokenising it.
 
     Raises:
-        RefusedError: it has more than CHARACTERS_PER_TOKEN for each of `max_tokens`.
+        RefusedError: it has more than CHARACTERS_PER_TOKEN characters for each of `max_tokens`.
     """
     characters = sum(map(len, texts([request.messages, request.tools])))
     if characters > max_tokens * CHARACTERS_PER_TOKEN:

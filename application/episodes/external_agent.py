@@ -1,7 +1,7 @@
-"""Plays episodes of agents that know nothing of training: each is a client of the run's own server.
+"""Plays episodes of unchanged agents, which are clients of the run's own server.
 
-The session's ledger has the exact tokens of every call; the agent's conversation may branch (sub-agents, rewritten
-histories), its outcome is one reward, on the last reply.
+The session's ledger has the exact tokens of every call. The agent's conversation may branch (sub-agents, rewritten
+histories); its outcome is one reward, on the last reply.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from rollgrad.domain.ports.reward_source import RewardSource
 
 
 class ServedAgentExecutor(AgentExecutor):
-    """See `AgentExecutor`.
+    """An `AgentExecutor` that serves an agent.
 
     Args:
         program: the agent.
         service: answers its calls.
-        codec: decodes what is judged.
-        url: starts the server if need be, and gives its address.
-        rewards: judges the answers of programs that give no reward; None if there is none.
+        codec: decodes replies for the reward.
+        url: starts the server if necessary, and returns its address.
+        rewards: judges the answers of programs without a reward; None if there is none.
         model: the name under which the policy is served.
         limits: of an episode.
-        max_seconds: wall clock of an episode; None for no limit. An episode cut off by it has reward 0.
+        max_seconds: wall clock of an episode; None for no limit. An episode that exceeds it has reward 0.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ServedAgentExecutor(AgentExecutor):
         self._max_seconds = max_seconds
 
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
-        """See `AgentExecutor.run`."""
+        """Implements `AgentExecutor.run`."""
         url = await self._url()
         session = self._service.open(request.prompt, request.params, self._limits)
         task = AgentTask(
@@ -70,8 +70,8 @@ class ServedAgentExecutor(AgentExecutor):
         except TimeoutError:
             stop_reason = StopReason.TIMEOUT
         except ConfigurationError:
-            raise  # every other episode would fail alike
-        except RollgradError as error:  # it costs its own episode only
+            raise  # every episode would fail in the same way
+        except RollgradError as error:  # it fails this episode only
             if session.stopped is None:
                 words = str(error) if isinstance(error, ForeignError) else f"The agent raised {told(error)}"
                 return request.failure(FailureKind.ENVIRONMENT, words)

@@ -1,6 +1,6 @@
-"""What a reward source is shown of an episode, and who judges an episode that brings no reward.
+"""Requests to the reward source about an episode, for episodes without a reward of their own.
 
-Invariant: `query` is what the model saw and wrote, token for token. Does not own: what a reward is.
+Invariant: `query` is the exact text that the model read and sampled. Does not own: the reward.
 """
 
 from collections.abc import Sequence
@@ -31,17 +31,17 @@ def judge_request(
     step: int,
     completion: Sequence[Message] = (),
 ) -> RewardRequest:
-    """The request to judge the episode whose tokens are `token_ids`.
+    """Returns the request to judge the episode whose tokens are `token_ids`.
 
     Args:
         codec: decodes.
         prompt: the task.
-        token_ids: prompt, replies and what the environment wrote between them.
-        opening: how many of them stood before the first reply.
+        token_ids: prompt, replies, and the environment's tokens between them.
+        opening: number of tokens before the first reply.
         response: the last reply, without special tokens.
         stop_reason: why the episode ended.
-        step: updates behind the policy.
-        completion: replies and observations as messages; default: `response` as one.
+        step: version of the policy.
+        completion: replies and observations as messages; by default `response` as one message.
     """
     tokens = tuple(map(int, token_ids))
     known = len(prompt.token_ids)
@@ -62,7 +62,7 @@ def judge_request(
 
 
 def answer_request(codec: ChatCodec, prompt: Prompt, answer: str, *, step: int) -> RewardRequest:
-    """The request to judge an answer that is not the text of a reply, but was taken out of one."""
+    """Returns the request to judge an answer that is not a whole reply, but was taken from one."""
     return RewardRequest(
         prompt=prompt,
         response=answer,
@@ -73,11 +73,11 @@ def answer_request(codec: ChatCodec, prompt: Prompt, answer: str, *, step: int) 
 
 
 async def judged(rewards: RewardSource | None, request: RewardRequest) -> Reward:
-    """The reward that the run's source gives an episode that brings none.
+    """Returns the reward of the run's source, for an episode without a reward of its own.
 
     Raises:
         ConfigurationError: there is no source.
-        RewardError: it gave no reward.
+        RewardError: the source gave no reward.
     """
     if rewards is None:
         raise ConfigurationError(NO_REWARD)
@@ -86,9 +86,9 @@ async def judged(rewards: RewardSource | None, request: RewardRequest) -> Reward
 
 
 def _continuation(codec: ChatCodec, tokens: tuple[int, ...], start: int) -> str:
-    """Text of the tokens from `start` on, with special tokens.
+    """Returns the text of the tokens from `start` on, with special tokens.
 
-    It is cut out of the text of all of them, as some tokenizers drop a space at the beginning of what they decode.
+    It is a part of the text of all tokens, because some tokenizers drop a space at the beginning of a decoded text.
     """
     whole = codec.decode(tokens, special_tokens=True)
     before = codec.decode(tokens[:start], special_tokens=True)

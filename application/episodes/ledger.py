@@ -1,8 +1,8 @@
-"""`TokenLedger`: what the engine saw and said in one rollout, token by token.
+"""`TokenLedger` records the input and output tokens of the engine in one rollout.
 
 Invariants: a prompt that follows a recorded reply begins with exactly the tokens that the engine was given and sampled;
-a history that cannot be continued so (the template rewrites it, the agent forked or changed it) opens another branch;
-every sampled token is an action in exactly one trajectory. Does not own: how replies are sampled or judged.
+a history that cannot continue in this way (the template rewrites it, the agent forked or changed it) opens another
+branch; every sampled token is an action in exactly one trajectory. Does not own: sampling and judging replies.
 """
 
 import json
@@ -27,7 +27,7 @@ class Prepared:
     parent: int | None = None
 
     def room(self, wanted: int, max_tokens: int | None) -> int:
-        """How many of `wanted` more tokens may follow within `max_tokens` (None: no limit); below 1 none may."""
+        """Returns how many of `wanted` more tokens fit into `max_tokens` (None: no limit); below 1 none do."""
         return wanted if max_tokens is None else min(wanted, max_tokens - len(self.token_ids))
 
 
@@ -41,7 +41,7 @@ class _Turn:
     reward: float = 0.0
     dropped: bool = False
     token_ids: tuple[int, ...] = field(init=False)
-    """Prompt and reply: what a continuation begins with."""
+    """Tokens of prompt and reply, with which a continuation begins."""
 
     def __attrs_post_init__(self) -> None:
         self.token_ids = (*self.prepared.token_ids, *self.generation.token_ids)
@@ -49,8 +49,8 @@ class _Turn:
 
 @frozen(kw_only=True, eq=False)
 class LatestReply:
-    """`token_ids` from the beginning of its branch to its end, `opening` of which stood before the branch's first
-    reply; `version` is that of the policy that drew its last token."""
+    """The latest reply. `token_ids`: from the beginning of its branch to its end. `opening`: number of tokens before
+    the branch's first reply. `version`: of the policy that sampled its last token."""
 
     token_ids: tuple[int, ...]
     opening: int
@@ -58,7 +58,7 @@ class LatestReply:
 
 
 class TokenLedger:
-    """Records one rollout; `codec` renders what the recorded tokens do not cover."""
+    """Records one rollout; `codec` renders messages that the recorded tokens do not cover."""
 
     def __init__(self, codec: ChatCodec) -> None:
         self._codec = codec
@@ -66,16 +66,16 @@ class TokenLedger:
 
     @property
     def turns(self) -> int:
-        """Replies recorded so far."""
+        """Number of replies recorded so far."""
         return len(self._turns)
 
     @property
     def branches(self) -> int:
-        """Trajectories that `trajectories` makes: 1 for a rollout that only ever continued."""
+        """Number of trajectories that `trajectories` returns: 1 for a rollout without branches."""
         return len(self._leaves())
 
     def latest(self) -> LatestReply:
-        """The latest reply that is not left out, with all that led to it.
+        """Returns the latest reply that is not left out, with all tokens before it.
 
         Raises:
             TrajectoryError: there is none.
@@ -93,10 +93,10 @@ class TokenLedger:
         )
 
     def prepare(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Prepared:
-        """The prompt for a reply to `messages`.
+        """Returns the prompt for a reply to `messages`.
 
-        The longest recorded conversation that `messages` continue is found by what was said (`same_message`), not by
-        its tokens, and its recorded tokens are used; what clients lose or reorder in the history has no effect.
+        The longest recorded conversation that `messages` continue is found by its content (`same_message`), and its
+        recorded tokens are used. So it has no effect if clients drop or reorder parts of the history.
 
         Raises:
             DataError: the template refuses the messages.
@@ -122,7 +122,7 @@ class TokenLedger:
         )
 
     def follow(self, text: str) -> Prepared:
-        """The prompt that continues the latest reply with `text`, special tokens in it being real.
+        """Returns the prompt that continues the latest reply with `text`, in which special tokens are real.
 
         Raises:
             TrajectoryError: nothing has been sampled yet.
@@ -138,10 +138,10 @@ class TokenLedger:
         )
 
     def commit(self, prepared: Prepared, generation: Generation, message: Message) -> int:
-        """Records what was sampled for `prepared`, and the message it says; returns the turn's number."""
+        """Records the reply to `prepared`, and its message; returns the turn's number."""
         messages = (*prepared.messages, message)
         if prepared.parent is not None:
-            self._turns[prepared.parent].dropped = False  # it was read after all
+            self._turns[prepared.parent].dropped = False  # it is continued, so it counts after all
         self._turns.append(
             _Turn(
                 prepared=prepared,
@@ -154,20 +154,20 @@ class TokenLedger:
         return len(self._turns) - 1
 
     def set_reward(self, turn: int, reward: float) -> None:
-        """The reward of one turn, replacing what stood there."""
+        """Sets the reward of one turn, replacing an earlier one."""
         self._turns[turn].reward = reward
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to learn from."""
+        """Whether nothing has been sampled."""
         return all(turn.dropped for turn in self._turns)
 
     def reward_last(self, reward: float) -> None:
-        """Puts the episode's reward on the latest reply."""
+        """Sets the episode's reward, on the latest reply."""
         self.set_reward(max(index for index, turn in enumerate(self._turns) if not turn.dropped), reward)
 
     def drop_leaf(self, turn: int) -> None:
-        """Leaves a turn out, unless another one continues it."""
+        """Leaves a turn out, unless another turn continues it."""
         self._turns[turn].dropped = all(other.prepared.parent != turn for other in self._turns)
 
     def trajectories(
@@ -180,10 +180,10 @@ class TokenLedger:
         metrics: Mapping[str, float] | None = None,
         reward_parts: Mapping[str, float] | None = None,
     ) -> list[Trajectory]:
-        """One trajectory a branch, all of the same sample; `score` defaults to the sum of all rewards.
+        """Returns one trajectory for each branch, all of the same sample; `score` defaults to the sum of all rewards.
 
         A turn that several branches share is an action in the first of them and context in the others.
-        `reward_parts` are the whole rollout's, so that only the last branch has them.
+        `reward_parts` belong to the whole rollout, so that only the last branch has them.
 
         Raises:
             TrajectoryError: nothing was sampled.

@@ -1,6 +1,6 @@
-"""Plays an episode of several turns in an environment, within its limits; how, says `AgentRuntime`.
+"""Plays an episode of several turns in an environment, within its limits, by `AgentRuntime`.
 
-Each action keeps its own turn's reward.
+Each action keeps the reward of its turn.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from rollgrad.domain.ports.rollout_engine import RolloutEngine
 log = structlog.get_logger(__name__)
 
 EnvironmentFactory = Callable[[SamplingParams], Environment | Awaitable[Environment]]
-"""Makes a fresh environment for an episode with these sampling settings."""
+"""Function that makes a fresh environment for an episode with the given sampling settings."""
 
 
 class MultiTurnExecutor(AgentExecutor):
-    """See `AgentExecutor`.
+    """An `AgentExecutor` for environments.
 
     Args:
         engine: samples each turn, up to `max_new_tokens` of the request.
@@ -38,7 +38,7 @@ class MultiTurnExecutor(AgentExecutor):
         environment: makes a fresh environment; called once an episode.
         max_turns: turns after which an episode counts as truncated.
         max_tokens: tokens of an episode, prompt and observations included; None for no limit.
-        max_seconds: wall clock of an episode; None for no limit. What was played until then is kept.
+        max_seconds: wall clock of an episode; None for no limit. Turns finished until then are kept.
         rewards: judges the episodes whose last step has no reward (`StepResult.reward` None).
     """
 
@@ -62,7 +62,7 @@ class MultiTurnExecutor(AgentExecutor):
         self._max_seconds = max_seconds
 
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
-        """See `AgentExecutor.run`; `close` runs however the episode ends."""
+        """Implements `AgentExecutor.run`; the environment is closed however the episode ends."""
         try:
             with foreign_code(lambda words: ForeignError(f"The environment raised {words}")):
                 made = self._environment(request.params)
@@ -71,7 +71,7 @@ class MultiTurnExecutor(AgentExecutor):
                     return await self._play(environment, request)
                 finally:
                     await environment.close()
-        except ForeignError as error:  # it costs its own episode only
+        except ForeignError as error:  # it fails this episode only
             return request.failure(FailureKind.ENVIRONMENT, str(error))
         except EngineError as error:
             return request.failure(FailureKind.INFRASTRUCTURE, str(error))
@@ -89,7 +89,7 @@ class MultiTurnExecutor(AgentExecutor):
                 async for turn in self._runtime.play(session, ledger, request.prompt, request.params):
                     stop_reason, response = turn.stop_reason, turn.action.text
         except TimeoutError:
-            if not deadline.expired():  # the environment's own
+            if not deadline.expired():  # the environment raised this TimeoutError itself
                 raise
             stop_reason = StopReason.TIMEOUT
             if not ledger.turns:

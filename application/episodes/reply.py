@@ -1,4 +1,4 @@
-"""One reply of a chat model: sampled, heard while it comes, and taken apart."""
+"""One reply of a chat model: sampling, streaming and parsing it."""
 
 from collections.abc import Callable
 
@@ -12,16 +12,17 @@ from rollgrad.domain.ports.chat_codec import ChatCodec, ReplyStream
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 PREFILL_TOKENS = 64
-"""Latest tokens of a prompt that the parser sees: the generation prompt, with any opened thinking, fits in them."""
+"""Number of last prompt tokens that the parser gets: the generation prompt, with opened thinking, fits into them."""
 
 OnPiece = Callable[[str, str], None]
-"""Hears (field, text) pieces of a reply as they are sampled; the field is `content` or `reasoning_content`."""
+"""Function called with (field, text) pieces of a reply as they are sampled; the field is `content` or
+`reasoning_content`."""
 
 
 @frozen(kw_only=True, eq=False)
 class ChatReply:
-    """One reply, with its tokens. `prompt_token_ids` is what the engine was given; `stopped_by` the client's text that
-    ended it."""
+    """One reply, with its tokens. `prompt_token_ids` is the engine's input; `stopped_by` the client's stop text that
+    ended the reply."""
 
     parsed: ParsedReply
     generation: Generation
@@ -36,7 +37,7 @@ async def sample_tokens(
     *,
     on_token: Callable[[int], None] | None = None,
 ) -> Generation:
-    """Samples what follows `prepared`.
+    """Samples the reply to `prepared`.
 
     Raises:
         EngineError: the engine failed, or ended the request before its first token.
@@ -56,7 +57,7 @@ async def sample_reply(
     *,
     on_piece: OnPiece | None = None,
 ) -> ChatReply:
-    """Samples a chat message in reply to `prepared`; raises as `sample_tokens` does."""
+    """Samples a chat message in reply to `prepared`; raises like `sample_tokens`."""
     prompt = codec.decode(prepared.token_ids[-PREFILL_TOKENS:], special_tokens=True)
     if on_piece is None:
         generation = await sample_tokens(engine, prepared, params)

@@ -1,4 +1,4 @@
-"""`AgentRuntime`: the loop of sampling and answering that training and serving share."""
+"""`AgentRuntime`: the loop of sampling and environment steps, for training and serving."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +22,7 @@ from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 @frozen(kw_only=True, eq=False)
 class PlayedTurn:
-    """What the policy was given and did, what the environment answered, and why the episode ends with it, if it
+    """One turn: the policy's input and action, the environment's answer, and why the episode ends with it, if it
     does."""
 
     prompt_token_ids: tuple[int, ...]
@@ -36,9 +36,9 @@ class AgentRuntime:
 
     Args:
         engine: samples.
-        codec: between messages and tokens.
-        max_turns: replies of an episode at most.
-        max_tokens: tokens of one history, prompt included; None is as many as the model takes.
+        codec: converts messages to tokens and back.
+        max_turns: largest number of replies of an episode.
+        max_tokens: tokens of one history, prompt included; None for the model's positions.
         renderer: the threads that tokenise histories. None: the event loop, so that in which order requests reach the
             engine follows from the episodes alone.
     """
@@ -69,8 +69,8 @@ class AgentRuntime:
     ) -> AsyncIterator[PlayedTurn]:
         """Starts the session and plays it to its end, a turn at a time; the last turn says why it is the last.
 
-        Ends without a turn when not even the opening fits into `max_tokens`. `on_piece` hears replies in
-        messages as they are sampled.
+        There is no turn if not even the opening fits into `max_tokens`. `on_piece` is called with pieces of replies as
+        they are sampled, if they are messages.
         """
         await session.start(prompt)
         prepared, seed = await self._rendered(self._opening, session, ledger, prompt), params.seed
@@ -78,7 +78,7 @@ class AgentRuntime:
             room = prepared.room(params.max_new_tokens, self._max_tokens)
             if room < 1:
                 return
-            # One uniform stream a turn: a seed that repeated would draw every turn alike.
+            # Each turn has a random stream of its own: with the same seed every turn would draw the same numbers.
             seeded = evolve(params, seed=(seed + turn) % 2**63, max_new_tokens=room)
             action = await self._act(prepared, ledger, seeded, session, on_piece)
             result = await session.advance(action)

@@ -1,6 +1,6 @@
-"""`AgentSession`: the conversation of one episode, as an agent and its environment lead it.
+"""`AgentSession`: the conversation of one episode between an agent and its environment.
 
-Knows messages, tools and rewards; knows nothing of tokens (`TokenLedger` does) nor of who samples.
+It has messages, tools and rewards. Does not own: tokens (`TokenLedger`), and sampling.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from rollgrad.domain.ports.environment import Environment, StepResult, tool_sche
 class AgentSession:
     """One episode in `environment`.
 
-    `messages` is the conversation so far, None while the episode is plain text (the environment never spoke in
-    messages and has no tools). `opening` is text that the environment put behind the prompt.
+    `messages` is the conversation so far, None while the episode is plain text (the environment has returned no
+    messages and has no tools). `opening` is the environment's text after the prompt.
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -36,7 +36,7 @@ class AgentSession:
         """Resets the environment.
 
         Raises:
-            DataError: the environment speaks in messages or has tools, but the prompt is a plain text.
+            DataError: the environment returns messages or has tools, but the prompt is plain text.
         """
         opening = await self._environment.reset(prompt)
         if isinstance(opening, str):
@@ -51,11 +51,11 @@ class AgentSession:
 
     @property
     def spoken(self) -> Sequence[Message]:
-        """Messages since the opening: replies and what the environment answered; none of a plain text."""
+        """Messages since the opening: replies and the environment's answers; none if the episode is plain text."""
         return (self.messages or [])[self._begun :]
 
     async def advance(self, action: Action) -> StepResult:
-        """Tells the environment what the policy said; its answer joins the conversation."""
+        """Passes an action to the environment; the answer is added to the conversation."""
         result = await self._environment.step(action)
         self.results.append(result)
         if self.messages is None and not isinstance(result.observation, str):
@@ -72,7 +72,7 @@ class AgentSession:
         return result
 
     def visible(self) -> Sequence[Message]:
-        """The conversation without what is for the model alone."""
+        """Returns the conversation without messages for the model alone."""
         return [message for message in self.messages or () if message.get("visible", True)]
 
     @staticmethod

@@ -15,9 +15,10 @@ from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 
 class SingleTurnExecutor(AgentExecutor):
-    """See `AgentExecutor`. The reply is decoded for the reward alone; its tokens go to the trajectory as sampled.
+    """An `AgentExecutor` for single replies. The reply is decoded for the reward alone; the trajectory has its tokens
+    as sampled.
 
-    `max_tokens`: of prompt and reply together; None for no limit. A reply that would pass it is cut off.
+    `max_tokens`: of prompt and reply together; None for no limit. A reply that would exceed it is truncated.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class SingleTurnExecutor(AgentExecutor):
         self._max_tokens = max_tokens
 
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
-        """See `AgentExecutor.run`."""
+        """Implements `AgentExecutor.run`."""
         prompt, params = request.prompt, request.params
         if self._max_tokens is not None:
             room = self._max_tokens - len(prompt.token_ids)

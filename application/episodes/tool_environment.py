@@ -1,8 +1,8 @@
 """`ToolEnvironment`: a conversation in which the model may call tools until it answers.
 
-A reply with calls gets their results; a reply without any is the answer, and so is the result of a tool that
-terminates. What the model does wrong (a call that cannot be read, an unknown tool, bad arguments) is told to it and
-counted, and never ends the episode by itself.
+A reply with calls gets their results; a reply without calls is the answer, and so is the result of a tool that
+terminates. The model is told of its mistakes (a call that cannot be read, an unknown tool, bad arguments); they are
+counted, and never end the episode by themselves.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from rollgrad.domain.ports.environment import Environment, StepResult, Tool
 from rollgrad.domain.ports.reward_source import RewardSource
 
 WRONG = "That is not right. Try again."
-"""What the model is told of an answer that does not pass, while it may give another."""
+"""Message to the model after a wrong answer, if it may give another."""
 
 log = structlog.get_logger(__name__)
 
@@ -30,13 +30,13 @@ class ToolEnvironment(Environment):
     """Plays one episode with `tools`.
 
     Args:
-        tools: what the model may call; whoever made them closes them.
+        tools: tools of the model; their owner closes them.
         rewards: judges the answer (`reward_hook`); None gives none.
         system_prompt: put before the conversation, unless it has one.
-        attempts: answers that the model may give. One whose score is below `pass_threshold` earns nothing and is told
-            to be wrong, until the last.
-        pass_threshold: the score of an answer that is right.
-        end_of_turn: text that ends a reply, put behind the answer for reward models (`ChatCodec.end_of_turn`).
+        attempts: answers that the model may give. If an answer before the last scores below `pass_threshold`, its
+            reward is 0 and the model is told that it is wrong.
+        pass_threshold: score from which an answer is right.
+        end_of_turn: text that ends a reply, added to the answer for reward models (`ChatCodec.end_of_turn`).
 
     Metrics: `tool_calls`, `tool_errors` (calls that failed or could not be made), `answered` (0 or 1), `attempts`.
     """
@@ -72,10 +72,10 @@ class ToolEnvironment(Environment):
         return [{"role": "system", "content": system}, *prompt.messages]
 
     async def step(self, action: Action) -> StepResult:
-        """Runs the calls of a reply, all at once, or takes it for the answer."""
+        """Runs the calls of a reply, all at once, or accepts the reply as answer."""
         self._step = int(action.generation.versions[-1]) if action.generation.versions else 0
         if action.generation.stop_reason.truncated:
-            return StepResult(metrics=self._metrics())  # cut off: what it would have called nobody knows
+            return StepResult(metrics=self._metrics())  # truncated: its tool calls are incomplete
         if action.error is not None:
             self._errors += 1
             return StepResult(observation=[self.hint(action.error)], metrics=self._metrics())
@@ -95,7 +95,7 @@ class ToolEnvironment(Environment):
         return StepResult(observation=answers, metrics=self._metrics())
 
     async def reward_hook(self, answer: str, prompt: Prompt) -> StepResult:
-        """The reward of the final answer; override it for another than the run's."""
+        """Returns the reward of the final answer; override it to replace the run's reward."""
         if self._rewards is None:
             return StepResult()
         request = RewardRequest(
@@ -109,11 +109,11 @@ class ToolEnvironment(Environment):
         return StepResult(reward=reward.value, score=reward.score, metrics=reward.metrics, reward_parts=reward.parts)
 
     def hint(self, text: str) -> Message:
-        """A remark for the model that no user sees."""
+        """Returns a message for the model that no user sees."""
         return {"role": "user", "content": text, "visible": False}
 
     async def close(self) -> None:
-        """Nothing to release: the tools are not the environment's own."""
+        """Does nothing: the environment does not own the tools."""
 
     async def _call(self, call: ToolCall) -> ToolResult:
         if call.error is not None or call.arguments is None:
@@ -125,7 +125,7 @@ class ToolEnvironment(Environment):
         try:
             with foreign_code(ForeignError):
                 return await tool.call(call.arguments)
-        except RollgradError as error:  # a tool's defect is its own: the model is told no details
+        except RollgradError as error:  # a defect of the tool: the model is told no details
             log.warning("tool_failed", tool=call.name, error=told(error.__cause__ or error))
             return ToolResult(content=f"The tool {call.name!r} failed.", is_error=True)
 

@@ -1,4 +1,4 @@
-"""Experience: from trajectories to a batch with advantages, ready to learn from."""
+"""Experience: makes a batch with advantages from trajectories."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,8 +26,8 @@ PARTS_SLACK = 1e-4
 
 @frozen(kw_only=True, eq=False)
 class Experience:
-    """A batch with advantages, and what was noticed while making it; `reference_kl` is the KL in the reward, in nats
-    per token, None if it has none."""
+    """A batch with advantages, and its metrics; `reference_kl` is the KL in the reward, in nats per token, None if it
+    has none."""
 
     batch: RolloutBatch
     metrics: dict[str, float]
@@ -39,11 +39,11 @@ class ExperienceService:
 
     Args:
         policy: the policy before its update.
-        reference: None when KL plays no part.
+        reference: None without a KL term.
         critic: None unless the estimator needs one.
         algo: algorithm settings.
-        reward: how rewards are shaped before any baseline.
-        max_length: sampled tokens of an episode at most, which penalties of length go by; None without any.
+        reward: settings of reward shaping.
+        max_length: largest number of sampled tokens of an episode, for penalties of length; None without a limit.
         max_tokens: token budget of one forward pass.
         steps_per_rollout: optimizer steps that one rollout feeds; with 1 the ratio is exactly 1 and the policy's
             log-probs before the update need not be computed for it.
@@ -74,8 +74,8 @@ class ExperienceService:
     def make(
         self, trajectories: Sequence[Trajectory], kl_coef: float, baselines: Mapping[int, float] | None = None
     ) -> Experience:
-        """Packs, scores and estimates; `kl_coef` is the controller's current weight, `baselines` the rewards of greedy
-        rollouts by group id, which are normalised and clipped like the others."""
+        """Packs and scores trajectories, and estimates advantages. `kl_coef` is the controller's current weight,
+        `baselines` are the rewards of greedy rollouts by group id, which are normalised and clipped like the others."""
         metrics: dict[str, float] = {}
         batch = self._shaped(pack(trajectories), metrics)
         batch = evolve(batch, baselines_S=self._baselines(batch, baselines or {}))
@@ -96,7 +96,7 @@ class ExperienceService:
         return Experience(batch=batch, metrics=metrics, reference_kl=reference_kl)
 
     def state_dict(self) -> dict[str, Any]:
-        """Running moments of the rewards."""
+        """Returns the running moments of the rewards."""
         return self._moments.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ class ExperienceService:
         self._moments = shaping.RunningMoments.from_state_dict(state)
 
     def _shaped(self, batch: RolloutBatch, metrics: dict[str, float]) -> RolloutBatch:
-        """Rewards by length and truncation, then normalised, then clipped."""
+        """Shapes rewards: by length and truncation, then normalised, then clipped."""
         reward = self._reward
         if reward.cosine_length:
             assert self._max_length is not None
@@ -143,7 +143,7 @@ class ExperienceService:
         return baselines_S if reward.clip_range is None else baselines_S.clamp(*reward.clip_range)
 
     def _with_old_logprobs(self, batch: RolloutBatch) -> RolloutBatch:
-        """Adds `old_logprobs_N` where the ratio or the KL penalty needs it."""
+        """Adds `old_logprobs_N` if the ratio or the KL penalty needs it."""
         source = self._algo.old_logprobs
         if source is OldLogprobs.ROLLOUT:
             return evolve(batch, old_logprobs_N=batch.rollout_logprobs_N)
@@ -208,10 +208,10 @@ class ExperienceService:
 
 
 def _check_parts(estimator: str, batch: RolloutBatch, named_S: Tensor) -> None:
-    """Whether each rollout was rewarded by named rewards alone: others the estimator would leave out.
+    """Checks that each rollout's reward consists of named rewards alone, because the estimator would ignore others.
 
     Raises:
-        RewardError: it was not.
+        RewardError: a rollout has other rewards.
     """
     total_R = shaping.outcomes(batch)
     named_R = torch.zeros_like(total_R).index_add_(0, batch.rollout_ids_S, named_S)
@@ -226,6 +226,6 @@ def _check_parts(estimator: str, batch: RolloutBatch, named_S: Tensor) -> None:
 
 
 def _explained_variance(values_A: Tensor, returns_A: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns); 0 when the returns do not vary."""
+    """Returns 1 - Var(returns - values) / Var(returns); 0 if the returns do not vary."""
     variance = returns_A.var(correction=0)
     return 0.0 if variance == 0 else float(1 - (returns_A - values_A).var(correction=0) / variance)

@@ -100,7 +100,7 @@ def check_start(policy: PolicyModel, pairs: ExampleSource[Preference], *, max_to
 
 
 def _scores(score: Callable[[PackedBatch], TokenScores], pairs: Sequence[Preference], max_tokens: int) -> list[Tensor]:
-    """Log-probs of each pair's trained tokens, on the CPU."""
+    """Returns the log-probs of each pair's trained tokens, on the CPU."""
     batch = pack_preferences([evolve(pair, weight=1.0, ref_logprobs_A=None) for pair in pairs])
     parts = split(batch, max_tokens)
     columns = [score(part).logprobs_N[part.action_mask_N].float().cpu() for part in parts]

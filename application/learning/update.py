@@ -19,7 +19,7 @@ from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
 
 TURNS_SHOWN = 8
-"""Turns whose share of the gradient is logged apart."""
+"""Number of first turns whose share of the gradient is logged."""
 
 
 @frozen(kw_only=True)
@@ -37,20 +37,20 @@ class UpdateService:
     Metrics of a step are means over the tokens that were passed through the model, weighted as in the loss.
 
     Args:
-        policy: what is trained.
-        critic: trained beside it, or None.
-        aggregation: how token losses become one number; weights are fixed per optimizer step before it is split.
+        policy: the trained policy.
+        critic: the trained critic, or None.
+        aggregation: of token losses; weights are fixed for an optimizer step before it is split.
         max_length: constant length of `Aggregation.CONSTANT_LENGTH`, in tokens.
         batch_size: units (rollouts with all their branches) per optimizer step; None takes all.
-        planned: units of an update as the learning-rate schedule counts them. Where failures leave fewer, steps
-            become smaller, not fewer, so that the schedule ends with the run; None: as many as there are.
+        planned: units of an update as the learning-rate schedule counts them. If failures leave fewer, steps
+            become smaller, not fewer, so that the schedule ends with the run; None: the units of the batch.
         epochs: passes over the units.
         max_tokens: token budget of one micro-batch.
         seed: shuffles samples into minibatches.
         skip_idle: leave samples whose advantages are all 0 out of the policy's passes. Their gradient is exactly 0
             when the loss has no other term (KL, entropy), and the others' weights are fixed before: same gradient,
             less work. GRPO's groups without spread are such samples.
-        select: chooses the tokens of a whole optimizer step that the loss treats apart, or None.
+        select: chooses tokens of a whole optimizer step that the loss treats differently, or None.
         pass_threshold: score from which a reply's likelihood is raised, for losses with such a term.
     """
 
@@ -83,7 +83,7 @@ class UpdateService:
         self._select = select
         self._pass_threshold = pass_threshold
         self.under_way = False
-        """Whether a `run` has taken some of its optimizer steps, and not all: after an error, that it ended there."""
+        """Whether a `run` has taken some of its optimizer steps, but not all; after an error it stays so."""
 
     def run(
         self,
@@ -95,7 +95,7 @@ class UpdateService:
     ) -> UpdateReport:
         """Trains on `batch`; reports its optimizer steps.
 
-        Without `train_policy` the critic alone learns. What fails before its first optimizer step changes nothing.
+        Without `train_policy` the critic alone learns. An error before the first optimizer step changes nothing.
         """
         shuffle = self._generator.get_state()
         try:
@@ -133,7 +133,7 @@ class UpdateService:
         checkpoints.save_model(self._policy, name, self._critic)
 
     def state_dict(self) -> dict[str, Any]:
-        """The models under training and the order of their samples."""
+        """Returns the models under training and the order of their samples."""
         critic = {} if self._critic is None else {"critic": self._critic.state_dict()}
         return {"policy": self._policy.state_dict(), "shuffle": self._generator.get_state(), **critic}
 
@@ -145,7 +145,7 @@ class UpdateService:
             self._critic.load_state_dict(state["critic"])
 
     def _update_policy(self, step_batch: RolloutBatch, objective: PolicyObjective[RolloutBatch]) -> dict[str, float]:
-        """One optimizer step; means are over the tokens that were passed through the model."""
+        """Takes one optimizer step; means are over the tokens that were passed through the model."""
         trained = _with_gradient(step_batch) if self._skip_idle else step_batch
         result = self._policy.update(split(trained, self._max_tokens), objective)
         weight = _weight(trained)
@@ -175,7 +175,7 @@ class UpdateService:
                 )
 
     def _positive_weights(self, part: RolloutBatch) -> Tensor:
-        """A token mean over the replies that passed."""
+        """Returns weights of a token mean over the replies that passed."""
         passed_N = part.action_mask_N & (part.scores_S >= self._pass_threshold)[part.sequence_ids_N]
         return passed_N.float() / passed_N.sum().clamp(min=1)
 
@@ -191,7 +191,8 @@ class UpdateService:
 
 
 def _with_gradient(batch: RolloutBatch) -> RolloutBatch:
-    """The sequences with an advantage other than 0; the first one if there is none, so that a step is still taken."""
+    """Returns the sequences with an advantage other than 0; the first one if there is none, so that a step is still
+    taken."""
     assert batch.advantages_N is not None
     busy_S = torch.zeros(len(batch), dtype=torch.bool)
     busy_S[batch.sequence_ids_N[(batch.advantages_N != 0) & batch.action_mask_N]] = True
@@ -204,8 +205,8 @@ def _weight(batch: RolloutBatch) -> float:
 
 
 def gradient_share_by_turn(batch: RolloutBatch) -> dict[str, float]:
-    """Share of each of the first turns in the sum of |weight x advantage|, the size of the gradient at a ratio of 1;
-    empty for batches of one turn."""
+    """Returns the share of each of the first turns in the sum of |weight x advantage|, which is the gradient's size at
+    a ratio of 1; empty for batches of one turn."""
     assert batch.advantages_N is not None
     assert batch.loss_weights_N is not None
     turns_A = batch.turn_ids_N[batch.action_mask_N]

@@ -37,9 +37,9 @@ class EvaluationService:
         self._threshold = threshold
 
     async def run(self) -> dict[str, float]:
-        """`eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, lengths, truncation, and `eval/failed`: episodes
-        that failed, which nothing else counts. With several data sources scores also as `eval/<source>/...`. Prompts
-        none of whose replies has a reward are left out.
+        """Returns `eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, lengths, truncation, and `eval/failed`, the
+        number of failed episodes. With several data sources there are also scores as `eval/<source>/...`. Prompts
+        without any rewarded reply are left out.
 
         Raises:
             RewardError, EngineError: too many episodes failed, or no reply has a reward.

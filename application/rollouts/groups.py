@@ -1,4 +1,4 @@
-"""Rollout: plays n samples of each prompt, many at once, and hands over each group as it finishes.
+"""Rollout: plays n samples of each prompt, many at once, and returns each group as it finishes.
 
 Invariants: at most `max_concurrent` episodes are in flight; every sample ends as a trajectory or as a counted
 failure; sample and group ids, and with them the seeds, depend on the position in the run alone, never on timing.
@@ -23,15 +23,15 @@ from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 log = structlog.get_logger(__name__)
 
 FAILURE_SHARE = 0.05
-"""Share of a rollout's episodes that may fail where no number is set: what a flaky service loses now and then, and far
-below what a broken reward or environment does."""
+"""Share of a rollout's episodes that may fail if no number is set: more than a flaky service fails now and then, and
+far less than a broken reward or environment does."""
 
 SEED_MULTIPLIER = 0x9E3779B97F4A7C15
-"""2^64 divided by the golden ratio: spreads consecutive sample ids over the whole range of seeds."""
+"""2^64 divided by the golden ratio, which spreads consecutive sample ids over the whole range of seeds."""
 
 
 def sample_seed(run_seed: int, sample_id: int) -> int:
-    """The sampling seed of sample `sample_id`, from 0 to 2^63 - 1."""
+    """Returns the sampling seed of sample `sample_id`, from 0 to 2^63 - 1."""
     return ((run_seed + 1) * SEED_MULTIPLIER + sample_id * 0xBF58476D1CE4E5B9) % 2**63
 
 
@@ -44,11 +44,11 @@ class RolloutGroup:
     trajectories: tuple[Trajectory, ...]
     failures: tuple[RolloutFailure, ...] = ()
     baseline: float | None = None
-    """Reward of the prompt's greedy rollout, where one was asked for."""
+    """Reward of the prompt's greedy rollout, if one was played."""
 
     @property
     def samples(self) -> list[tuple[Trajectory, ...]]:
-        """The trajectories of each sample: its branches, in order."""
+        """Trajectories of each sample, its branches in order."""
         branches: dict[int, list[Trajectory]] = {}
         for trajectory in self.trajectories:
             branches.setdefault(trajectory.sample_id, []).append(trajectory)
@@ -56,17 +56,17 @@ class RolloutGroup:
 
     @property
     def scores(self) -> list[float]:
-        """What the samples are filtered and evaluated by."""
+        """Score of each sample, for filtering and evaluation."""
         return [sample[0].score for sample in self.samples]
 
     @property
     def rewards(self) -> list[float]:
-        """Reward of each sample, its branches together."""
+        """Reward of each sample, summed over its branches."""
         return [sum(trajectory.reward for trajectory in sample) for sample in self.samples]
 
 
 class FailureBudget:
-    """Counts and names failed episodes; tolerates `allowed` of them, by default `FAILURE_SHARE` of `episodes`."""
+    """Counts and logs failed episodes; tolerates `allowed` of them, by default `FAILURE_SHARE` of `episodes`."""
 
     def __init__(self, allowed: int | None, episodes: int) -> None:
         self._allowed = math.ceil(FAILURE_SHARE * episodes) if allowed is None else allowed
@@ -76,7 +76,7 @@ class FailureBudget:
         """Adds a group's failures.
 
         Raises:
-            RewardError, EngineError: they are too many; the message ends with the last failure's.
+            RewardError, EngineError: there are too many; the message ends with the last failure's.
         """
         failures = [failure for failure in group.failures if failure.kind is not FailureKind.NOT_APPLICABLE]
         self._failures.update(failure.kind for failure in failures)
@@ -101,7 +101,7 @@ class RolloutService:
         max_concurrent: episodes in flight at once.
         max_failures: failed episodes tolerated in one `stream`; one more raises. None tolerates `FAILURE_SHARE` of its
             episodes.
-        seed: run seed, from which each sample's own seed follows.
+        seed: run seed, from which each sample's seed is computed.
     """
 
     def __init__(
@@ -123,15 +123,15 @@ class RolloutService:
         first_group_id: int = 0,
         greedy_baseline: bool = False,
     ) -> AsyncIterator[RolloutGroup]:
-        """Groups in the order in which they finish, until all that were started have.
+        """Yields groups in the order in which they finish, until all that were started have.
 
         Args:
-            prompts: where they come from; which are played depends on what `refill` answers, never on timing.
+            prompts: the stream of prompts; which are played depends on the results of `refill`, never on timing.
             params: sampling settings.
             samples: samples of each prompt.
-            groups: started at once.
-            refill: whether one more group is started for this finished one.
-            first_group_id: of the first group; the others count on from it in the order of their prompts.
+            groups: number of groups started at once.
+            refill: whether another group is started after this finished one.
+            first_group_id: id of the first group; ids of the others follow in the order of their prompts.
             greedy_baseline: also play each prompt greedily, for `RolloutGroup.baseline`.
 
         Raises:
@@ -171,17 +171,17 @@ class RolloutService:
     async def collect(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, samples: int, first_group_id: int = 0
     ) -> list[RolloutGroup]:
-        """All groups, in the order of `prompts`."""
+        """Returns all groups, in the order of `prompts`."""
         stream = self.stream(iter(prompts), params, samples=samples, groups=len(prompts), first_group_id=first_group_id)
         groups = [group async for group in stream]
         return sorted(groups, key=lambda group: group.group_id)
 
     def slots(self) -> asyncio.Semaphore:
-        """Places for `max_concurrent` episodes, to be shared by the groups of one stream."""
+        """Returns a semaphore for `max_concurrent` episodes, which the groups of one stream share."""
         return asyncio.Semaphore(self._max_concurrent)
 
     def failure_budget(self, episodes: int) -> FailureBudget:
-        """The failed episodes that a rollout of `episodes` may have."""
+        """Returns the failure budget of a rollout of `episodes`."""
         return FailureBudget(self._max_failures, episodes)
 
     async def play(
@@ -194,7 +194,7 @@ class RolloutService:
         slots: asyncio.Semaphore,
         greedy_baseline: bool = False,
     ) -> RolloutGroup:
-        """Plays one group; see `stream` for the arguments."""
+        """Plays one group; the arguments are as for `stream`."""
 
         async def one(sample_id: int, settings: SamplingParams) -> list[Trajectory] | RolloutFailure:
             async with slots:

@@ -1,4 +1,4 @@
-"""What a rollout looked like, in numbers."""
+"""Metrics of a rollout."""
 
 import statistics
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> dict[str, float]:
-    """What a rollout looked like: rewards (of each branch), lengths (of all branches; also by outcome), group spread,
-    groups all of whose samples passed or failed, and the reward's own metrics.
+    """Returns the metrics of a rollout: rewards (of each branch), lengths (of all branches; also by outcome), group
+    spread, groups all of whose samples passed or failed, and the reward's own metrics.
 
     `rollout/entropy` is `sampled_entropy`.
     """

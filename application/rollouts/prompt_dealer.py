@@ -1,7 +1,7 @@
-"""The stream of prompts as it is dealt to groups: one group id each, passing over what the curriculum skips.
+"""Deals the stream of prompts to groups: each prompt gets a group id, and those that the curriculum skips are left out.
 
 Invariants: the same stream, curriculum and records give the same groups, whatever the timing; a group can be dealt
-again from the position that it came from.
+again from its position in the stream.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from rollgrad.domain.ports.prompt_source import PromptSource
 
 @frozen(kw_only=True)
 class Deal:
-    """A prompt for the group `group_id`; `position` of the stream right before it, JSON-serialisable."""
+    """A prompt for the group `group_id`, and the stream's `position` directly before it, JSON-serialisable."""
 
     group_id: int
     prompt: Prompt
@@ -33,7 +33,7 @@ class PromptDealer:
         self.next_group = 0
 
     def deal(self) -> Deal:
-        """The next prompt to play."""
+        """Returns the next prompt to play."""
         while True:
             position = self._prompts.state_dict()
             (prompt,) = self._prompts.take(1)
@@ -45,7 +45,7 @@ class PromptDealer:
                 return Deal(group_id=self.next_group - 1, prompt=prompt, position=position)
 
     def deal_again(self, group_id: int, position: Mapping[str, Any]) -> Deal:
-        """What was dealt to `group_id` at `position`; the stream stays where it is."""
+        """Returns what was dealt to `group_id` at `position`; the stream keeps its position."""
         here = self._prompts.state_dict()
         self._prompts.load_state_dict(position)
         (prompt,) = self._prompts.take(1)
@@ -53,7 +53,7 @@ class PromptDealer:
         return Deal(group_id=group_id, prompt=prompt, position=position)
 
     def learn(self, played: Iterable[RolloutGroup]) -> None:
-        """Lets the curriculum know how the groups went, in the order of their ids."""
+        """Records the groups' scores in the curriculum, in the order of their ids."""
         if self._curriculum is None:
             return
         for group in sorted(played, key=lambda group: group.group_id):
@@ -61,7 +61,7 @@ class PromptDealer:
                 self._curriculum = self._curriculum.record(group.prompt.text, sum(group.scores) / len(group.scores))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, JSON-serialisable."""
+        """Returns the position of the stream, JSON-serialisable."""
         state: dict[str, Any] = {"prompts": self._prompts.state_dict(), "next_group": self.next_group}
         if self._curriculum is not None:
             state["curriculum"] = self._curriculum.state_dict()

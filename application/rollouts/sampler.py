@@ -1,7 +1,8 @@
-"""Which groups a rollout trains on: draws prompts, plays them, filters groups, and keeps what the next rollout can use.
+"""Chooses the groups that a rollout trains on: draws prompts, plays them, filters groups, and keeps groups for the next
+rollout.
 
-Invariants: which prompts are played, under which ids and seeds, follows from the stream and the groups' scores alone,
-never from timing; prompts played = groups handed out + rejected by reason + kept for the next rollout.
+Invariants: the prompts that are played, their ids and seeds depend on the stream and the groups' scores alone, never on
+timing; prompts played = groups returned + rejected by reason + kept for the next rollout.
 """
 
 import asyncio
@@ -25,8 +26,8 @@ from rollgrad.domain.ports.prompt_source import PromptSource
 
 @frozen(kw_only=True)
 class SamplingPlan:
-    """`groups` a rollout, of `samples` each; `in_flight` groups (at least `groups`; more is over-sampling) are started
-    at once; at most `budget` x `groups` prompts are played for a rollout."""
+    """Plan of a rollout: `groups` groups of `samples` samples each. `in_flight` groups are started at once (at least
+    `groups`; more is over-sampling), and at most `budget` x `groups` prompts are played."""
 
     groups: int
     samples: int
@@ -37,7 +38,7 @@ class SamplingPlan:
 
 
 class GroupSampler:
-    """The groups of one rollout after another."""
+    """Plays and chooses the groups of one rollout after another."""
 
     def __init__(
         self,
@@ -52,14 +53,14 @@ class GroupSampler:
         self._params = params
         self._plan = plan
         self._ready: list[RolloutGroup] = []
-        self._deals: dict[int, Deal] = {}  # of the groups that are ready, and of those that are played
+        self._deals: dict[int, Deal] = {}  # deals of groups that are ready or being played
         self._again: list[Deal] = []  # groups that were ready, of which a state of an earlier version has no samples
 
     async def take(self, rollouts_left: int) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """(the groups of the next rollout in the order of their prompts, what was noticed about all that were played).
+        """Returns the groups of the next rollout in the order of their prompts, and metrics of all groups played.
 
-        `rollouts_left` counts this one: no more is played than they need together, so nothing is left over at the end.
-        A rollout that does not end, because it is cancelled or fails, leaves the stream where it began.
+        `rollouts_left` includes this one: no more groups are played than these rollouts need, so that none is left over
+        at the end. A rollout that is cancelled or fails puts the stream back to its beginning.
 
         Raises:
             RewardError: the budget of prompts ran out before enough groups were kept.
@@ -67,13 +68,13 @@ class GroupSampler:
         """
         before = self.state_dict()
         try:
-            await self._play_again()
+            await self._replay()
             return await self._take(rollouts_left)
-        except BaseException:  # also a cancellation
+        except BaseException:  # a cancellation, too
             self._dealer.load_state_dict(before)
             raise
 
-    async def _play_again(self) -> None:
+    async def _replay(self) -> None:
         """Plays the groups that a state names without their samples, under their own ids and seeds."""
         if not self._again:
             return
@@ -148,7 +149,7 @@ class GroupSampler:
         return taken, sampling_metrics(played, rejected) | {"rollout/kept_for_next": float(len(self._ready))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the stream stands, JSON-serialisable: groups kept for the next rollout are places in it."""
+        """Returns the state, JSON-serialisable; groups kept for the next rollout are positions in the stream."""
         kept = [self._deals[group.group_id] for group in self._ready] + self._again
         return {
             **self._dealer.state_dict(),
@@ -156,15 +157,16 @@ class GroupSampler:
         }
 
     def kept_groups(self) -> list[dict[str, Any]]:
-        """Returns the samples of the groups kept for the next rollout: weights have moved on since they were drawn."""
+        """Returns the samples of the groups kept for the next rollout. They cannot be sampled again, because the
+        weights have changed."""
         return [group_state(group) for group in self._ready]
 
     def load_state_dict(self, state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Continues from `state` and the `kept_groups` of the same moment; what the latter lack is played again, under
-        the same ids and seeds.
+        """Continues from `state` and the `kept_groups` of the same moment. Groups without samples are played again,
+        with the same ids and seeds.
 
         Raises:
-            ValueError: it is of an asynchronous run that had groups in flight.
+            ValueError: the state is that of an asynchronous run with groups in flight.
         """
         if state.get("pending"):
             raise ValueError(f"{len(state['pending'])} groups were in flight, which needs train.async_enable")
@@ -177,7 +179,7 @@ class GroupSampler:
 
 
 def exhausted(started: int, wanted: int, kept: int, rejected: "Counter[str]") -> RewardError:
-    """What is raised when `started` prompts gave only `kept` of the `wanted` groups."""
+    """Returns the error for a rollout in which `started` prompts gave only `kept` of the `wanted` groups."""
     reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in rejected.most_common())
     return RewardError(
         f"{started} prompts were played for {wanted} groups, but dynamic filtering kept only {kept} ({reasons}): raise "
@@ -186,7 +188,7 @@ def exhausted(started: int, wanted: int, kept: int, rejected: "Counter[str]") ->
 
 
 def sampling_metrics(played: Sequence[RolloutGroup], rejected: "Counter[str]") -> dict[str, float]:
-    """What was noticed about all groups that were played, rejected ones included: failed episodes by kind, too."""
+    """Returns metrics of all groups played, rejected ones included, with failed episodes by kind."""
     if not played:
         return {}
     scores = [score for group in played for score in group.scores]

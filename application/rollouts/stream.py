@@ -1,9 +1,14 @@
-"""Groups without end: as soon as one ends another is started, as far as the bound on staleness lets it.
+"""Plays groups continuously, within the staleness bound.
 
-Invariants: see `domain.staleness`; which prompt a group plays, its id and its seeds follow from the stream alone, never
-from timing; a group that is rejected, fails or becomes too old is counted by reason, and the next prompt takes its
-place. With a bound of 0 the groups of a step are those that the synchronous `GroupSampler` plays.
-Does not own: versions of weights (it is told by `updated`), nor what is learned.
+As soon as a group finishes, another is started, if `StalenessGate` has room. For example, with 2 groups an update and
+max_staleness 1, 4 groups are in flight at first; `take` returns the first 2 that finish, the other 2 go on during the
+update, and after `updated` 2 more are started.
+
+Invariants: those of `domain.control.staleness`; a group's prompt, id and seeds depend on the stream alone, never on
+timing; a group that is rejected, fails or becomes too old is counted by reason, and the next prompt takes its place.
+With a bound of 0 the groups of a step are those of the synchronous `GroupSampler`.
+
+Does not own: versions of weights (`updated` announces them), nor learning.
 """
 
 import asyncio
@@ -33,12 +38,12 @@ class GroupStream:
 
     Args:
         rollout: plays each group.
-        prompts: where prompts come from.
+        prompts: the stream of prompts.
         params: sampling settings.
         plan: samples of a group, groups in flight at once, filter and its budget (counted from batch to batch).
-        bound: how old a group may become.
+        bound: on the staleness of groups.
         clock: measures `idle_s`.
-        curriculum: passes over prompts, or None.
+        curriculum: skips prompts, or None.
     """
 
     def __init__(
@@ -57,9 +62,9 @@ class GroupStream:
         self._plan = plan
         self._clock = clock
         self.gate = StalenessGate(bound)
-        """Where every group stands; read only."""
+        """State of every group; read only."""
         self._slots = rollout.slots()
-        self._deals: dict[int, Deal] = {}  # of every group in flight
+        self._deals: dict[int, Deal] = {}  # deals of the groups in flight
         self._again: deque[Deal] = deque()  # groups that an interrupted run had in flight
         self._tasks: dict[int, asyncio.Task[RolloutGroup]] = {}
         self._ready: dict[int, RolloutGroup] = {}
@@ -77,7 +82,8 @@ class GroupStream:
         return self._idle_s + (0.0 if self._idle_since is None else self._clock.monotonic() - self._idle_since)
 
     async def take(self) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """(the groups of the next update in the order of their prompts, what was noticed since the last ones).
+        """Waits for the groups of the next update; returns them in the order of their prompts, with metrics since the
+        last.
 
         Raises:
             RewardError: the budget of prompts ran out before enough groups were kept.
@@ -104,7 +110,8 @@ class GroupStream:
         return groups, metrics | lags
 
     def updated(self) -> None:
-        """The groups of the last `take` are trained on, and the engine samples from the new weights."""
+        """Records that the groups of the last `take` are trained on, and that the engine samples from the new
+        weights."""
         self.gate.updated()
         in_flight = {*self._tasks, *self._ready}
         self._deals = {group_id: deal for group_id, deal in self._deals.items() if group_id in in_flight}
@@ -112,14 +119,14 @@ class GroupStream:
             self._drop(group_id, STALE)
 
     async def stop(self) -> None:
-        """Ends all episodes; where they stand is still part of the state."""
+        """Ends all episodes; their groups stay in the state."""
         tasks, self._tasks = list(self._tasks.values()), {}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, JSON-serialisable: groups in flight are kept as places in the stream of prompts."""
+        """Returns the state, JSON-serialisable; groups in flight are positions in the stream of prompts."""
         return {
             **self._dealer.state_dict(),
             "pending": [
@@ -132,11 +139,11 @@ class GroupStream:
         }
 
     def kept_groups(self) -> list[dict[str, Any]]:
-        """Returns nothing: all that is in flight is played again."""
+        """Returns an empty list, because groups in flight are played again."""
         return []
 
     def load_state_dict(self, state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Continues from `state`: what was in flight is played again, under the same ids and seeds."""
+        """Continues from `state`; groups in flight are played again, with the same ids and seeds."""
         self._dealer.load_state_dict(state)
         self._again = deque(self._dealer.deal_again(int(p["group"]), p["position"]) for p in state["pending"])
         self.gate = StalenessGate.resumed(
@@ -147,7 +154,7 @@ class GroupStream:
         return self._rollout.failure_budget(self._plan.groups * self._plan.samples)
 
     def _fill(self) -> None:
-        """Starts as many groups as may be."""
+        """Starts as many groups as there is room for."""
         for _ in range(min(self.gate.room, self._plan.in_flight - self.gate.running)):
             deal = self._again.popleft() if self._again else self._dealer.deal()
             self.gate.start(deal.group_id)
@@ -166,10 +173,10 @@ class GroupStream:
                 self._idle_s, self._idle_since = self.idle_s, None
 
     def _ended(self, group_id: int, task: "asyncio.Task[RolloutGroup]") -> None:
-        """A group came to its end. Errors wait for the next `take`."""
-        if self._tasks.pop(group_id, None) is None:  # it was dropped, or everything is being stopped
+        """Handles the end of a group's task. The next `take` raises its errors."""
+        if self._tasks.pop(group_id, None) is None:  # the group was dropped, or the stream is being stopped
             if not task.cancelled():
-                task.exception()  # nobody else asks for it
+                task.exception()  # marks the error as seen
             return
         if not self._tasks:
             self._idle_since = self._clock.monotonic()
@@ -179,14 +186,14 @@ class GroupStream:
                 self._fill()
         except asyncio.CancelledError:
             self._error = EngineError(f"The episodes of group {group_id} were cancelled from outside.")
-        except Exception as error:  # a callback's errors reach nobody
+        except Exception as error:  # errors of a callback would be lost
             self._error = self._error or error
         except BaseException as error:
             self._error = self._error or EngineError(f"The episodes of group {group_id} ended by {told(error)}.")
         self._changed.set()
 
     def _receive(self, group: RolloutGroup) -> None:
-        """A group was played: it is ready, or rejected."""
+        """Makes a played group ready, or rejects it."""
         plan = self._plan
         self._played.append(group)
         self._failures.charge(group)
@@ -216,13 +223,13 @@ class GroupStream:
 
 
 def oldest_version(group: RolloutGroup) -> int:
-    """The policy version that drew the group's oldest token."""
+    """Returns the policy version that sampled the group's oldest token."""
     return min(int(t.versions_T[t.versions_T != NO_VERSION].min()) for t in group.trajectories)
 
 
 def lag_metrics(groups: Sequence[RolloutGroup], version: int, max_staleness: int) -> dict[str, float]:
-    """How many updates old the sampled tokens are when `version` trains on them: mean, largest, and the share of tokens
-    by lag, up to `max_staleness`."""
+    """Returns the lag of the sampled tokens when `version` trains on them: mean, largest, and the share of tokens by
+    lag, up to `max_staleness`."""
     versions = torch.cat([t.versions_T for group in groups for t in group.trajectories])
     lags = version - versions[versions != NO_VERSION]
     shares = {f"staleness/share_lag_{lag}": float((lags == lag).float().mean()) for lag in range(max_staleness + 1)}
