@@ -35,7 +35,8 @@ TRL: Mapping[str, str] = {
     # The model
     **alike("model model_name_or_path model_name model_id", "actor.model_name_or_path"),
     **alike("dtype torch_dtype", "actor.dtype"),
-    **alike("bf16 fp16 tf32 bf16_full_eval fp16_full_eval cast_lm_head_to_fp32 use_cpu", PRECISION),
+    **alike("bf16 fp16 tf32 bf16_full_eval fp16_full_eval use_cpu", PRECISION),
+    "cast_lm_head_to_fp32": "actor.float32_head",
     **alike("attn_implementation torch_compile torch_compile_backend torch_compile_mode use_cache", KERNELS),
     **alike("use_liger_kernel liger_kernel_config torch_empty_cache_steps cache_implementation", KERNELS),
     **alike("pad_to_multiple_of", KERNELS),

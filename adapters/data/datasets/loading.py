@@ -5,6 +5,7 @@ columns.
 """
 
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _HUB_PROBE_SECONDS = 5.0
 """Longest wait for the hub's first answer; without an answer only its local cache is read."""
+_MOST_FILES = 10_000
+"""Files and folders below a folder of data at most: all of them are looked at."""
 _PROBABILITY_SLACK = 1e-6
 """Rounding allowance of the sum of the mixing probabilities."""
 
@@ -190,11 +193,29 @@ def _read_folder(path: Path, configuration: str | None) -> Any:
             f"The dataset {path}:{configuration} names a configuration, which a saved dataset has not: leave "
             f":{configuration} out."
         )
+    if not saved:
+        _check_size(path)
     try:
         return datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), configuration)
     except Exception as error:  # by the files' format
         _refuse_configuration(str(path), configuration, error)
         raise DataError(f"The folder {path} cannot be read as a saved dataset: {_one_line(_root(error))}") from error
+
+
+def _check_size(path: Path) -> None:
+    """Refuses a folder that is not one of data, as a working directory is: everything below it would be read.
+
+    Raises:
+        DataError: it holds too much.
+    """
+    found = 0
+    for _, folders, files in os.walk(path):
+        found += len(folders) + len(files)
+        if found > _MOST_FILES:
+            raise DataError(
+                f"The dataset {path} is a folder with more than {_MOST_FILES} files and folders below it, all of which "
+                "would be read as data: name the folder that holds the data alone, or a file of it."
+            )
 
 
 def _read_hub(name: str) -> Any:

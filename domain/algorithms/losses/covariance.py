@@ -13,6 +13,8 @@ from rollgrad.domain.batches.packed import RolloutBatch
 
 KNUTH = 2654435761
 """Multiplier of multiplicative hashing (Knuth, TAOCP vol. 3, section 6.4)."""
+TURN_STRIDE = 0x1E3779B97F4A7C15
+"""Odd, with low bits far from those of samples and positions; products that overflow 64 bits wrap."""
 
 
 def covariances(logprobs_N: Tensor, advantages_N: Tensor, action_mask_N: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ def select_for_clip_cov(batch: RolloutBatch, params: PolicyLossSettings) -> Tens
         batch.action_mask_N,
         share=params.cov_share,
         limits=params.cov_range,
-        keys_N=token_keys(batch.sample_ids_S, batch.positions_N, batch.lengths_S),
+        keys_N=token_keys(batch.sample_ids_S, batch.lengths_S, batch.positions_N, batch.turn_ids_N),
     )
 
 
@@ -74,6 +76,7 @@ def select_for_kl_cov(batch: RolloutBatch, params: PolicyLossSettings) -> Tensor
     )
 
 
-def token_keys(sample_ids_S: Tensor, positions_N: Tensor, lengths_S: Tensor) -> Tensor:
-    """Returns a number for each token that does not depend on where its sequence lies in the batch."""
-    return torch.repeat_interleave(sample_ids_S, lengths_S) * 1_000_003 + positions_N
+def token_keys(sample_ids_S: Tensor, lengths_S: Tensor, positions_N: Tensor, turn_ids_N: Tensor) -> Tensor:
+    """Returns a number for each token that does not depend on where its sequence lies in the batch. No two tokens that
+    a rollout sampled have the same: branches have positions in common, but no turns."""
+    return torch.repeat_interleave(sample_ids_S, lengths_S) * 1_000_003 + positions_N + turn_ids_N * TURN_STRIDE

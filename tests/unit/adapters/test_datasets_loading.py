@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollgrad.adapters.data.datasets import loading
 from rollgrad.adapters.data.datasets.loading import load_dataset, split_configuration
 from rollgrad.domain.errors import DataError
 
@@ -205,3 +206,14 @@ def test_the_hub_out_of_reach_fails_fast() -> None:
     with pytest.raises(DataError, match=r"no-such-owner/no-such-set .*hub cannot be reached"):
         load("no-such-owner/no-such-set@main")
     assert time.monotonic() - start < 25
+
+
+def test_a_folder_with_too_much_below_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a working directory is: all of it would be read."""
+    monkeypatch.setattr(loading, "_MOST_FILES", 3)
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_text('{"input": "a"}')
+    assert len(load_dataset(str(tmp_path), split="train", probs=None, seed=0, max_samples=None)) == 3
+    (tmp_path / "src").mkdir()
+    with pytest.raises(DataError, match="more than 3 files and folders"):
+        load_dataset(str(tmp_path), split="train", probs=None, seed=0, max_samples=None)

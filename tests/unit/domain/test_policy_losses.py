@@ -409,6 +409,21 @@ def test_aggregation_equals_the_reference(mode: str, seed: int, max_length: int)
     assert float(weighted_sum(losses, found, torch.tensor(actions))) == pytest.approx(2 * float(found.sum()), rel=1e-5)
 
 
+def test_tokens_of_two_branches_are_told_apart() -> None:
+    """They have the sample and the positions in common; which of them is chosen is not the order's to say."""
+    turns, lengths = torch.arange(40).repeat_interleave(30), torch.full((40,), 30)
+    keys = token_keys(torch.full((40,), 7), lengths, torch.arange(30).repeat(40), turns)
+    assert len(keys.unique()) == len(keys)
+    generator = torch.Generator().manual_seed(0)
+    logprobs, advantages = torch.randn(2, len(keys), generator=generator)
+    mask, options = torch.ones(len(keys), dtype=torch.bool), {"share": 0.1, "limits": (-10.0, 10.0)}
+    order = torch.randperm(len(keys), generator=generator)
+    chosen = clip_cov_tokens(logprobs, advantages, mask, keys_N=keys, **options)
+    moved = clip_cov_tokens(logprobs[order], advantages[order], mask, keys_N=keys[order], **options)
+    assert torch.equal(moved, chosen[order])
+    assert int(chosen.view(40, 30).any(0).sum()) > 20, "chosen alike in no two branches"
+
+
 def selectable(seed: int) -> list[list[Tensor]]:
     """Log-probs, advantages, masks and keys of the sequences of a step."""
     generator = torch.Generator().manual_seed(seed)
@@ -418,7 +433,7 @@ def selectable(seed: int) -> list[list[Tensor]]:
     mask = torch.rand(total, generator=generator) < 0.8
     mask[0] = True
     positions = torch.cat([torch.arange(int(n)) for n in lengths])
-    keys = token_keys(torch.arange(6) * 3 + 1, positions, lengths)
+    keys = token_keys(torch.arange(6) * 3 + 1, lengths, positions, torch.zeros(total, dtype=torch.int64))
     sizes = lengths.tolist()
     return [list(torch.split(column, sizes)) for column in (logprobs, advantages, mask, keys)]
 
@@ -469,7 +484,8 @@ def test_nothing_is_selected_without_actions() -> None:
 
 
 def test_clip_cov_takes_tokens_evenly() -> None:
-    keys = token_keys(torch.arange(200), torch.arange(50).repeat(200), torch.full((200,), 50))
+    turns = torch.zeros(200 * 50, dtype=torch.int64)
+    keys = token_keys(torch.arange(200), torch.full((200,), 50), torch.arange(50).repeat(200), turns)
     generator = torch.Generator().manual_seed(0)
     logprobs, advantages = torch.randn(2, 10_000, generator=generator)
     everywhere = torch.ones(10_000, dtype=torch.bool)
