@@ -29,12 +29,33 @@ INTERVAL = Range(lambda value: value[0] < value[1], "two numbers, the lower one 
 
 
 @frozen
+class Condition:
+    """Condition under which a setting means anything; a setting that is changed where it means nothing is refused.
+
+    `holds`: a test of the section that has the setting, and of the whole run. `why`: why it means nothing elsewhere.
+    `fix`: what to set instead, `{at}` standing for the section's dotted name with its dot. Both read values as
+    `{here.rank}` and `{run.rollout.engine}`.
+    """
+
+    holds: Callable[[Any, Any], bool]
+    why: str
+    fix: str
+
+    def problem(self, name: str, value: Any, here: Any, run: Any, at: str) -> str:
+        """Returns the sentence about the setting `name` of a section `here`, which lies at `at`."""
+        shown = repr(value) if type(value) is str else str(value)
+        why, fix = (text.format(at=at, here=here, run=run) for text in (self.why, self.fix))
+        return f"{name} is {shown}, but {why}: {fix}, or leave --{name} out."
+
+
+@frozen
 class Told:
     """What a field says of itself besides its type and default."""
 
     doc: str
     range: Range | None = None
     brought: Callable[[], Mapping[str, type]] | None = None
+    only_if: tuple[Condition, ...] = ()
 
     @classmethod
     def by(cls, attribute: "Attribute[Any]") -> "Told":
@@ -50,7 +71,12 @@ class Told:
 
 
 def setting(
-    default: Any, doc: str, range: Range | None = None, *, converter: Callable[[Any], Any] | None = None
+    default: Any,
+    doc: str,
+    range: Range | None = None,
+    *,
+    only_if: Condition | tuple[Condition, ...] = (),
+    converter: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Returns the field of a setting.
 
@@ -58,6 +84,7 @@ def setting(
         default: value where nothing is set.
         doc: text that `--help` shows, beginning with a sentence that can stand alone.
         range: values that it may take; None allows all of its type. A setting that is None always passes.
+        only_if: conditions without which it means nothing; the first that does not hold is named.
         converter: makes the value of what is assigned.
 
     >>> from attrs import define
@@ -67,7 +94,7 @@ def setting(
     >>> Gate().tau
     1.0
     """
-    return field(default=default, converter=converter, metadata={Told: Told(doc, range)})
+    return field(default=default, converter=converter, metadata={Told: Told(doc, range, only_if=_all(only_if))})
 
 
 def own_first(_: type, fields: Sequence["Attribute[Any]"]) -> list["Attribute[Any]"]:
@@ -80,9 +107,20 @@ class OwnSettings:
     """A section of sections that are not known beforehand, such as the settings that policy losses bring."""
 
 
-def section(kind: Callable[[], Any], doc: str, brought: Callable[[], Mapping[str, type]] | None = None) -> Any:
+def section(
+    kind: Callable[[], Any],
+    doc: str,
+    brought: Callable[[], Mapping[str, type]] | None = None,
+    *,
+    only_if: Condition | tuple[Condition, ...] = (),
+) -> Any:
     """Returns the field of a section of settings, which `kind` makes.
 
-    `brought`: returns the sections within it that are known by now, by name, for `OwnSettings`.
+    `brought`: returns the sections within it that are known by now, by name, for `OwnSettings`. `only_if`: conditions
+    of all its settings, tested on the section or run that has it.
     """
-    return field(default=Factory(kind), metadata={Told: Told(doc, brought=brought)})
+    return field(default=Factory(kind), metadata={Told: Told(doc, brought=brought, only_if=_all(only_if))})
+
+
+def _all(conditions: Condition | tuple[Condition, ...]) -> tuple[Condition, ...]:
+    return (conditions,) if isinstance(conditions, Condition) else conditions

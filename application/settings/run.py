@@ -18,10 +18,16 @@ from rollgrad.application.settings.sections.eval import EvalConfig
 from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
-from rollgrad.application.settings.sections.rollout import RolloutConfig
+from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.application.settings.sections.vllm import VLLMConfig
-from rollgrad.domain.settings import section
+from rollgrad.domain.settings import Condition, section
+
+WITH_VLLM = Condition(
+    lambda here, run: run.rollout.engine is Engine.VLLM,
+    "rollout.engine is {run.rollout.engine}",
+    "set --rollout.engine vllm",
+)
 
 
 @define(kw_only=True)
@@ -34,7 +40,7 @@ class RLConfig:
     algo: AlgoConfig = section(AlgoConfig, "The algorithm.")
     rollout: RolloutConfig = section(RolloutConfig, "How episodes are sampled.")
     agent: AgentConfig = section(AgentConfig, "Tools, attempts, and programs that play episodes.")
-    vllm: VLLMConfig = section(VLLMConfig, "The engines of rollout.engine vllm.")
+    vllm: VLLMConfig = section(VLLMConfig, "The engines of rollout.engine vllm.", only_if=WITH_VLLM)
     train: TrainConfig = section(TrainConfig, "How samples become optimizer steps.")
     cluster: ClusterConfig = section(
         ClusterConfig, "Processes of their own for models and engines, on this machine or many."

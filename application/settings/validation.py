@@ -1,4 +1,5 @@
-"""Checks that hold for any run, whatever sections it composes: ranges of single settings first, then its rules.
+"""Checks that hold for any run, whatever sections it composes: ranges and conditions of single settings, then its
+rules.
 
 Importable without torch. The rules of a reinforcement-learning run are in `rules`.
 """
@@ -12,20 +13,28 @@ from typing import Any, TypeVar
 import attrs
 
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.settings import Told
+from rollgrad.domain.settings import Condition, Told
 
 Run = TypeVar("Run", bound=attrs.AttrsInstance)
 
 
-def broken_rules(run: Run, rules: Callable[[Run], Iterable[Iterator[str]]]) -> list[ConfigurationError]:
+def broken_rules(
+    run: Run, rules: Callable[[Run], Iterable[Iterator[str]]], conditions_of: tuple[str, ...] = ("",)
+) -> list[ConfigurationError]:
     """Returns what is wrong with single settings of any run, and then, as if those had their defaults, with
     combinations of them.
 
-    `rules`: gives the problems that each rule finds in a run, a sentence each.
+    Args:
+        run: the settings.
+        rules: gives the problems that each rule finds in a run, a sentence each.
+        conditions_of: beginnings of the names of settings whose conditions are checked; all by default.
     """
     singles = range_problems(run)
     problems = list(singles.values())
-    for rule in rules(with_defaults(run, singles)):
+    rest = with_defaults(run, singles)
+    unmet = condition_problems(rest)
+    problems += [problem for name, problem in unmet.items() if name.startswith(conditions_of)]
+    for rule in rules(rest):
         try:
             for problem in rule:
                 problems.append(problem)
@@ -46,6 +55,26 @@ def range_problems(config: attrs.AttrsInstance) -> dict[str, str]:
         if allowed is not None and value is not None and not allowed.holds(value):
             problems[key] = f"{key} is {value!r}, but it must be {allowed.rule}: change --{key}."
     return problems
+
+
+def condition_problems(run: attrs.AttrsInstance) -> dict[str, str]:
+    """Returns the settings of a run that were changed where they mean nothing: their names, and why."""
+
+    def unmet(
+        section: Any, default: Any, at: str, above: tuple[tuple[Condition, Any, str], ...]
+    ) -> Iterator[tuple[str, str]]:
+        for field in attrs.fields(type(section)):
+            name, value, unchanged = f"{at}{field.name}", getattr(section, field.name), getattr(default, field.name)
+            conditions = (*above, *((condition, section, at) for condition in Told.by(field).only_if))
+            if attrs.has(type(value)):
+                yield from unmet(value, unchanged, f"{name}.", conditions)
+            elif value != unchanged:
+                for condition, here, where in conditions:
+                    if not condition.holds(here, run):
+                        yield name, condition.problem(name, value, here, run, where)
+                        break
+
+    return dict(unmet(run, type(run)(), "", ()))
 
 
 def with_defaults(config: Run, keys: Iterable[str]) -> Run:

@@ -5,7 +5,17 @@ from enum import StrEnum
 from attrs import define
 
 from rollgrad.domain.algorithms.catalogue import policy_loss_traits
-from rollgrad.domain.settings import COUNT, INTERVAL, NOT_NEGATIVE, POSITIVE, SHARE, SOME_SHARE, Range, setting
+from rollgrad.domain.settings import (
+    COUNT,
+    INTERVAL,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SOME_SHARE,
+    Condition,
+    Range,
+    setting,
+)
 
 
 class KLEstimator(StrEnum):
@@ -24,23 +34,39 @@ class KLAgainst(StrEnum):
     ROLLOUT = "rollout"
 
 
+WITH_KL = Condition(
+    lambda here, run: here.init_coef > 0, "{at}init_coef is 0, which turns KL off", "set --{at}init_coef above 0"
+)
+ADAPTIVE_KL = Condition(
+    lambda here, run: here.target is not None, "a fixed KL weight has no horizon", "set --{at}target"
+)
+
+
 @define(kw_only=True)
 class KLSettings:
     """Keeping near the reference."""
 
     init_coef: float = setting(0.0, "Weight of the KL term; 0 loads no reference at all.", NOT_NEGATIVE)
     estimator: KLEstimator = setting(
-        KLEstimator.K1, "k1, k2, k3 or k3_unbiased. In the reward use k1; as a loss use k2, k3 or k3_unbiased."
+        KLEstimator.K1,
+        "k1, k2, k3 or k3_unbiased. In the reward use k1; as a loss use k2, k3 or k3_unbiased.",
+        only_if=WITH_KL,
     )
     against: KLAgainst = setting(
         KLAgainst.REFERENCE,
         "The frozen reference, or the policy that sampled the rollout (as a loss; loads no reference).",
+        only_if=WITH_KL,
     )
-    use_loss: bool = setting(False, "Add KL to the loss rather than to the reward.")
+    use_loss: bool = setting(False, "Add KL to the loss rather than to the reward.", only_if=WITH_KL)
     target: float | None = setting(
-        None, "KL per action token that an adaptive controller steers to; none keeps the weight fixed.", POSITIVE
+        None,
+        "KL per action token that an adaptive controller steers to; none keeps the weight fixed.",
+        POSITIVE,
+        only_if=WITH_KL,
     )
-    horizon: float = setting(10000.0, "Samples over which the adaptive controller reacts.", POSITIVE)
+    horizon: float = setting(
+        10000.0, "Samples over which the adaptive controller reacts.", POSITIVE, only_if=(WITH_KL, ADAPTIVE_KL)
+    )
 
 
 class Whiten(StrEnum):
@@ -154,6 +180,13 @@ class Aggregation(StrEnum):
     CONSTANT_LENGTH = "constant_length"
 
 
+ADAPTIVE_ENTROPY = Condition(
+    lambda here, run: here.entropy_target is not None,
+    "a fixed entropy weight has no step",
+    "set --{at}entropy_target",
+)
+
+
 @define(kw_only=True, slots=False)  # the actor is a model besides
 class PolicyLossSettings:
     """The policy loss, its clip range, and what is added to it."""
@@ -199,7 +232,9 @@ class PolicyLossSettings:
     entropy_target: float | None = setting(
         None, "Entropy per token, in nats, below which an adaptive bonus acts; none keeps the weight fixed.", POSITIVE
     )
-    entropy_coef_step: float = setting(5e-3, "How much the adaptive weight moves each rollout.", POSITIVE)
+    entropy_coef_step: float = setting(
+        5e-3, "How much the adaptive weight moves each rollout.", POSITIVE, only_if=ADAPTIVE_ENTROPY
+    )
     positive_nll_coef: float = setting(
         0.0, "Weight of the likelihood of replies that passed, as an additional loss (VAPO).", NOT_NEGATIVE
     )
@@ -229,6 +264,16 @@ class PolicyLossSettings:
         return policy_loss_traits(self.policy_loss_type).clip or (0.0, 0.0)
 
 
+WITH_LENGTH_PENALTY = Condition(
+    lambda here, run: here.overlong_buffer_len is not None,
+    "there is no length penalty",
+    "set --{at}overlong_buffer_len",
+)
+BY_LENGTH = Condition(
+    lambda here, run: here.cosine_length, "the reward does not go by length", "turn on --{at}cosine_length"
+)
+
+
 @define(kw_only=True)
 class ShapingSettings:
     """What happens to rewards before any baseline sees them."""
@@ -255,7 +300,7 @@ class ShapingSettings:
         "rollout.max_new_tokens, in episodes of several turns rollout.max_episode_tokens; sampled tokens count.",
         COUNT,
     )
-    overlong_penalty_factor: float = setting(1.0, "Penalty at full length.", POSITIVE)
+    overlong_penalty_factor: float = setting(1.0, "Penalty at full length.", POSITIVE, only_if=WITH_LENGTH_PENALTY)
     stop_properly_penalty_coef: float | None = setting(
         None,
         "What a truncated reply is worth at most: this share of its reward, or this reward if negative; none turns "
@@ -267,11 +312,13 @@ class ShapingSettings:
         "Reward by outcome and length along half a cosine, in place of the reward itself; full length is the limit "
         "of overlong_buffer_len.",
     )
-    cosine_passed: tuple[float, float] = setting((2.0, 1.0), "Reward of a reply that passed, at no and at full length.")
-    cosine_failed: tuple[float, float] = setting(
-        (-10.0, 0.0), "Reward of a reply that failed, at no and at full length."
+    cosine_passed: tuple[float, float] = setting(
+        (2.0, 1.0), "Reward of a reply that passed, at no and at full length.", only_if=BY_LENGTH
     )
-    cosine_exceeded: float = setting(-10.0, "Reward of a reply that was cut off.")
+    cosine_failed: tuple[float, float] = setting(
+        (-10.0, 0.0), "Reward of a reply that failed, at no and at full length.", only_if=BY_LENGTH
+    )
+    cosine_exceeded: float = setting(-10.0, "Reward of a reply that was cut off.", only_if=BY_LENGTH)
 
 
 @define(kw_only=True)

@@ -5,6 +5,7 @@ Flags over the file that --config names over the defaults.
 
 import contextlib
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -160,8 +161,8 @@ def spell_out(
 def parse_run(
     kind: type[RunArguments], run: type[Run], command: str, arguments: Sequence[str]
 ) -> tuple[RunArguments, Run, list[ConfigurationError]]:
-    """Returns the arguments of a command that reads a run's settings, these settings, and what of the file cannot be
-    read.
+    """Returns the arguments of a command that reads a run's settings, these settings as far as they can be read, and
+    what of the file and the flags cannot.
 
     Args:
         kind: class of the arguments, which derives from `run`.
@@ -170,7 +171,7 @@ def parse_run(
         arguments: words of the command line.
 
     Raises:
-        ConfigurationError: a flag or its value is wrong, or the file is none.
+        ConfigurationError: there is no such file, it is not YAML, or a flag that takes no value has one.
     """
     words = spell_out(arguments, flag_kinds(kind))
     path = _flag_value("--config", words)
@@ -179,14 +180,10 @@ def parse_run(
     kind = with_brought(kind)
     words = spell_out(words, flag_kinds(kind))  # flags of the extension are known by now
     sections = {name: getattr(config, name) for name in attrs.fields_dict(run)}
-    try:
-        parsed = _parse(kind(config=None if path is None else Path(path), **sections), command, words)
-    except ConfigurationError as error:
-        raise_together([*unread, error])
-        raise AssertionError from error
+    parsed, wrong = _parse(kind(config=None if path is None else Path(path), **sections), command, words)
     settings = type(config)(**{name: getattr(parsed, name) for name in attrs.fields_dict(run)})
     forget_preset(settings)  # expanded above
-    return parsed, settings, unread
+    return parsed, settings, [*unread, *wrong]
 
 
 def with_extension(kind: type[Arguments], arguments: Sequence[str]) -> type[Arguments]:
@@ -206,31 +203,51 @@ def parse(default: Arguments, command: str, arguments: Sequence[str]) -> Argumen
     Raises:
         ConfigurationError: a flag or a value is wrong.
     """
-    return _parse(default, command, spell_out(arguments, flag_kinds(type(default))))
+    parsed, wrong = _parse(default, command, spell_out(arguments, flag_kinds(type(default))))
+    raise_together(wrong)
+    return parsed
 
 
-def _parse(default: Arguments, command: str, words: Sequence[str]) -> Arguments:
+def _parse(default: Arguments, command: str, words: Sequence[str]) -> tuple[Arguments, list[ConfigurationError]]:
+    """The arguments, with the defaults of flags that are wrong, and a sentence for each of these."""
     import tyro
 
     kind = type(default)
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            parsed, unknown = tyro.cli(
-                kind,
-                prog=f"rollgrad {command}",
-                args=words,
-                default=default,
-                return_unknown_args=True,
-                use_underscores=True,
-                config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagConversionOff),
-            )
-    except SystemExit as stop:
-        if stop.code:
-            raise ConfigurationError(_sentence(box.getvalue())) from stop
-        raise
-    raise_together(_unknown(kind, command, unknown))
-    return parsed
+    wrong: list[ConfigurationError] = []
+    while True:
+        box = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(box):
+                parsed, unknown = tyro.cli(
+                    kind,
+                    prog=f"rollgrad {command}",
+                    args=words,
+                    default=default,
+                    return_unknown_args=True,
+                    use_underscores=True,
+                    config=(tyro.conf.EnumChoicesFromValues, tyro.conf.FlagConversionOff),
+                )
+            return parsed, [*wrong, *_unknown(kind, command, unknown)]
+        except SystemExit as stop:
+            if not stop.code:
+                raise
+            # It names one wrong flag at a time: the others are found without it.
+            wrong.append(ConfigurationError(_sentence(box.getvalue())))
+            rest = _without(words, str(wrong[-1]))
+            if rest == words:
+                return default, wrong
+            words = rest
+
+
+def _without(words: Sequence[str], sentence: str) -> Sequence[str]:
+    """The words of a command line without the flag that a sentence names, and what follows it."""
+    flags = {flag.rstrip(".") for flag in re.findall(r"--[\w.]+", sentence)}
+    named = [word for word in words if word.partition("=")[0] in flags]
+    if not named:
+        return words
+    first = words.index(named[0])
+    after = next((i for i, word in enumerate(words[first + 1 :], first + 1) if word.startswith("--")), len(words))
+    return [*words[:first], *words[after:]]
 
 
 def _unknown(kind: type[Any], command: str, words: Sequence[str]) -> list[ConfigurationError]:
@@ -278,10 +295,11 @@ def _flag_value(flag: str, words: Sequence[str]) -> str | None:
 
 def _sentence(box: str) -> str:
     """The message in the box that tyro draws: between the title and the first rule, without the list of attempts."""
-    lines = [line.strip("│ ") for line in box.splitlines()[1:]]
+    lines = [line.strip("│| ") for line in box.splitlines()[1:]]
     message: list[str] = []
     for line in lines:
-        if not line.strip("─╰╯") or line.startswith("Got errors"):
+        rule = not line.strip("─╰╯-")
+        if (rule and message) or line.startswith("Got errors"):
             break
-        message.append(line)
+        message += [] if rule else [line]
     return " ".join(message)

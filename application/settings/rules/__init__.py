@@ -37,6 +37,9 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.errors import ConfigurationError, raise_together
 
+EVALUATED = ("agent.", "data.", "rollout.server_urls", "reward.remote_", "reward.judge_", "reward.format_pattern")
+"""Beginnings of the names of settings that evaluation reads, and whose conditions it checks."""
+
 
 def validate(config: RLConfig, *, has_reward: bool = False, has_environment: bool = False) -> None:
     """Checks the settings of a training run.
@@ -108,4 +111,4 @@ def evaluation_errors(
         yield turn_problems(config, has_environment=plays)
         yield eval_problems(config)
 
-    return broken_rules(config, rules)
+    return broken_rules(config, rules, EVALUATED)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rollgrad.application.settings.derived import first_change
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.agent import AgentConfig, PythonIsolation
+from rollgrad.application.settings.sections.agent import AgentConfig
 
 
 def agent_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
@@ -21,17 +21,6 @@ def agent_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
         yield (
             f"agent.command is {agent.command!r}, which leads its own conversation, but agent.{other} is "
             f"{getattr(agent, other)!r}: leave out --agent.command or --agent.{other}."
-        )
-    if agent.system_prompt is not None and not agent.converses:
-        yield (
-            f"agent.system_prompt is {agent.system_prompt!r}, but there are no tools and a single attempt: use "
-            "--data.system_prompt, or set --agent.tools."
-        )
-    names = [name.strip() for name in (agent.tools or "").split(",")]
-    if agent.python_isolation is not PythonIsolation.NAMESPACES and "python" not in names:
-        yield (
-            f"agent.python_isolation is {agent.python_isolation}, which only the python tool reads: add python to "
-            "--agent.tools, or leave --agent.python_isolation out."
         )
     if agent.plays and not config.data.apply_chat_template:
         yield (

@@ -18,7 +18,6 @@ from rollgrad.domain.algorithms.settings import (
     CorrectionSettings,
     KLAgainst,
     KLEstimator,
-    KLSettings,
     OldLogprobs,
     Whiten,
 )
@@ -119,30 +118,15 @@ def policy_loss_problems(config: RLConfig) -> Iterator[str]:
             f"actor.eps_clip is {actor.eps_clip} and actor.eps_clip_low_high is {actor.eps_clip_low_high}, which "
             "replaces it: leave --actor.eps_clip out."
         )
-    if actor.entropy_target is None and actor.entropy_coef_step != default.entropy_coef_step:
-        yield (
-            f"actor.entropy_coef_step is {actor.entropy_coef_step}, but a fixed entropy weight has no step: set "
-            "--actor.entropy_target, or leave --actor.entropy_coef_step out."
-        )
 
 
 def kl_problems(config: RLConfig) -> Iterator[str]:
     """What is wrong with the KL term."""
     kl = config.algo.kl
-    without_kl = "but algo.kl.init_coef is 0, which turns KL off: set --algo.kl.init_coef above 0, or leave"
-    if kl.init_coef == 0:
-        if config.ref.model_name_or_path is not None:
-            yield (
-                f"ref.model_name_or_path is {config.ref.model_name_or_path!r}, {without_kl} --ref.model_name_or_path "
-                "out."
-            )
-        changed = first_change(kl, KLSettings())
-        if changed:
-            yield f"algo.kl.{changed} is {getattr(kl, changed)}, {without_kl} --algo.kl.{changed} out."
-    if kl.target is None and kl.horizon != KLSettings().horizon:
+    if kl.init_coef == 0 and config.ref.model_name_or_path is not None:
         yield (
-            f"algo.kl.horizon is {kl.horizon}, but a fixed KL weight has no horizon: set --algo.kl.target, or leave "
-            "--algo.kl.horizon out."
+            f"ref.model_name_or_path is {config.ref.model_name_or_path!r}, but algo.kl.init_coef is 0, which turns KL "
+            "off: set --algo.kl.init_coef above 0, or leave --ref.model_name_or_path out."
         )
     if kl.use_loss and kl.estimator is KLEstimator.K1:
         yield (

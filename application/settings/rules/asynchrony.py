@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from rollgrad.application.settings.correction import off_policy, truncated_sampling
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.train import TrainConfig
 
 FREE_STALENESS = 1
 """Updates of lag that are trained on without a correction: what one overlapping rollout has."""
@@ -20,15 +19,7 @@ def correction_fix(config: RLConfig) -> str:
 
 def async_problems(config: RLConfig) -> Iterator[str]:
     """What is wrong with how updates and rollouts overlap."""
-    train, default = config.train, TrainConfig()
-    overlap = ("stale_policy", "staleness_unit", "partial_rollout")
-    for key in () if train.async_enable else ("max_staleness", *overlap):
-        value = getattr(train, key)
-        if value != getattr(default, key):
-            yield (
-                f"train.{key} is {value}, but rollouts and updates take turns: turn on --train.async_enable, or leave "
-                f"--train.{key} out."
-            )
+    train = config.train
     if not train.async_enable:
         return
     if train.max_staleness > FREE_STALENESS and not off_policy(config):
@@ -36,13 +27,6 @@ def async_problems(config: RLConfig) -> Iterator[str]:
             f"train.max_staleness is {train.max_staleness}, and samples of policies more than {FREE_STALENESS} update "
             f"old need a correction: {correction_fix(config)}, or --train.max_staleness to 1."
         )
-    for key in overlap:
-        value = getattr(train, key)
-        if train.max_staleness == 0 and value != getattr(default, key):
-            yield (
-                f"train.{key} is {value} with train.max_staleness 0, where every sample is of the newest policy and "
-                f"nothing is in flight when weights change: raise --train.max_staleness, or leave --train.{key} out."
-            )
     groups, most = config.rollout.generate_batch_size, config.rollout.batch_size * (train.max_staleness + 1)
     if (groups or 0) > most:
         yield (

@@ -2,47 +2,22 @@
 
 from collections.abc import Iterator
 
-from rollgrad.application.settings.derived import first_change, longest_sequence, ranks
+from rollgrad.application.settings.derived import longest_sequence, ranks
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.cluster import ClusterConfig
-from rollgrad.application.settings.sections.ds import PARAMETERS, DeepSpeedConfig
 from rollgrad.application.settings.sections.optimizer import Optim
 from rollgrad.application.settings.sections.rollout import Engine
-from rollgrad.application.settings.sections.vllm import SyncBackend, VLLMConfig
+from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.application.settings.weight_backend import engines_without_actor, shares_gpus
 from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.algorithms.catalogue import estimator_traits
 
-PROCESSES = ("num_nodes", "num_gpus_per_node")
-MANY = {
-    "actor": PROCESSES,
-    "critic": PROCESSES,
-    "ref": PROCESSES,
-    "reward": PROCESSES,
-    "train": ("colocate_all", "colocate_actor_ref", "colocate_critic_reward"),
-    "vllm": ("num_engines",),
-}
-"""Settings of other sections that mean something only where there are several processes."""
-
 
 def cluster_problems(config: RLConfig) -> Iterator[str]:
     """What is wrong with where processes run."""
-    vllm = first_change(config.vllm, VLLMConfig())
-    if vllm is not None and config.rollout.engine is not Engine.VLLM:
-        yield (
-            f"vllm.{vllm} is set, but rollout.engine is {config.rollout.engine}: set --rollout.engine vllm, or leave "
-            f"--vllm.{vllm} out."
-        )
-    else:
+    if config.rollout.engine is Engine.VLLM:
         yield from _sync_problems(config)
     if not config.cluster.enable:
-        yield from _lone_problems(config)
         return
-    if config.ds.param_offload and config.ds.zero_stage != PARAMETERS:
-        yield (
-            f"ds.param_offload is on with ds.zero_stage {config.ds.zero_stage}, which does not divide parameters: set "
-            "--ds.zero_stage 3, or leave --ds.param_offload out."
-        )
     yield from _division_problems(config)
     yield from _reward_model_problems(config)
     if config.train.colocate_all and config.train.async_enable:
@@ -73,11 +48,6 @@ def server_problems(config: RLConfig) -> Iterator[str]:
     """What is wrong with servers that sample."""
     urls = config.rollout.server_urls
     if config.rollout.engine is not Engine.SERVER:
-        if urls:
-            yield (
-                f"rollout.server_urls is {' '.join(urls)}, but rollout.engine is {config.rollout.engine}: set "
-                "--rollout.engine server, or leave --rollout.server_urls out."
-            )
         return
     if not urls:
         yield "rollout.engine is server, but none is named: set --rollout.server_urls to their addresses."
@@ -162,31 +132,9 @@ def _reward_model_problems(config: RLConfig) -> Iterator[str]:
         del needs["reward model"]
     if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
         del needs["critic"]
-    for key in PROCESSES:
-        value = getattr(config.reward, key)
-        if value is not None and "reward model" in needs:
-            yield (
-                f"reward.{key} is {value}, but there is no reward model: set --reward.model_name_or_path, or leave "
-                f"--reward.{key} out."
-            )
     for model, flag in needs.items():
         if config.train.colocate_critic_reward:
             yield (
                 f"train.colocate_critic_reward is on, but there is no {model}: set {flag}, or leave "
                 "--train.colocate_critic_reward out."
             )
-
-
-def _lone_problems(config: RLConfig) -> Iterator[str]:
-    """Settings of several processes where there is one."""
-    sections = (("cluster", config.cluster, ClusterConfig()), ("ds", config.ds, DeepSpeedConfig()))
-    changed = [f"{name}.{key}" for name, *pair in sections if (key := first_change(*pair)) is not None]
-    for name, keys in MANY.items():
-        section = getattr(config, name)
-        default = type(section)()
-        changed += [f"{name}.{key}" for key in keys if getattr(section, key) != getattr(default, key)]
-    for key in changed:
-        yield (
-            f"{key} is set, but models and engines have no processes of their own: turn on --cluster.enable, or leave "
-            f"--{key} out."
-        )

@@ -5,11 +5,8 @@ from collections.abc import Iterator
 
 from rollgrad.application.settings.derived import first_change
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.actor import ActorConfig
-from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.application.settings.sections.eval import EvalConfig
-from rollgrad.application.settings.sections.optimizer import LRScheduler, Optim
-from rollgrad.application.settings.sections.reward import JudgeIsolation, RewardConfig, Verifier
+from rollgrad.application.settings.sections.reward import JudgeIsolation, Verifier
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.addresses import address_problem
 from rollgrad.domain.algorithms.catalogue import estimator_traits
@@ -63,24 +60,6 @@ def required_eval_problems(config: RLConfig) -> Iterator[str]:
 
 def optimizer_problems(config: RLConfig) -> Iterator[str]:
     """What is wrong with optimizers, learning rates and the length of the run."""
-    models: tuple[tuple[str, ActorConfig | CriticConfig], ...] = (("actor", config.actor), ("critic", config.critic))
-    for name, model in models:
-        muon = first_change(model.muon, type(model)().muon)
-        if muon is not None and model.optim is not Optim.MUON:
-            yield (
-                f"{name}.muon.{muon} is set, but {name}.optim is {model.optim}: set --{name}.optim muon, or leave "
-                f"--{name}.muon.{muon} out."
-            )
-        if model.lr_scheduler is LRScheduler.CONSTANT and model.min_lr_ratio != ActorConfig().min_lr_ratio:
-            yield (
-                f"{name}.min_lr_ratio is {model.min_lr_ratio}, but a constant learning rate has no floor: set "
-                f"--{name}.lr_scheduler to linear or cosine_with_min_lr, or leave --{name}.min_lr_ratio out."
-            )
-    if not config.train.enable_ema and config.train.ema_beta != TrainConfig().ema_beta:
-        yield (
-            f"train.ema_beta is {config.train.ema_beta}, but no moving average is kept: set --train.enable_ema, or "
-            "leave --train.ema_beta out."
-        )
     if config.train.max_steps is not None and config.train.num_episodes != TrainConfig().num_episodes:
         yield (
             f"train.max_steps is {config.train.max_steps} and train.num_episodes is {config.train.num_episodes}, but a "
@@ -126,35 +105,17 @@ def prompt_form_problems(config: RLConfig) -> Iterator[str]:
             f"data.max_len is {data.max_len} and rollout.max_episode_tokens is {config.rollout.max_episode_tokens}, "
             "but both bound the tokens of an episode: leave --rollout.max_episode_tokens or --data.max_len out."
         )
-    for key in ("chat_template", "chat_template_kwargs"):
-        value = getattr(data, key)
-        if value is not None and not data.apply_chat_template:
-            yield (
-                f"data.{key} is {value!r}, but data.apply_chat_template is off: turn on --data.apply_chat_template, or "
-                f"leave --data.{key} out."
-            )
     taken = RENDERING.intersection(data.chat_template_kwargs or ())
     if taken:
         yield (
             f"data.chat_template_kwargs sets {', '.join(sorted(taken))}, which rollgrad itself tells the template: "
             "leave it out of --data.chat_template_kwargs."
         )
-    if data.system_prompt is not None and not data.apply_chat_template:
+    if data.input_template is not None and "{}" not in data.input_template:
         yield (
-            f"data.system_prompt is {data.system_prompt!r}, but it needs the chat template: turn on "
-            "--data.apply_chat_template, or leave --data.system_prompt out."
+            f"data.input_template is {data.input_template!r}, which has no {{}} where the prompt goes: change "
+            "--data.input_template."
         )
-    if data.input_template is not None:
-        if data.apply_chat_template:
-            yield (
-                f"data.input_template is {data.input_template!r}, but the chat template is on: turn it off with "
-                "--data.no_apply_chat_template, or leave --data.input_template out."
-            )
-        if "{}" not in data.input_template:
-            yield (
-                f"data.input_template is {data.input_template!r}, which has no {{}} where the prompt goes: change "
-                "--data.input_template."
-            )
 
 
 def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Iterator[str]:
@@ -180,12 +141,6 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
             f"reward.weights is {reward.weights}, but only a function or a server returns rewards with names: set "
             "--reward.function_path or --reward.remote_url, or leave --reward.weights out."
         )
-    for key in ("remote_batch_size", "failure_value"):
-        if reward.remote_url is None and getattr(reward, key) != getattr(RewardConfig(), key):
-            yield (
-                f"reward.{key} is {getattr(reward, key)}, but there is no reward server: set --reward.remote_url, or "
-                f"leave --reward.{key} out."
-            )
     for key, value in (("remote_url", reward.remote_url), ("judge_url", reward.judge_url)):
         for url in (value or "").split(","):
             if url.strip() and (problem := address_problem(url.strip(), f"reward.{key}")) is not None:
@@ -196,20 +151,9 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
                 f"reward.judge_url is {reward.judge_url!r}, but reward.{key} is not set: give {meaning} to "
                 f"--reward.{key}."
             )
-    for key in ("judge_model", "judge_prompt", "judge_range"):
-        if reward.judge_url is None and getattr(reward, key) is not None:
-            yield (
-                f"reward.{key} is {getattr(reward, key)!r}, but no language model judges: set --reward.judge_url, or "
-                f"leave --reward.{key} out."
-            )
     if reward.verifier is Verifier.FORMAT and reward.format_pattern is None:
         yield "reward.verifier is format, which needs a regular expression: set --reward.format_pattern."
     if reward.format_pattern is not None:
-        if reward.verifier is not Verifier.FORMAT:
-            yield (
-                f"reward.format_pattern is {reward.format_pattern!r}, which only the format verifier reads: set "
-                "--reward.verifier to format, or leave --reward.format_pattern out."
-            )
         try:
             re.compile(reward.format_pattern)
         except re.error as error:

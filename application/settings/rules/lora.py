@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.actor import ALL_LINEAR, LoraConfig, LoraSync
+from rollgrad.application.settings.sections.actor import ALL_LINEAR, LoraSync
 from rollgrad.application.settings.sections.ds import GRADIENTS, PARAMETERS
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.vllm import SyncBackend
@@ -14,14 +14,7 @@ VLLM_RANK = 512
 
 def lora_problems(config: RLConfig) -> Iterator[str]:
     """What is wrong with the adapters."""
-    lora, default = config.actor.lora, LoraConfig()
-    for key in ("alpha", "target_modules", "load_in_4bit", "sync"):
-        value = getattr(lora, key)
-        if lora.rank == 0 and value != getattr(default, key):
-            yield (
-                f"actor.lora.{key} is {value}, but actor.lora.rank is 0, which trains all weights: set "
-                f"--actor.lora.rank above 0, or leave --actor.lora.{key} out."
-            )
+    lora = config.actor.lora
     if lora.sync is LoraSync.ADAPTER and config.rollout.engine is not Engine.VLLM:
         yield (
             f"actor.lora.sync is adapter, but rollout.engine is {config.rollout.engine}, and vLLM alone takes adapters "

@@ -6,7 +6,6 @@ from rollgrad.application.settings.correction import correction_level, may_be_st
 from rollgrad.application.settings.derived import longest_reply, samples_per_rollout
 from rollgrad.application.settings.rules.asynchrony import correction_fix
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.application.settings.sections.rollout import RolloutConfig
 from rollgrad.domain.algorithms.catalogue import estimator_traits
@@ -15,7 +14,7 @@ from rollgrad.domain.algorithms.settings import CorrectionLevel, KLAgainst, Norm
 
 def sampling_problems(config: RLConfig) -> Iterator[str]:
     """Which groups are played and kept."""
-    algo, default, rollout = config.algo, AlgoConfig(), config.rollout
+    algo, rollout = config.algo, config.rollout
     filtering = algo.dynamic_filtering_enable or algo.dynamic_filtering_spread
     if filtering and rollout.n_samples_per_prompt < 2:
         key = "dynamic_filtering_enable" if algo.dynamic_filtering_enable else "dynamic_filtering_spread"
@@ -23,13 +22,6 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
             f"algo.{key} judges groups, but rollout.n_samples_per_prompt is {rollout.n_samples_per_prompt}: set "
             "--rollout.n_samples_per_prompt to 2 or more."
         )
-    for key, used in (("range", algo.dynamic_filtering_enable), ("budget", filtering)):
-        value = getattr(algo, f"dynamic_filtering_{key}")
-        if not used and value != getattr(default, f"dynamic_filtering_{key}"):
-            yield (
-                f"algo.dynamic_filtering_{key} is {value}, but no group is filtered by it: turn on "
-                f"--algo.dynamic_filtering_enable, or leave --algo.dynamic_filtering_{key} out."
-            )
     groups = rollout.generate_batch_size
     if groups is not None and groups < rollout.batch_size:
         yield (
@@ -79,11 +71,6 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             "reward.normalize is model, which takes the mean and std that a reward model was saved with, but there is "
             "none: set --reward.model_name_or_path, or leave --reward.normalize out."
         )
-    if reward.overlong_buffer_len is None and reward.overlong_penalty_factor != default.overlong_penalty_factor:
-        yield (
-            f"reward.overlong_penalty_factor is {reward.overlong_penalty_factor}, but there is no length penalty: set "
-            "--reward.overlong_buffer_len, or leave --reward.overlong_penalty_factor out."
-        )
     limit = longest_reply(config, plays=plays)
     if limit is not None and (reward.overlong_buffer_len or 0) > limit:
         one, key = ("an episode", "max_episode_tokens") if plays else ("a reply", "max_new_tokens")
@@ -91,13 +78,6 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             f"reward.overlong_buffer_len is {reward.overlong_buffer_len}, but {one} has at most {limit} tokens "
             f"(rollout.{key}): lower --reward.overlong_buffer_len."
         )
-    if not reward.cosine_length:
-        for key in ("cosine_passed", "cosine_failed", "cosine_exceeded"):
-            if getattr(reward, key) != getattr(default, key):
-                yield (
-                    f"reward.{key} is {getattr(reward, key)}, but the reward does not go by length: turn on "
-                    f"--reward.cosine_length, or leave --reward.{key} out."
-                )
     if reward.cosine_length and reward.overlong_buffer_len is not None:
         yield (
             "reward.cosine_length and reward.overlong_buffer_len both make the reward go by length: leave "

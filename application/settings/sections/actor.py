@@ -4,7 +4,15 @@ from enum import StrEnum
 
 from attrs import define
 
-from rollgrad.application.settings.sections.optimizer import AdamConfig, LRScheduler, MuonConfig, Optim
+from rollgrad.application.settings.sections.cluster import IN_CLUSTER
+from rollgrad.application.settings.sections.optimizer import (
+    DECAYS,
+    WITH_MUON,
+    AdamConfig,
+    LRScheduler,
+    MuonConfig,
+    Optim,
+)
 from rollgrad.domain.algorithms.settings import PolicyLossSettings
 from rollgrad.domain.settings import (
     BELOW_ONE,
@@ -12,6 +20,7 @@ from rollgrad.domain.settings import (
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
+    Condition,
     Range,
     section,
     setting,
@@ -37,6 +46,12 @@ class LoraSync(StrEnum):
 ALL_LINEAR = ("all-linear",)
 """Stands for the names of all linear layers but the vocabulary's head."""
 
+WITH_ADAPTERS = Condition(
+    lambda here, run: here.rank > 0,
+    "actor.lora.rank is 0, which trains all weights",
+    "set --actor.lora.rank above 0",
+)
+
 
 @define(kw_only=True)
 class LoraConfig:
@@ -44,22 +59,25 @@ class LoraConfig:
     if chance decides both. The run saves the model with adapters merged, and in `adapter` below it the adapters."""
 
     rank: int = setting(0, "Rows of the adapters' narrow matrices; 0 trains all weights.", NOT_NEGATIVE)
-    alpha: int = setting(32, "An adapter counts alpha / rank times.", POSITIVE)
+    alpha: int = setting(32, "An adapter counts alpha / rank times.", POSITIVE, only_if=WITH_ADAPTERS)
     target_modules: tuple[str, ...] = setting(
         ALL_LINEAR,
         "Linear layers that get adapters, by the last parts of their names (q_proj, mlp.up_proj); all-linear is all "
         "of them but the vocabulary's head.",
         Range(lambda names: bool(names) and all(names), "at least one name, and none empty"),
+        only_if=WITH_ADAPTERS,
     )
     load_in_4bit: bool = setting(
         False,
         "QLoRA: keep the weights beside the adapters in 4 bits (NF4 with double quantisation, pip install "
         "rollgrad[qlora]). Rollouts, the reference and the saved model then have the dequantised weights.",
+        only_if=WITH_ADAPTERS,
     )
     sync: LoraSync = setting(
         LoraSync.MERGED,
         "What engines get after an update: merged is all weights with the adapters added; adapter is the adapters "
         "alone, which vLLM then computes beside the weights of actor.model_name_or_path.",
+        only_if=WITH_ADAPTERS,
     )
 
 
@@ -68,8 +86,12 @@ class ModelConfig:
     """A model that is trained, and its optimizer."""
 
     model_name_or_path: str = setting("", "Hugging Face name or directory of the model. Required.")
-    num_nodes: int = setting(1, "Machines that the model is trained on, with cluster.enable.", COUNT)
-    num_gpus_per_node: int = setting(1, "Processes on each of them, with one GPU each where there are any.", COUNT)
+    num_nodes: int = setting(
+        1, "Machines that the model is trained on, with cluster.enable.", COUNT, only_if=IN_CLUSTER
+    )
+    num_gpus_per_node: int = setting(
+        1, "Processes on each of them, with one GPU each where there are any.", COUNT, only_if=IN_CLUSTER
+    )
     dtype: DType = setting(
         DType.AUTO,
         "Compute format of all models, and of the engines that the run starts; auto is bfloat16 where the hardware "
@@ -96,10 +118,12 @@ class ModelConfig:
         Optim.ADAM, "adam steps everything by AdamW, muon hidden matrices by Muon and the rest by AdamW."
     )
     adam: AdamConfig = section(AdamConfig, "AdamW.")
-    muon: MuonConfig = section(MuonConfig, "Muon.")
+    muon: MuonConfig = section(MuonConfig, "Muon.", only_if=WITH_MUON)
     lr_scheduler: LRScheduler = setting(LRScheduler.CONSTANT, "Learning rate after warm-up.")
     lr_warmup_ratio: float = setting(0.0, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
-    min_lr_ratio: float = setting(0.1, "Floor of the decaying schedules, as a share of the peak.", SHARE)
+    min_lr_ratio: float = setting(
+        0.1, "Floor of the decaying schedules, as a share of the peak.", SHARE, only_if=DECAYS
+    )
     max_norm: float = setting(
         1.0, "Gradient norm above which gradients are scaled down; 0 turns clipping off.", NOT_NEGATIVE
     )

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from attrs import define
 
-from rollgrad.domain.settings import COUNT, setting
+from rollgrad.domain.settings import COUNT, Condition, setting
 
 
 class PythonIsolation(StrEnum):
@@ -14,6 +14,18 @@ class PythonIsolation(StrEnum):
     """Linux namespaces, besides limits: no network, no other processes, no files of yours."""
     NONE = "none"
     """Limits alone: the code may do what you may do."""
+
+
+CONVERSES = Condition(
+    lambda here, run: here.converses,
+    "there are no tools and a single attempt",
+    "use --data.system_prompt, or set --agent.tools",
+)
+WITH_PYTHON = Condition(
+    lambda here, run: "python" in [name.strip() for name in (here.tools or "").split(",")],
+    "only the python tool reads it",
+    "add python to --agent.tools",
+)
 
 
 @define(kw_only=True)
@@ -29,8 +41,11 @@ class AgentConfig:
         PythonIsolation.NAMESPACES,
         "What shuts in the code that the python tool runs: namespaces (an error says how to allow them), or none, "
         "where the code may do all that you may do.",
+        only_if=WITH_PYTHON,
     )
-    system_prompt: str | None = setting(None, "Put before the conversation, unless it has a system message.")
+    system_prompt: str | None = setting(
+        None, "Put before the conversation, unless it has a system message.", only_if=CONVERSES
+    )
     attempts: int = setting(
         1, "Answers that the model may give; one that does not pass is told so, and may be followed by another.", COUNT
     )

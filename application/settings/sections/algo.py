@@ -4,7 +4,18 @@ from attrs import define
 
 from rollgrad.domain.algorithms.catalogue import estimator_settings, policy_loss_settings
 from rollgrad.domain.algorithms.settings import AdvantageSettings, CorrectionSettings, KLSettings, OldLogprobs
-from rollgrad.domain.settings import COUNT, INTERVAL, OwnSettings, section, setting
+from rollgrad.domain.settings import COUNT, INTERVAL, Condition, OwnSettings, section, setting
+
+FILTERS_SCORES = Condition(
+    lambda here, run: here.dynamic_filtering_enable,
+    "no group is filtered by it",
+    "turn on --algo.dynamic_filtering_enable",
+)
+FILTERS = Condition(
+    lambda here, run: here.dynamic_filtering_enable or here.dynamic_filtering_spread,
+    "no group is filtered by it",
+    "turn on --algo.dynamic_filtering_enable",
+)
 
 
 @define(kw_only=True)
@@ -49,10 +60,14 @@ class AlgoConfig:
         "Mean scores between which, both excluded, a group is kept instead; mind how scores are coded (0 1 finds no "
         "middle between -1 and 1).",
         INTERVAL,
+        only_if=FILTERS_SCORES,
     )
     dynamic_filtering_spread: bool = setting(
         False, "Train only on groups whose rewards differ; each other one is replaced by a new prompt."
     )
     dynamic_filtering_budget: float = setting(
-        10.0, "Prompts that may be played for a rollout, as a multiple of rollout.batch_size; more is an error.", COUNT
+        10.0,
+        "Prompts that may be played for a rollout, as a multiple of rollout.batch_size; more is an error.",
+        COUNT,
+        only_if=FILTERS,
     )

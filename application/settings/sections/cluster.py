@@ -2,7 +2,14 @@
 
 from attrs import define
 
-from rollgrad.domain.settings import POSITIVE, setting
+from rollgrad.domain.settings import POSITIVE, Condition, setting
+
+IN_CLUSTER = Condition(
+    lambda here, run: run.cluster.enable,
+    "models and engines have no processes of their own",
+    "turn on --cluster.enable",
+)
+"""Condition of settings of several processes."""
 
 
 @define(kw_only=True)
@@ -17,5 +24,8 @@ class ClusterConfig:
     address: str | None = setting(
         None,
         "Ray cluster to join: auto, or host:port of its head; none starts one on this machine for as long as the run.",
+        only_if=IN_CLUSTER,
     )
-    timeout: float = setting(1800.0, "Seconds that any wait for a training process may take.", POSITIVE)
+    timeout: float = setting(
+        1800.0, "Seconds that any wait for a training process may take.", POSITIVE, only_if=IN_CLUSTER
+    )

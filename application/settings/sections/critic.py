@@ -2,7 +2,15 @@
 
 from attrs import define
 
-from rollgrad.application.settings.sections.optimizer import AdamConfig, LRScheduler, MuonConfig, Optim
+from rollgrad.application.settings.sections.cluster import IN_CLUSTER
+from rollgrad.application.settings.sections.optimizer import (
+    DECAYS,
+    WITH_MUON,
+    AdamConfig,
+    LRScheduler,
+    MuonConfig,
+    Optim,
+)
 from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, section, setting
 
 
@@ -16,18 +24,22 @@ class CriticConfig:
         "also gives its head.",
     )
     num_nodes: int | None = setting(
-        None, "Machines that the critic is trained on; default: as many as the actor's.", COUNT
+        None, "Machines that the critic is trained on; default: as many as the actor's.", COUNT, only_if=IN_CLUSTER
     )
-    num_gpus_per_node: int | None = setting(None, "Processes on each of them; default: as many as the actor's.", COUNT)
+    num_gpus_per_node: int | None = setting(
+        None, "Processes on each of them; default: as many as the actor's.", COUNT, only_if=IN_CLUSTER
+    )
     freezing_steps: int = setting(
         0, "First rollouts that train the critic alone, with the actor frozen (value warm-up).", NOT_NEGATIVE
     )
     optim: Optim = setting(Optim.ADAM, "As actor.optim.")
     adam: AdamConfig = section(lambda: AdamConfig(lr=9e-6), "AdamW.")
-    muon: MuonConfig = section(lambda: MuonConfig(lr=9e-5), "Muon.")
+    muon: MuonConfig = section(lambda: MuonConfig(lr=9e-5), "Muon.", only_if=WITH_MUON)
     lr_scheduler: LRScheduler = setting(LRScheduler.CONSTANT, "Learning rate after warm-up.")
     lr_warmup_ratio: float = setting(0.0, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
-    min_lr_ratio: float = setting(0.1, "Floor of the decaying schedules, as a share of the peak.", SHARE)
+    min_lr_ratio: float = setting(
+        0.1, "Floor of the decaying schedules, as a share of the peak.", SHARE, only_if=DECAYS
+    )
     max_norm: float = setting(
         1.0, "Gradient norm above which gradients are scaled down; 0 turns clipping off.", NOT_NEGATIVE
     )

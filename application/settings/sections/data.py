@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from attrs import define
 
-from rollgrad.domain.settings import COUNT, INTERVAL, Range, setting
+from rollgrad.domain.settings import COUNT, INTERVAL, Condition, Range, setting
 
 
 class Overlong(StrEnum):
@@ -16,6 +16,18 @@ class Overlong(StrEnum):
 
 DEFAULT_PROMPT_TOKENS = 1024
 """Longest prompt where neither data.max_prompt_tokens nor data.max_len is set."""
+
+
+WITH_TEMPLATE = Condition(
+    lambda here, run: here.apply_chat_template,
+    "data.apply_chat_template is off",
+    "turn on --data.apply_chat_template",
+)
+WITHOUT_TEMPLATE = Condition(
+    lambda here, run: not here.apply_chat_template,
+    "the chat template is on",
+    "turn it off with --data.no_apply_chat_template",
+)
 
 
 @define(kw_only=True)
@@ -47,15 +59,21 @@ class DataConfig:
         None,
         "Chat template in place of the model's: a Jinja file, or the template itself. It is saved with the trained "
         "model.",
+        only_if=WITH_TEMPLATE,
     )
     chat_template_kwargs: dict[str, bool | int | float | str] | None = setting(
         None,
         "Variables for the chat template, such as enable_thinking False: name value name value; the values true and "
         "false are booleans.",
+        only_if=WITH_TEMPLATE,
     )
-    system_prompt: str | None = setting(None, "System message put before every prompt; needs the chat template.")
+    system_prompt: str | None = setting(
+        None, "System message put before every prompt; needs the chat template.", only_if=WITH_TEMPLATE
+    )
     input_template: str | None = setting(
-        None, "Text with {} where the prompt goes, e.g. 'Question: {}\\nAnswer:'; only without the chat template."
+        None,
+        "Text with {} where the prompt goes, e.g. 'Question: {}\\nAnswer:'; only without the chat template.",
+        only_if=WITHOUT_TEMPLATE,
     )
     max_prompt_tokens: int | None = setting(
         None, "Longest prompt, in tokens; default: 1024, or with max_len all but one token of it.", COUNT

@@ -2,7 +2,8 @@
 
 from attrs import define
 
-from rollgrad.domain.settings import COUNT, Range, setting
+from rollgrad.application.settings.sections.cluster import IN_CLUSTER
+from rollgrad.domain.settings import COUNT, Condition, Range, setting
 
 GRADIENTS = 2
 """The stage of ZeRO that divides gradients too: in 16 bits the least that DeepSpeed carries out alike."""
@@ -15,6 +16,12 @@ PARAMETERS = 3
 BUCKET_NUMBERS = 500_000_000
 """Gradients that are sent together, DeepSpeed's default."""
 
+DIVIDES_PARAMETERS = Condition(
+    lambda here, run: here.zero_stage == PARAMETERS,
+    "ds.zero_stage {here.zero_stage} does not divide parameters",
+    f"set --ds.zero_stage {PARAMETERS}",
+)
+
 
 @define(kw_only=True)
 class DeepSpeedConfig:
@@ -24,15 +31,21 @@ class DeepSpeedConfig:
         2,
         "0 divides nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too; in 16 bits, 0 and 1 are 2.",
         Range(lambda stage: 0 <= stage <= 3, "0, 1, 2 or 3"),
+        only_if=IN_CLUSTER,
     )
-    adam_offload: bool = setting(False, "Keep the optimizer's state in the CPU's memory, and step there.")
-    param_offload: bool = setting(False, "Keep parameters in the CPU's memory; zero_stage 3 only.")
+    adam_offload: bool = setting(
+        False, "Keep the optimizer's state in the CPU's memory, and step there.", only_if=IN_CLUSTER
+    )
+    param_offload: bool = setting(
+        False, "Keep parameters in the CPU's memory; zero_stage 3 only.", only_if=(IN_CLUSTER, DIVIDES_PARAMETERS)
+    )
     sequence_parallel_size: int = setting(
         1,
         "Processes that share each forward and backward pass, dividing its tokens and, in the attention, its heads "
         "(Ulysses): for sequences that do not fit into one process. Divides the processes of every model; at most "
         "its key/value heads.",
         COUNT,
+        only_if=IN_CLUSTER,
     )
     tensor_parallel_size: int = setting(
         1,
@@ -40,4 +53,5 @@ class DeepSpeedConfig:
         "process, or whose passes are to be faster. Divides the processes of every model; at most its key/value "
         "heads.",
         COUNT,
+        only_if=IN_CLUSTER,
     )

@@ -4,6 +4,8 @@ from enum import StrEnum
 
 from attrs import define
 
+from rollgrad.application.settings.sections.data import WITH_TEMPLATE, WITHOUT_TEMPLATE
+from rollgrad.application.settings.sections.train import WITH_EMA
 from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, PERIOD, SHARE, Range, setting
 
 
@@ -84,14 +86,20 @@ class RowsConfig:
         None,
         "Chat template in place of the model's: a Jinja file, or the template itself. It is saved with the trained "
         "model.",
+        only_if=WITH_TEMPLATE,
     )
     chat_template_kwargs: dict[str, bool | int | float | str] | None = setting(
         None,
         "Variables for the chat template, such as enable_thinking False: name value name value; the values true and "
         "false are booleans. A row's own chat_template_kwargs win.",
+        only_if=WITH_TEMPLATE,
     )
-    system_prompt: str | None = setting(None, "System message put before every conversation that has none.")
-    input_template: str | None = setting(None, "Text with {} where the prompt goes; only without the chat template.")
+    system_prompt: str | None = setting(
+        None, "System message put before every conversation that has none.", only_if=WITH_TEMPLATE
+    )
+    input_template: str | None = setting(
+        None, "Text with {} where the prompt goes; only without the chat template.", only_if=WITHOUT_TEMPLATE
+    )
     num_workers: int = setting(1, "Processes that prepare the data; 1 is the run's own.", COUNT)
     cache_dir: str | None = setting(
         None,
@@ -147,7 +155,7 @@ class ExampleTrainConfig:
         "Keep a moving average of the model's weights, in the CPU's memory; every saved model has it in the "
         "directory ema.",
     )
-    ema_beta: float = setting(0.992, "Its decay per optimizer step.", BELOW_ONE)
+    ema_beta: float = setting(0.992, "Its decay per optimizer step.", BELOW_ONE, only_if=WITH_EMA)
 
 
 @define(kw_only=True)

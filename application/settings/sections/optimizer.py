@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from attrs import define
 
-from rollgrad.domain.settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Range, setting
+from rollgrad.domain.settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Condition, Range, setting
 
 
 class Optim(StrEnum):
@@ -20,6 +20,15 @@ class LRScheduler(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
     COSINE_WITH_MIN_LR = "cosine_with_min_lr"
+
+
+WITH_MUON = Condition(lambda here, run: here.optim is Optim.MUON, "{at}optim is {here.optim}", "set --{at}optim muon")
+
+DECAYS = Condition(
+    lambda here, run: here.lr_scheduler is not LRScheduler.CONSTANT,
+    "a constant learning rate has no floor",
+    "set --{at}lr_scheduler to linear or cosine_with_min_lr",
+)
 
 
 @define(kw_only=True)

@@ -2,6 +2,7 @@
 
 from attrs import define
 
+from rollgrad.application.settings.sections.cluster import IN_CLUSTER
 from rollgrad.domain.settings import COUNT, setting
 
 
@@ -10,7 +11,12 @@ class RefConfig:
     """The frozen reference that KL is measured against."""
 
     model_name_or_path: str | None = setting(None, "Model of the reference; default: the actor's starting point.")
-    num_nodes: int | None = setting(None, "Machines that hold the reference; default: as many as the actor's.", COUNT)
+    num_nodes: int | None = setting(
+        None, "Machines that hold the reference; default: as many as the actor's.", COUNT, only_if=IN_CLUSTER
+    )
     num_gpus_per_node: int | None = setting(
-        None, "Processes on each of them, each with the whole reference; default: as many as the actor's.", COUNT
+        None,
+        "Processes on each of them, each with the whole reference; default: as many as the actor's.",
+        COUNT,
+        only_if=IN_CLUSTER,
     )

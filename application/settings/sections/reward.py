@@ -4,8 +4,9 @@ from enum import StrEnum
 
 from attrs import define
 
+from rollgrad.application.settings.sections.cluster import IN_CLUSTER
 from rollgrad.domain.algorithms.settings import ShapingSettings
-from rollgrad.domain.settings import COUNT, INTERVAL, POSITIVE, own_first, setting
+from rollgrad.domain.settings import COUNT, INTERVAL, POSITIVE, Condition, own_first, setting
 
 
 class Verifier(StrEnum):
@@ -30,6 +31,22 @@ REWARD_TOKENS = 16384
 """Tokens of a reward model's forward pass, padding included: some GiB of activations in a model of eight billion."""
 
 
+BY_MODEL = Condition(
+    lambda here, run: here.model_name_or_path is not None,
+    "there is no reward model",
+    "set --reward.model_name_or_path",
+)
+BY_SERVER = Condition(
+    lambda here, run: here.remote_url is not None, "there is no reward server", "set --reward.remote_url"
+)
+BY_JUDGE = Condition(lambda here, run: here.judge_url is not None, "no language model judges", "set --reward.judge_url")
+BY_FORMAT = Condition(
+    lambda here, run: here.verifier is Verifier.FORMAT,
+    "only the format verifier reads it",
+    "set --reward.verifier to format",
+)
+
+
 @define(kw_only=True, field_transformer=own_first)
 class RewardConfig(ShapingSettings):
     """What a reply is worth."""
@@ -46,21 +63,28 @@ class RewardConfig(ShapingSettings):
         "label.",
     )
     num_nodes: int | None = setting(
-        None, "Machines that hold the reward model, with cluster.enable; default: as many as the actor's.", COUNT
+        None,
+        "Machines that hold the reward model, with cluster.enable; default: as many as the actor's.",
+        COUNT,
+        only_if=(IN_CLUSTER, BY_MODEL),
     )
     num_gpus_per_node: int | None = setting(
-        None, "Processes on each of them, each with the whole reward model; default: as many as the actor's.", COUNT
+        None,
+        "Processes on each of them, each with the whole reward model; default: as many as the actor's.",
+        COUNT,
+        only_if=(IN_CLUSTER, BY_MODEL),
     )
     remote_url: str | None = setting(
         None,
         "Reward server, POST {query, prompts, labels} -> {rewards, scores, extra_logs}; several separated by commas "
         "share the work. The environment variable ROLLGRAD_REWARD_TOKEN is sent as a bearer token.",
     )
-    remote_batch_size: int = setting(64, "Replies sent to a reward server together, at most.", COUNT)
+    remote_batch_size: int = setting(64, "Replies sent to a reward server together, at most.", COUNT, only_if=BY_SERVER)
     failure_value: float | None = setting(
         None,
         "Reward of a reply that no reward server judged in time; none makes it a failed episode (see "
         "rollout.max_failures).",
+        only_if=BY_SERVER,
     )
     judge_url: str | None = setting(
         None,
@@ -68,22 +92,24 @@ class RewardConfig(ShapingSettings):
         "separated by commas share the work. The environment variable ROLLGRAD_JUDGE_TOKEN is sent as a bearer "
         "token.",
     )
-    judge_model: str | None = setting(None, "Name under which the judge's server knows the model.")
+    judge_model: str | None = setting(None, "Name under which the judge's server knows the model.", only_if=BY_JUDGE)
     judge_prompt: str | None = setting(
         None,
         "Text file that asks the judge, with {prompt}, {response}, {query}, {label} and {column} of the row. The "
         "reward is the last number of the answer.",
+        only_if=BY_JUDGE,
     )
     judge_range: tuple[float, float] | None = setting(
         None,
         "Lowest and highest number that counts as a judgement; another is a failed one. Default: any number counts.",
         INTERVAL,
+        only_if=BY_JUDGE,
     )
     verifier: Verifier | None = setting(
         None, "Built-in reward: last_number, exact_match, math (math-verify) or format."
     )
     format_pattern: str | None = setting(
-        None, "Regular expression that the whole reply must match, for the format verifier."
+        None, "Regular expression that the whole reply must match, for the format verifier.", only_if=BY_FORMAT
     )
     isolation: JudgeIsolation = setting(
         JudgeIsolation.SANDBOX,

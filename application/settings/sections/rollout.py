@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from attrs import define
 
-from rollgrad.domain.settings import COUNT, NOT_NEGATIVE, POSITIVE, SOME_SHARE, Range, setting
+from rollgrad.domain.settings import COUNT, NOT_NEGATIVE, POSITIVE, SOME_SHARE, Condition, Range, setting
 
 
 class Engine(StrEnum):
@@ -16,6 +16,11 @@ class Engine(StrEnum):
     """vLLM, in processes of its own: pip install rollgrad[vllm]."""
     SERVER = "server"
     """Servers that are there already (`vllm serve`), by their URLs."""
+
+
+OF_SERVERS = Condition(
+    lambda here, run: here.engine is Engine.SERVER, "rollout.engine is {here.engine}", "set --rollout.engine server"
+)
 
 
 @define(kw_only=True)
@@ -69,6 +74,7 @@ class RolloutConfig:
         (),
         "Addresses of rollout.engine server, which share the prompts: http://host:port each, as `vllm serve` "
         "listens. The environment variable ROLLGRAD_ENGINE_TOKEN is sent as a bearer token.",
+        only_if=OF_SERVERS,
     )
     max_batch_size: int = setting(
         128, "Sequences decoded together by the engine; requests in flight at each server.", COUNT

@@ -4,8 +4,9 @@ from enum import StrEnum
 
 from attrs import define
 
+from rollgrad.application.settings.sections.cluster import IN_CLUSTER
 from rollgrad.domain.control.staleness import StalenessUnit, StalePolicy
-from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, setting
+from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, Condition, setting
 
 
 class PartialRollout(StrEnum):
@@ -18,6 +19,17 @@ class PartialRollout(StrEnum):
     that it preempts for want of memory."""
     RECOMPUTE = "recompute"
     """They go on under the new weights, which compute the keys and values of their tokens anew."""
+
+
+OVERLAPS = Condition(
+    lambda here, run: here.async_enable, "rollouts and updates take turns", "turn on --train.async_enable"
+)
+MAY_BE_STALE = Condition(
+    lambda here, run: here.max_staleness > 0,
+    "with train.max_staleness 0 every sample is of the newest policy and nothing is in flight when weights change",
+    "raise --train.max_staleness",
+)
+WITH_EMA = Condition(lambda here, run: here.enable_ema, "no moving average is kept", "set --train.enable_ema")
 
 
 @define(kw_only=True)
@@ -48,32 +60,39 @@ class TrainConfig:
         "Updates that may lie between the weights that began a sample and those that train on it, with async_enable. "
         "From 1 on samples are corrected for it (algo.correction.level); above 1 they have to be.",
         NOT_NEGATIVE,
+        only_if=OVERLAPS,
     )
     stale_policy: StalePolicy = setting(
         StalePolicy.WAIT,
         "What happens when a slow group would become staler than that: training waits for it, or goes on and drops it.",
+        only_if=(OVERLAPS, MAY_BE_STALE),
     )
     staleness_unit: StalenessUnit = setting(
         StalenessUnit.TRAJECTORY,
         "From where a group's age is counted: its start (trajectory), or its oldest sampled token (token).",
+        only_if=(OVERLAPS, MAY_BE_STALE),
     )
     partial_rollout: PartialRollout = setting(
         PartialRollout.NONE,
         "What becomes of replies in flight when the weights change: they are finished first (none), or go on under "
         "the new weights with their old keys and values (keep) or with new ones (recompute).",
+        only_if=(OVERLAPS, MAY_BE_STALE),
     )
     enable_ema: bool = setting(
         False,
         "Keep a moving average of the actor's weights, in the CPU's memory; every saved model has it in the "
         "directory ema.",
     )
-    ema_beta: float = setting(0.992, "Its decay per optimizer step.", BELOW_ONE)
+    ema_beta: float = setting(0.992, "Its decay per optimizer step.", BELOW_ONE, only_if=WITH_EMA)
     colocate_all: bool = setting(
         False,
         "Let all models and engines share the same GPUs, with cluster.enable; engines sleep while models train. "
         "Without it each has its own.",
+        only_if=IN_CLUSTER,
     )
-    colocate_actor_ref: bool = setting(False, "Let actor and reference share the same GPUs, with cluster.enable.")
+    colocate_actor_ref: bool = setting(
+        False, "Let actor and reference share the same GPUs, with cluster.enable.", only_if=IN_CLUSTER
+    )
     colocate_critic_reward: bool = setting(
-        False, "Let critic and reward model share the same GPUs, with cluster.enable."
+        False, "Let critic and reward model share the same GPUs, with cluster.enable.", only_if=IN_CLUSTER
     )

@@ -4,6 +4,7 @@ from enum import StrEnum
 
 from attrs import define
 
+from rollgrad.application.settings.sections.cluster import IN_CLUSTER
 from rollgrad.domain.settings import COUNT, SOME_SHARE, setting
 
 
@@ -30,7 +31,9 @@ CPU_CACHE_BYTES = 2 * 2**30
 class VLLMConfig:
     """vLLM engines; one that dies is replaced, and its replies are sampled again."""
 
-    num_engines: int = setting(1, "Engines that share the prompts; more than one needs cluster.enable.", COUNT)
+    num_engines: int = setting(
+        1, "Engines that share the prompts; more than one needs cluster.enable.", COUNT, only_if=IN_CLUSTER
+    )
     tensor_parallel_size: int = setting(1, "GPUs that share each layer of an engine's model.", COUNT)
     pipeline_parallel_size: int = setting(
         1,

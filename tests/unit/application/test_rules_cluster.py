@@ -8,6 +8,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.optimizer import Optim
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.vllm import SyncBackend
+from rollgrad.application.settings.validation import condition_problems
 
 CLUSTER: dict[str, Any] = {"cluster.enable": True}
 VLLM: dict[str, Any] = {"rollout.engine": Engine.VLLM}
@@ -25,7 +26,7 @@ def problems(settings: dict[str, Any]) -> list[str]:
     for name, value in settings.items():
         section, key = name.split(".")
         setattr(getattr(config, section), key, value)
-    return [*cluster_problems(config), *server_problems(config)]
+    return [*condition_problems(config).values(), *cluster_problems(config), *server_problems(config)]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_allows(settings: dict[str, Any]) -> None:
 def test_engines_of_vllm_need_vllm(name: str, value: Any) -> None:
     (problem,) = problems(CLUSTER | {name: value})
     assert problem == (
-        f"{name} is set, but rollout.engine is embedded: set --rollout.engine vllm, or leave --{name} out."
+        f"{name} is {value}, but rollout.engine is embedded: set --rollout.engine vllm, or leave --{name} out."
     )
 
 
@@ -98,8 +99,9 @@ def test_routers_are_balanced_over_whole_sequences() -> None:
     ],
 )
 def test_processes_need_a_cluster(name: str, value: Any) -> None:
+    shown = repr(value) if name == "cluster.address" else value
     assert problems(VLLM | {name: value}) == [
-        f"{name} is set, but models and engines have no processes of their own: turn on --cluster.enable, or leave "
+        f"{name} is {shown}, but models and engines have no processes of their own: turn on --cluster.enable, or leave "
         f"--{name} out."
     ]
 
@@ -107,8 +109,8 @@ def test_processes_need_a_cluster(name: str, value: Any) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_only_stage_three_can_offload_parameters(stage: int) -> None:
     assert problems(CLUSTER | {"ds.param_offload": True, "ds.zero_stage": stage}) == [
-        f"ds.param_offload is on with ds.zero_stage {stage}, which does not divide parameters: set --ds.zero_stage 3, "
-        "or leave --ds.param_offload out."
+        f"ds.param_offload is True, but ds.zero_stage {stage} does not divide parameters: set --ds.zero_stage 3, or "
+        "leave --ds.param_offload out."
     ]
 
 

@@ -1,3 +1,5 @@
+import re
+from enum import Enum
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +15,7 @@ from rollgrad.application.settings.sections.optimizer import LRScheduler, Optim
 from rollgrad.application.settings.sections.reward import JudgeIsolation, Verifier
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import PartialRollout
-from rollgrad.application.settings.validation import leaves
+from rollgrad.application.settings.validation import condition_problems, leaves
 from rollgrad.domain.algorithms.settings import (
     CorrectionGate,
     CorrectionLevel,
@@ -26,6 +28,8 @@ from rollgrad.domain.algorithms.settings import (
 )
 from rollgrad.domain.control.staleness import StalenessUnit, StalePolicy
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.cli.parsing import TrainArguments, flag_kinds, parse_run
+from tests.flags import example
 
 RANGES = [name for name, _, told in leaves(RLConfig()) if told.range is not None]
 VALID: dict[str, Any] = {
@@ -475,6 +479,30 @@ def test_broken_rules_of_every_kind_are_told_at_once() -> None:
     with pytest.raises(ConfigurationError) as error:
         validate_evaluation(configured({"rollout.top_p": 0.0, "data.input_template": "Q:"}))
     assert len(str(error.value).splitlines()) == 4  # the template twice, and nothing to evaluate on
+
+
+def words_of(name: str, kind: Any) -> list[str]:
+    """A flag with a value that is not the default."""
+    given = {"actor.lora.target_modules": ["q_proj"], "ds.zero_stage": ["3"], "algo.kl.estimator": ["k2"]}
+    return [f"--{name}", *given.get(name, [*kind][-1:] if isinstance(kind, type(Enum)) else example(kind))]
+
+
+def test_every_condition_is_a_sentence_that_says_what_to_set() -> None:
+    kinds = flag_kinds(RLConfig)
+    conditional = [name for name, _, told in leaves(RLConfig()) if told.only_if]
+    conditional += [name for name in kinds if name.startswith(("vllm.", "actor.muon.", "critic.muon."))]
+    silent = set()
+    for name in conditional:
+        _, config, unread = parse_run(TrainArguments, RLConfig, "train rl", words_of(name, kinds[name]))
+        assert unread == []
+        problems = condition_problems(config)
+        assert set(problems) <= {name}
+        silent |= {name} - set(problems)
+        for problem in problems.values():
+            assert re.fullmatch(rf"{name} is .+, but .+: .*--.+, or leave --{name} out\.", problem), problem
+            assert "{" not in problem
+    assert len(conditional) > 50
+    assert silent == {"data.system_prompt", "data.chat_template", "data.chat_template_kwargs"}, "they need a default"
 
 
 def test_a_wrong_number_hides_no_rule_and_breaks_none() -> None:

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,10 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rollgrad train rl" in capsys.readouterr().out
 
 
+NEEDED = ["--actor.model_name_or_path", "org/m", "--data.prompt_dataset", "org/d", "--reward.verifier", "exact_match"]
+"""What a run cannot do without."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -129,7 +134,8 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_bad_command_line_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
+    whole = [*arguments[:2], *NEEDED, *arguments[2:]] if arguments[:2] == ["train", "rl"] else arguments
+    assert main(whole) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: ")
@@ -211,3 +217,22 @@ def test_all_wrong_paths_are_told_at_once(tmp_path: Path) -> None:
     assert len(lines) == 4
     for key in ("actor.model_name_or_path", "data.prompt_dataset", "eval.dataset", "ckpt.output_dir"):
         assert any(f"--{key}" in line for line in lines)
+
+
+def test_mistakes_of_every_kind_are_one_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown key and a wrong type in the file, and on the command line an unknown flag, values that are no numbers,
+    and what is out of range, means nothing, or is not allowed together."""
+    (tmp_path / "run.yaml").write_text("train:\n  sed: 1\nrollout:\n  top_k: many\n")
+    words = ["--config", str(tmp_path / "run.yaml"), "--rollout.batch-size", "few", "--train.max-steps=1.5"]
+    words += ["--eval.stps", "2", "--actor.adam.lr", "-1", "--train.ema_beta", "0.5"]
+    words += NEEDED
+    assert main(["train", "rl", *words, "--critic.freezing_steps", "3", "--algo.advantage.estimator", "rloo"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    for named in (
+        *("train.sed", "rollout.top_k", "--rollout.batch_size", "--train.max_steps", "--eval.stps", "actor.adam.lr"),
+        *("train.ema_beta", "--critic.freezing_steps", "--rollout.n_samples_per_prompt to 2"),
+    ):
+        assert sum(named in error for error in errors) == 1, (named, errors)
+    assert len(errors) == 9
+    assert all(error.startswith("error: ") for error in errors)
+    assert not any(re.search(r"--\w+-", error) for error in errors), "flags are spelt with underscores"

@@ -62,8 +62,8 @@ def test_yaml_reads_back_and_flags_override_it(tmp_path: Path) -> None:
 
 
 def test_settings_of_other_runs_are_unknown(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"--algo\.kl\.init_coef is not a flag"):
-        parse("--algo.kl.init_coef", "1")
+    _, _, (error,) = parse("--algo.kl.init_coef", "1")
+    assert str(error).startswith("--algo.kl.init_coef is not a flag")
     path = tmp_path / "run.yaml"
     path.write_text("rollout:\n  batch_size: 3\n", encoding="utf-8")
     _, problems = read_config(path, run=ImitationRun)
@@ -83,12 +83,14 @@ def test_help_shows_the_settings_of_the_run(
     assert "algo.preset" not in list(setting_names(ImitationRun))
 
 
-def test_ranges_and_rules_are_named_together() -> None:
-    _, run, _ = parse("--actor.adam.lr", "-1", "--eval.n_samples_per_prompt", "0", "--ckpt.keep_states", "0")
+def test_ranges_conditions_and_rules_are_named_together() -> None:
+    words = ("--actor.adam.lr", "-1", "--eval.n_samples_per_prompt", "0", "--ckpt.keep_states", "0")
+    _, run, _ = parse(*words, "--actor.muon.lr", "1")
     sentences = [line for error in broken_rules(run, rules) for line in problem_lines(error)]
     assert [sentence.split(" is ")[0] for sentence in sentences] == [
         "actor.adam.lr",
         "eval.n_samples_per_prompt",
         "ckpt.keep_states",
+        "actor.muon.lr",
         "No model",
     ]
