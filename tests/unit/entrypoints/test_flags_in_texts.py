@@ -105,8 +105,8 @@ def test_the_parser_takes_every_flag_that_is_named() -> None:
     kinds = flag_kinds(TrainArguments)
     words = [
         word
-        for name in sorted(named & kinds.keys() - {"config", "algo.preset"})
+        for name in sorted(named & kinds.keys() - {"config", "algo.preset", "algo.extension_path"})
         for word in (f"--{name}", *example(kinds[name]))
     ]
     assert len(words) > 200
-    parse_run(TrainArguments, RLConfig, "train rl", words)
+    assert parse_run(TrainArguments, RLConfig, "train rl", words)[2] == []
