@@ -17,9 +17,10 @@ OTHER_COMMANDS: Mapping[str, str] = {
         ("train", "rl", "train ppo", "train grpo", "train rlhf", "ppo", "grpo", "rloo", "train rloo"),
         f"{_REINFORCE}, with --algo.preset grpo or another one.",
     ),
-    **dict.fromkeys(("train sft", "sft"), f"supervised fine-tuning is not there yet; {_REINFORCE}."),
+    "sft": "write rollgrad train sft.",
+    **dict.fromkeys(("dpo", "orpo", "train orpo"), "write rollgrad train dpo."),
     **dict.fromkeys(
-        ("train dpo", "train kto", "dpo", "kto", "orpo"), f"training on preferences is not there yet; {_REINFORCE}."
+        ("train kto", "kto"), "training on labelled replies is not there yet; rollgrad train dpo takes pairs."
     ),
     **dict.fromkeys(
         ("train rm", "train reward", "rm", "reward"),

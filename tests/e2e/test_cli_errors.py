@@ -34,9 +34,9 @@ def workspace(tmp_path: Path) -> Path:
     ("arguments", "message"),
     [
         ("trian rl", "did you mean rollgrad train rl?"),
-        ("train rl --algo.advantage.estimatr rloo", "did you mean --algo.advantage.estimator?"),
+        ("train rl --config good.yaml --algo.advantage.estimatr rloo", "did you mean --algo.advantage.estimator?"),
         ("train rl --config good.yaml --algo.advantage.estimator vtrace", "reinforce_baseline"),
-        ("train rl --train.max_steps many", "--train.max_steps"),
+        ("train rl --config good.yaml --train.max_steps many", "--train.max_steps"),
         ("train rl --config missing.yaml", "missing.yaml cannot be read"),
         ("train rl --config bad.yaml", "did you mean algo.advantage.estimator?"),
         (

@@ -186,7 +186,7 @@ def test_keys_of_other_tools(text: str, message: str, tmp_path: Path, capsys: py
     assert message in errors(["train", "rl", "--config", str(tmp_path / "run.yaml")], capsys)
 
 
-@pytest.mark.parametrize("command", [*OTHER_COMMANDS, "TRAIN SFT", "vllm-serve", "sft --model x"])
+@pytest.mark.parametrize("command", [*OTHER_COMMANDS, "TRAIN KTO", "vllm-serve", "sft --model x"])
 def test_commands_of_other_tools(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     error = errors(command.split(), capsys)
     assert error.count("\n") == 1
