@@ -134,8 +134,8 @@ def prepare_examples(
     """
     key = cache_key(mixture, tokenizer, settings)
     place = None if cache_dir is None else cache_dir / key
-    if place is not None and (place / REPORT_FILE).is_file():
-        return _load(place, key)
+    if place is not None and (found := _load(place, key)) is not None:
+        return found
     arrays, report = _prepare_all(mixture, tokenizer, settings, num_workers, setting)
     if place is not None:
         _save(arrays, report, place)
@@ -291,9 +291,11 @@ def _with_bar(results: Iterable[PreparedRow | Refusal], total: int, setting: str
 
 
 def _save(arrays: Mapping[str, Any], report: DataReport, place: Path) -> None:
-    """Keeps prepared data. What cannot be kept is prepared again the next time."""
+    """Keeps prepared data, in place of a copy that could not be read. What cannot be kept is prepared again the next
+    time."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
         written = Path(tempfile.mkdtemp(prefix=f"{place.name}.", dir=place.parent))
         try:
             for name, array in arrays.items():
@@ -303,11 +305,22 @@ def _save(arrays: Mapping[str, Any], report: DataReport, place: Path) -> None:
         finally:
             shutil.rmtree(written, ignore_errors=True)  # renamed, or left behind by an error or by another run's haste
     except OSError as error:
-        log.warning("prepared data are not kept", place=str(place), reason=str(error))
+        if not (place / REPORT_FILE).is_file():  # else another run was faster
+            log.warning("prepared data are not kept", place=str(place), reason=str(error))
 
 
-def _load(place: Path, key: str) -> PreparedExamples:
-    arrays = {name: numpy.load(place / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
-    report = DataReport.from_json(json.loads((place / REPORT_FILE).read_text(encoding="utf-8")))
+def _load(place: Path, key: str) -> PreparedExamples | None:
+    """The data that an earlier run kept; None without any, or if they are damaged."""
+    if not (place / REPORT_FILE).is_file():
+        return None
+    try:
+        arrays = {name: numpy.load(place / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+        report = DataReport.from_json(json.loads((place / REPORT_FILE).read_text(encoding="utf-8")))
+        whole = len(arrays["tokens"]) == len(arrays["weights"]) == int(arrays["lengths"].sum())
+        if not whole or len(arrays["rows"]) != report.used:
+            raise ValueError("its parts do not fit together")
+    except (OSError, ValueError, TypeError, KeyError, EOFError) as error:
+        log.warning("prepared data are damaged, and prepared again", place=str(place), reason=str(error))
+        return None
     log.info("prepared data found", place=str(place))
     return PreparedExamples(**arrays, report=report, fingerprint=key)

@@ -47,6 +47,7 @@ class RowError(DataError):
     """
 
     def __init__(self, reason: Reason, sentence: str) -> None:
+        sentence = sentence.encode(errors="replace").decode()  # halves of surrogate pairs can be neither shown nor kept
         super().__init__(reason, sentence)  # both, so that it can be pickled
         self.reason = reason
         self.sentence = sentence

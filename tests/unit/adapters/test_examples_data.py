@@ -387,6 +387,19 @@ def test_prepared_data_are_found_again_unless_something_changed(
     assert cache_key(opened(path), tiny_tokenizer, PreparationSettings()) != key
 
 
+@pytest.mark.parametrize("part", ["tokens.npy", "lengths.npy", "report.json"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"rubbish"])
+def test_a_damaged_cache_is_prepared_again(tmp_path: Path, tiny_tokenizer: Any, part: str, content: bytes) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT}, {"messages": []})
+    first = prepared(opened(path), tiny_tokenizer, tmp_path / "cache")
+    (file,) = (tmp_path / "cache").glob(f"*/{part}")
+    file.write_bytes(content)
+    again = prepared(opened(path), tiny_tokenizer, tmp_path / "cache")
+    assert again.tokens.tolist() == first.tokens.tolist()
+    assert again.report == first.report
+    assert file.read_bytes() != content
+
+
 def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, tiny_tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", {"messages": CHAT})
     (tmp_path / "file").write_text("")
