@@ -56,6 +56,7 @@ PANELS = (
     Panel("Gradient norm", "before clipping", {"policy/grad_norm": "gradient norm"}),
     Panel("Training loss", "mean of the optimizer step", {"train/loss": "loss"}),
     Panel("Held-out loss", "nats per token", {"eval/nll": "loss"}, sparse=True),
+    Panel("Token accuracy", "share of trained tokens", {"train/accuracy": "training"}),
     Panel("Gradient norm", "before clipping", {"train/grad_norm": "gradient norm"}),
     Panel("Learning rate", "of the optimizer step", {"train/lr": "learning rate"}),
     Panel(

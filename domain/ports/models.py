@@ -14,11 +14,13 @@ from rollgrad.domain.batches.packed import Batch, PackedBatch
 class TokenScores:
     """Per-token results of a forward pass: `logprobs_N` and `entropy_N` (nats), float32, 0 outside actions.
 
-    Both are of softmax(logits / temperature), with the sampling temperature of the rollout.
+    Both are of softmax(logits / temperature), with the sampling temperature of the rollout. `correct_N` float32 is 1
+    where the token is the most likely one, else 0; None unless the model was made to find that.
     """
 
     logprobs_N: Tensor
     entropy_N: Tensor
+    correct_N: Tensor | None = None
 
 
 @frozen(kw_only=True, eq=False)

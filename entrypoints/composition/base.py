@@ -57,6 +57,8 @@ class BaseContainer(containers.DeclarativeContainer):
     critic_steps: providers.Provider[int] = providers.Dependency(instance_of=int)
     temperature: providers.Provider[float] = providers.Object(1.0)
     """Of the distribution whose log-probs the models score."""
+    correct: providers.Provider[bool] = providers.Object(False)
+    """Whether the policy's scores say which tokens are the most likely ones."""
     extension: providers.Provider[None] = providers.Object(None)
     """Loads what a user's file adds, before anything else is made in a process."""
 
@@ -85,6 +87,7 @@ class BaseContainer(containers.DeclarativeContainer):
         ),
         optimize,
         temperature=temperature,
+        correct=correct,
     )
     local_critic = providers.Singleton(
         make_critic,

@@ -75,8 +75,10 @@ def make_policy(
     optimize: Optimize,
     *,
     temperature: float,
+    correct: bool,
 ) -> TorchPolicy:
-    """Returns `model` under an optimizer; its log-probs are those of sampling at `temperature`."""
+    """Returns `model` under an optimizer; its log-probs are those of sampling at `temperature`. With `correct` its
+    scores say which tokens are the most likely ones."""
     return TorchPolicy(
         model,
         tokenizer,
@@ -84,6 +86,7 @@ def make_policy(
         temperature=temperature,
         gradient_checkpointing=actor.gradient_checkpointing,
         aux_loss_coef=actor.aux_loss_coef,
+        correct=correct,
         optimize=optimize,
     )
 

@@ -115,6 +115,9 @@ def sft_container(config: SFTRun) -> SFTContainer:
     container = SFTContainer(config=config, make=providers.Object(sft_container))
     total_steps = providers.Callable(make_total_steps, config.train, container.examples)
     container.override_providers(
-        total_steps=total_steps, actor_steps=total_steps, roles=providers.Callable(make_roles, config)
+        total_steps=total_steps,
+        actor_steps=total_steps,
+        correct=providers.Object(True),
+        roles=providers.Callable(make_roles, config),
     )
     return container

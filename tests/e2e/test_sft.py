@@ -80,6 +80,8 @@ def test_a_model_learns_its_conversations(tiny_model_dir: Path, conversations: P
     assert result.after["eval/nll"] < 0.7 * result.before["eval/nll"]
     rows = logged(tmp_path / "run")
     assert [row["step"] for row in rows if "eval/loss" in row] == [0, 5, 10]
+    assert result.before["eval/accuracy"] < 0.1  # 320 tokens
+    assert result.after["eval/accuracy"] > result.before["eval/accuracy"] + 0.2
     trained = [row for row in rows if "train/loss" in row]
     assert trained[-1]["train/loss"] < trained[0]["train/loss"]
     assert trained[-1]["train/epoch"] == pytest.approx(4.0)
@@ -123,7 +125,7 @@ def test_other_data_do_not_continue_a_run(tiny_model_dir: Path, conversations: P
         rollgrad.train_sft(config)
 
 
-def test_the_loss_is_that_of_transformers(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
+def test_loss_and_accuracy_are_those_of_transformers(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     run = settings(tiny_model_dir, conversations, tmp_path / "run", max_tokens_per_micro_batch=100)
@@ -132,14 +134,17 @@ def test_the_loss_is_that_of_transformers(tiny_model_dir: Path, conversations: P
     examples = container.examples()
     measured = container.learner().measure([examples[index] for index in range(len(examples))])
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    total, count = 0.0, 0
+    total, count, right = 0.0, 0, 0
     for index in range(len(examples)):
         (branch,) = examples[index].branches
         labels = torch.where(branch.weights_T > 0, branch.token_ids_T, -100)
         with torch.no_grad():
             loss = model(input_ids=branch.token_ids_T[None], labels=labels[None]).loss
+            best = model(input_ids=branch.token_ids_T[None]).logits[0].argmax(-1)
+        right += int((best[:-1] == branch.token_ids_T[1:])[branch.weights_T[1:] > 0].sum())
         total, count = total + float(loss) * branch.trained_length, count + branch.trained_length
     assert measured["loss"] == pytest.approx(total / count, abs=1e-5)
+    assert measured["accuracy"] == pytest.approx(right / count, abs=1e-6)
 
 
 def test_prompts_are_token_for_token_those_of_rollouts(

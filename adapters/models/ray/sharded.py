@@ -193,9 +193,11 @@ class _Parts:
         """Returns the log-probs and entropy of the whole batch."""
         divided = self._divided(batch)
         scores = self._each("score", [[part] for part in divided.parts])
+        correct = [s.correct_N for s in scores if s.correct_N is not None]
         return TokenScores(
             logprobs_N=divided.merged([s.logprobs_N for s in scores]),
             entropy_N=divided.merged([s.entropy_N for s in scores]),
+            correct_N=divided.merged(correct) if len(correct) == len(scores) else None,
         )
 
     def values(self, batch: PackedBatch) -> Tensor:

@@ -92,7 +92,9 @@ def token_logprobs(
     temperature: float,
     vocabulary: VocabularyShare = WHOLE_VOCABULARY,
     form: LogitForm = PLAIN_LOGITS,
-) -> tuple[Tensor, Tensor]:
+    *,
+    correct: bool = False,
+) -> tuple[Tensor, ...]:
     """Returns the log-prob of each target and the entropy (nats) of softmax(logits / temperature).
 
     Args:
@@ -103,12 +105,14 @@ def token_logprobs(
         temperature: > 0.
         vocabulary: the rows of the vocabulary in `weight_VH` and `bias_V`.
         form: formula of the logits.
+        correct: also finds where the target is the most likely token, which takes another pass over the logits.
 
     Returns:
-        (logprobs_A, entropy_A), float32, differentiable in hidden, weight and bias.
+        (logprobs_A, entropy_A), float32, differentiable in hidden, weight and bias; with `correct` also correct_A,
+        float32, 1 where no token is more likely than the target, else 0.
     """
-    result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_AH, weight_VH, bias_V, targets_A, temperature, vocabulary, form
+    result: tuple[Tensor, ...] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_AH, weight_VH, bias_V, targets_A, temperature, vocabulary, form, correct
     )
     return result
 
@@ -124,10 +128,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float,
         vocabulary: VocabularyShare,
         form: LogitForm,
-    ) -> tuple[Tensor, Tensor]:
+        correct: bool,
+    ) -> tuple[Tensor, ...]:
         rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
         index, mine = vocabulary.rows(targets, len(weight))
-        columns = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
+        columns = torch.empty(4 if correct else 3, len(hidden), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = form.logits(hidden[part], weight, bias)
@@ -135,20 +140,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logits.div_(temperature)
             lse = torch.logsumexp(logits, dim=-1)
             target = torch.where(mine[part], logits.gather(1, index[part, None])[:, 0], 0.0)
+            best = [logits.amax(-1)] if correct else []  # before the logits are overwritten
             log_probs = logits.sub_(lse.clamp(min=NO_MASS)[:, None]).clamp_(min=NO_CHANCE, max=0.0)
             # Entropy as lse minus the mean logit would cancel badly for logits beyond 100; this form does not.
-            columns[:, part] = torch.stack([lse, target, -torch.linalg.vecdot(log_probs.exp(), log_probs)])
-        lse, target, own = vocabulary.gathered(columns).unbind(1)
+            columns[:, part] = torch.stack([lse, target, -torch.linalg.vecdot(log_probs.exp(), log_probs), *best])
+        lse, target, own, *best = vocabulary.gathered(columns).unbind(1)
         normaliser = torch.logsumexp(lse, dim=0)
         logprobs = target.sum(0) - normaliser
         entropy = ((lse - normaliser).exp() * (own + normaliser - lse.clamp(min=NO_MASS))).sum(0)
         ctx.save_for_backward(hidden, weight, bias, index, mine, normaliser, entropy)
         ctx.temperature, ctx.rows, ctx.vocabulary, ctx.form = temperature, rows, vocabulary, form
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        if not correct:
+            return logprobs, entropy
+        correct_A = (target.sum(0) >= best[0].amax(0)).float()
+        ctx.mark_non_differentiable(correct_A)
+        return logprobs, entropy, correct_A
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *_: Tensor | None) -> Any:
         hidden, weight, bias, index, mine, normaliser, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -176,7 +186,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
         ctx.vocabulary.sum(grad_hidden)
         cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 4
+        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 5
 
 
 def _logit_gradient(

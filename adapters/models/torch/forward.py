@@ -73,31 +73,32 @@ def scatter(values_A: Tensor, batch: PackedBatch) -> Tensor:
 class PackedLM(nn.Module):
     """A causal language model over packed batches. `forward(batch)` returns (logprobs_A, entropy_A) of the action
     tokens under softmax(logits / temperature), float32; `forward(batch, True)` also (tokens_E, probabilities_E) of its
-    routers, as `expert_balance.routed` computes them.
+    routers, as `expert_balance.routed` computes them. With `correct` there is a third column of action tokens: 1 where
+    the token is the most likely one, else 0.
 
     `model` is a causal language model with packed attention installed (`loading.py`).
     """
 
-    def __init__(self, model: Any, *, temperature: float = 1.0) -> None:
+    def __init__(self, model: Any, *, temperature: float = 1.0, correct: bool = False) -> None:
         super().__init__()
         self.model = model
         self._group = sequence_group(model)
-        self.scorer = Scorer(model.get_output_embeddings(), temperature, logit_form(model))
+        self.scorer = Scorer(model.get_output_embeddings(), temperature, logit_form(model), correct=correct)
 
     def forward(self, batch: PackedBatch, routing: bool = False) -> tuple[Tensor, ...]:
         """Returns the log-probs and entropies of the action tokens, with `routing` also the routers' counts."""
         rows = action_hidden(self.model, batch, self._group, routing=routing)
         columns_B = self.scorer(rows.hidden_BH, rows.targets_B)
-        logprobs_A, entropy_A = self._group.gathered(rows.actions_B, rows.count, *columns_B)
-        return logprobs_A, entropy_A, *rows.routing
+        return *self._group.gathered(rows.actions_B, rows.count, *columns_B), *rows.routing
 
 
 class Scorer(nn.Module):
     """Computes log-probs from the vocabulary's head. The head remains a child of the model alone: torch would count the
     parameters of a module with two parents twice."""
 
-    def __init__(self, head: Any, temperature: float, form: LogitForm = PLAIN_LOGITS) -> None:
+    def __init__(self, head: Any, temperature: float, form: LogitForm = PLAIN_LOGITS, *, correct: bool = False) -> None:
         super().__init__()
+        self._correct = correct
         self._head = (head,)
         self._form = form
         self._temperature = temperature
@@ -109,11 +110,18 @@ class Scorer(nn.Module):
         """Output embedding of the model."""
         return self._head[0]
 
-    def forward(self, hidden_AH: Tensor, targets_A: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (logprobs_A, entropy_A)."""
+    def forward(self, hidden_AH: Tensor, targets_A: Tensor) -> tuple[Tensor, ...]:
+        """Returns (logprobs_A, entropy_A), and correct_A if it was asked for."""
         head = self.head
         return token_logprobs(
-            hidden_AH, head.weight, head.bias, targets_A, self._temperature, self.vocabulary, self._form
+            hidden_AH,
+            head.weight,
+            head.bias,
+            targets_A,
+            self._temperature,
+            self.vocabulary,
+            self._form,
+            correct=self._correct,
         )
 
 

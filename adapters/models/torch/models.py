@@ -89,8 +89,12 @@ def _copied(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict[str, T
 
 
 def _token_scores(scored: Sequence[Tensor], batch: PackedBatch) -> TokenScores:
-    logprobs_A, entropy_A = scored
-    return TokenScores(logprobs_N=scatter(logprobs_A, batch), entropy_N=scatter(entropy_A, batch))
+    logprobs_A, entropy_A, *correct = scored
+    return TokenScores(
+        logprobs_N=scatter(logprobs_A, batch),
+        entropy_N=scatter(entropy_A, batch),
+        correct_N=scatter(correct[0], batch) if correct else None,
+    )
 
 
 class TorchPolicy(PolicyModel):
@@ -107,6 +111,7 @@ class TorchPolicy(PolicyModel):
         gradient_checkpointing: recompute activations in the backward pass.
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`expert_balance.py`), which takes
             another forward pass.
+        correct: whether scores say which tokens are the most likely ones.
         optimize: puts the model under an optimizer.
 
     Raises:
@@ -122,6 +127,7 @@ class TorchPolicy(PolicyModel):
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
         aux_loss_coef: float = 0.0,
+        correct: bool = False,
         optimize: Optimize = MasterOptimizer,
     ) -> None:
         if aux_loss_coef:
@@ -133,7 +139,7 @@ class TorchPolicy(PolicyModel):
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._averages = settings.ema_beta is not None
-        self._trained = optimize(PackedLM(model, temperature=temperature), settings)
+        self._trained = optimize(PackedLM(model, temperature=temperature, correct=correct), settings)
         self.steps = 0
         """Optimizer steps begun."""
 

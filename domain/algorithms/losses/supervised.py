@@ -52,7 +52,8 @@ class SupervisedObjective:
     loss: str = "nll"
 
     def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
-        """Returns the micro-batch's share, and the metrics `nll` (nats a token) and `entropy`.
+        """Returns the micro-batch's share, and the metrics `nll` (nats a token), `entropy`, and `accuracy` (share of
+        tokens that are the most likely ones) where the scores have it.
 
         Raises:
             ValueError: the batch has no `loss_weights_N`.
@@ -65,4 +66,6 @@ class SupervisedObjective:
             "nll": -weighted_sum(logprobs_N.detach(), weights_N, mask_N),
             "entropy": weighted_sum(scores.entropy_N.detach(), weights_N, mask_N),
         }
+        if scores.correct_N is not None:
+            metrics["accuracy"] = weighted_sum(scores.correct_N, weights_N, mask_N)
         return LossOutput(loss=loss, metrics=metrics)

@@ -198,6 +198,23 @@ class ThreadShare(VocabularyShare):
         tensor.copy_(self.gathered(tensor.clone()).sum(0))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_most_likely_tokens_are_found_on_the_way(chunk_rows: int, bias: bool) -> None:
+    hidden, weight, offset, targets = leaves(9, bias=bias)
+    best = torch.nn.functional.linear(hidden, weight, offset).argmax(-1)
+    targets = torch.where(torch.arange(9) % 2 == 0, best, targets)
+    plainly = token_logprobs(hidden, weight, offset, targets, 0.7)
+    *found, correct = token_logprobs(hidden, weight, offset, targets, 0.7, correct=True)
+    assert correct.tolist() == (targets == best).float().tolist()
+    assert not correct.requires_grad
+    for one, other in zip(
+        torch.autograd.grad(torch.stack(plainly).sum(), [hidden, weight]),
+        torch.autograd.grad(torch.stack(found).sum(), [hidden, weight]),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("masked", [0, 19])
 @pytest.mark.parametrize("bounds", [(0, 19, 37), (0, 1, 30, 37)])
 def test_shares_of_the_vocabulary_give_what_the_whole_gives(
@@ -209,19 +226,22 @@ def test_shares_of_the_vocabulary_give_what_the_whole_gives(
     offset.data[:masked] = -torch.inf
     targets = targets.clamp(min=masked)
     pull = torch.randn(2, 9, generator=torch.Generator().manual_seed(1))
-    expected = token_logprobs(hidden, weight, offset, targets, 0.7)
+    targets[::2] = torch.nn.functional.linear(hidden, weight, offset).argmax(-1)[::2]
+    *expected, correct = token_logprobs(hidden, weight, offset, targets, 0.7, correct=True)
+    assert correct[::2].tolist() == [1.0] * 5
     expected_gradients = torch.autograd.grad((pull * torch.stack(expected)).sum(), [hidden, weight, offset])
     count = len(bounds) - 1
     table = Table(barrier=threading.Barrier(count), tensors={})
 
-    def computed(rank: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    def computed(rank: int) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         rows = slice(bounds[rank], bounds[rank + 1])
         inputs = [
             x.detach()[part].clone().requires_grad_()
             for x, part in zip((hidden, weight, offset), (slice(None), rows, rows), strict=True)
         ]
         share = ThreadShare(first=bounds[rank], rank=rank, table=table)
-        found = token_logprobs(*inputs, targets, 0.7, share)
+        *found, shared = token_logprobs(*inputs, targets, 0.7, share, correct=True)
+        assert torch.equal(shared, correct)
         return found, torch.autograd.grad((pull * torch.stack(found)).sum(), inputs)
 
     with ThreadPoolExecutor(count) as threads:
