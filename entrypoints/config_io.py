@@ -1,4 +1,4 @@
-"""Configuration in and out of YAML.
+"""Reads and writes configurations as YAML.
 
 `load_config(path)` reads what `dump_config` wrote to an equal configuration. Reading is strict: an unknown key, or a
 value of the wrong type, is one sentence that names the key. Importable without torch.
@@ -124,7 +124,7 @@ def forget_preset(config: attrs.AttrsInstance) -> None:
 def _structured(
     run: type[Run], data: Mapping[str, Any] | None, preset: str | None, extension: str | None
 ) -> tuple[Run, list[ConfigurationError]]:
-    """The configuration as far as it can be read, and what cannot be."""
+    """Returns the configuration as far as it can be read, and what cannot be."""
     problems: list[ConfigurationError] = []
     if EXTENSION in setting_names(run):
         problems += load_extension_file(extension or _named(data, EXTENSION))
@@ -162,7 +162,7 @@ def _named(data: Any, name: str) -> Any:
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as nested mappings."""
+    """Returns settings by dotted names as nested mappings."""
     tree: dict[str, Any] = {}
     for name, value in settings.items():
         *sections, key = name.split(".")
@@ -174,7 +174,7 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` laid over `below`, section by section; a section without lines is None."""
+    """Merges `above` over `below`, section by section; a section without lines is None."""
     result = dict(below)
     for key, value in above.items():
         inner: Any = result.get(key)
@@ -192,7 +192,7 @@ def dump_config(config: attrs.AttrsInstance) -> str:
 
 
 def setting_names(cls: type[attrs.AttrsInstance] = RLConfig, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all settings, e.g. `algo.advantage.estimator`."""
+    """Yields the dotted names of all settings, e.g. `algo.advantage.estimator`."""
     for field in attrs.fields(cls):
         if attrs.has(field.type):
             yield from setting_names(field.type, f"{prefix}{field.name}.")
@@ -207,7 +207,8 @@ def _section(
     problems: list[ConfigurationError],
     known: Sequence[str] | None = None,
 ) -> Config:
-    """A section as far as it can be read. `known`: names of all settings of the run; None where `cls` is the run."""
+    """Returns a section as far as it can be read. `known`: names of all settings of the run; None where `cls` is the
+    run."""
     known = list(setting_names(cls)) if known is None else known
     if data is None:  # a section whose lines are all comments
         return cls()
@@ -233,7 +234,7 @@ def _section(
 
 
 def _describe(kind: Any) -> str:
-    """A type in words."""
+    """Returns a type in words."""
     if isinstance(kind, UnionType):
         return " or ".join(_describe(part) for part in get_args(kind))
     if get_origin(kind) is tuple:
@@ -251,7 +252,7 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 _PLURALS = {float: "numbers", str: "texts"}
 
 
-def _exactly(kind: type) -> Any:
+def _strict(kind: type) -> Any:
     def structure(value: Any, _: Any) -> Any:
         if type(value) is not kind:
             raise TypeError(value)
@@ -261,7 +262,7 @@ def _exactly(kind: type) -> Any:
 
 
 def _number(value: Any, _: Any) -> float:
-    """YAML reads 1e-6, which has no dot, as text; so text that is a number is one."""
+    """Converts a number. YAML reads 1e-6, which has no dot, as text, so text of a number is accepted."""
     if isinstance(value, bool):
         raise TypeError(value)
     return float(value)
@@ -307,7 +308,7 @@ def _is_tuple(kind: Any) -> bool:
 
 _converter = cattrs.Converter()
 for _kind in (bool, int, str):
-    _converter.register_structure_hook(_kind, _exactly(_kind))
+    _converter.register_structure_hook(_kind, _strict(_kind))
 _converter.register_structure_hook(float, _number)
 _converter.register_structure_hook_func(_is_optional, _optional)
 _converter.register_structure_hook_func(_is_tuple, _tuple)

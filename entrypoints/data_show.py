@@ -16,7 +16,7 @@ from rollgrad.entrypoints.composition.examples import make_examples
 
 TRAINED, CONTEXT = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"
-"""Stand around trained tokens where there are no colours."""
+"""Marks around trained tokens if there are no colours."""
 
 
 def show_rows(run: SFTRun | DPORun, *, count: int, console: Console | None = None) -> PreparedExamples:

@@ -1,7 +1,7 @@
-"""What a run is: its settings, the versions that compute it, and fingerprints of its models and data.
+"""Description of a run: its settings, the versions of packages, and fingerprints of its models and data.
 
-It is in `config.yaml` and in every training state, without secrets, and says on `ckpt.resume` whether the run may
-continue (`application.rules_resume`).
+It is in `config.yaml` and in every training state, without secrets. On `ckpt.resume` it decides whether the run may
+continue (`application.settings.rules.resume`).
 """
 
 import platform
@@ -27,7 +27,7 @@ from rollgrad.entrypoints.redaction import HIDDEN, is_secret_name, known_secrets
 log = structlog.get_logger(__name__)
 
 COMPUTING = ("torch", "transformers", "vllm", "deepspeed")
-"""Packages whose versions may show in what a run computes."""
+"""Packages whose versions may affect the results of a run."""
 
 Description = dict[str, Any]
 
@@ -50,13 +50,13 @@ def describe_run(config: AttrsInstance, fingerprint: str | None) -> Description:
 
 
 def flat_settings(config: AttrsInstance) -> dict[str, Any]:
-    """Every setting by its dotted name, without secrets, as JSON has it."""
+    """Returns every setting by its dotted name, without secrets, as JSON has it."""
     settings = _public_settings(config)
     return {name: reduce(getitem, name.split("."), settings) for name in setting_names(type(config))}
 
 
 def versions() -> dict[str, str]:
-    """The versions of rollgrad, Python, and of packages that compute, where they are installed."""
+    """Returns the versions of rollgrad, Python, and of packages that compute, where they are installed."""
     found = {"rollgrad": rollgrad.__version__, "python": platform.python_version()}
     for package in COMPUTING:
         try:
@@ -67,16 +67,16 @@ def versions() -> dict[str, str]:
 
 
 def settings_file(config: AttrsInstance) -> str:
-    """The settings as YAML, without secrets, below the versions as a comment."""
+    """Returns the settings as YAML, without secrets, below the versions as a comment."""
     computed_by = ", ".join(f"{name} {version}" for name, version in versions().items())
     return f"# {computed_by}\n{yaml.safe_dump(_public_settings(config), sort_keys=False)}"
 
 
 def check_continues(begun: Mapping[str, Any] | None, now: Description, run: type[AttrsInstance] = RLConfig) -> None:
-    """Checks that a run goes on as it began, and reports what changes. `run`: class of its settings.
+    """Checks that a run continues with the settings it began with, and reports changes. `run`: class of its settings.
 
     Raises:
-        CheckpointError: something differs that may not; one sentence for each.
+        CheckpointError: a setting differs that must not; one sentence for each.
     """
     if begun is None:
         log.warning("the training state does not say which run it is of: nothing is compared")

@@ -1,4 +1,4 @@
-"""What can be said about a run before it starts: whether its files are there, its memory and its counts.
+"""Checks before a run starts: whether its files exist, its memory and its counts.
 
 `file_problems` looks at local paths only and imports nothing heavy; `show_plan` reads the shapes of models, but never
 loads weights. Does not own: prompts and rewards (`rehearsal`).
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 def check_files(config: RLConfig) -> None:
-    """Checks that what is named by a local path exists, and that the output directory can be written.
+    """Checks that local paths in the settings exist, and that the output directory can be written.
 
-    Hub names pass: only the hub can tell.
+    Names of the hub pass, because only the hub knows them.
 
     Raises:
         ConfigurationError, CheckpointError, DataError: paths are wrong.
@@ -45,7 +45,7 @@ def check_files(config: RLConfig) -> None:
 
 
 def check_eval_files(config: RLConfig) -> None:
-    """`check_files` for what evaluation reads.
+    """Checks the files that evaluation reads, like `check_files`.
 
     Raises:
         ConfigurationError, CheckpointError, DataError: paths are wrong.
@@ -54,7 +54,7 @@ def check_eval_files(config: RLConfig) -> None:
 
 
 def file_problems(config: RLConfig) -> dict[str, RollgradError]:
-    """Which settings of a training run name a path that is wrong, and why."""
+    """Returns the settings of a training run that name a wrong path, each with its error."""
     problems = eval_file_problems(config)
     for key in ("critic.model_name_or_path", "ref.model_name_or_path"):
         _note(problems, key, _check_model, key, attrgetter(key)(config))
@@ -65,7 +65,7 @@ def file_problems(config: RLConfig) -> dict[str, RollgradError]:
 
 
 def eval_file_problems(config: RLConfig) -> dict[str, RollgradError]:
-    """`file_problems` of what evaluation reads."""
+    """Returns the settings of an evaluation that name a wrong path, each with its error."""
     problems: dict[str, RollgradError] = {}
     for key in ("actor.model_name_or_path", "reward.model_name_or_path"):
         _note(problems, key, _check_model, key, attrgetter(key)(config))
@@ -76,7 +76,7 @@ def eval_file_problems(config: RLConfig) -> dict[str, RollgradError]:
 
 
 def _note(problems: dict[str, RollgradError], key: str, check: Callable[..., None], *arguments: Any) -> None:
-    """Notes that `check(*arguments)` refuses what `key` names, if it does."""
+    """Runs `check(*arguments)`, and adds its error to `problems` under `key`."""
     try:
         check(*arguments)
     except RollgradError as error:
@@ -100,7 +100,7 @@ def show_plan(config: RLConfig, console: "Console") -> list[str]:
 
 
 def _machine() -> Machine:
-    """This one's memory: other machines of a cluster are not asked before the run."""
+    """Returns this machine's memory; other machines of a cluster are not known before the run."""
     import torch
 
     gpu = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
@@ -147,7 +147,7 @@ def _mib(count: int) -> str:
 
 
 def count_table(config: RLConfig, prompts: int) -> "Table":
-    """The counts of a run over so many prompts."""
+    """Returns the counts of a run over so many prompts."""
     from rich.table import Table
 
     rollout = config.rollout

@@ -1,4 +1,4 @@
-"""Runs a coroutine to its end from code that is not asynchronous, wherever that code runs."""
+"""Runs a coroutine to its end from synchronous code, even inside a running event loop."""
 
 import asyncio
 import threading
@@ -28,7 +28,7 @@ def run_to_end(work: Coroutine[Any, Any, Result]) -> Result:
     def target() -> None:
         try:
             box.append(asyncio.run(cancellable()))
-        except BaseException as error:  # whatever it is, the calling thread raises it
+        except BaseException as error:  # of any kind: the calling thread raises it
             errors.append(error)
         finally:
             done.set()
@@ -37,7 +37,7 @@ def run_to_end(work: Coroutine[Any, Any, Result]) -> Result:
     threading.Thread(target=target).start()
     try:
         done.wait()
-    except KeyboardInterrupt:  # it reaches the main thread only: the work has to be told
+    except KeyboardInterrupt:  # only the main thread gets it, so the work must be cancelled
         for stop in cancel:
             stop()
         done.wait()

@@ -39,21 +39,21 @@ def train(
     Args:
         config: the run; see `rollgrad train rl --help` for every setting.
         reward: a function that returns one number a reply and gets what its parameters are called (`queries`,
-            `prompts`, `labels`, `completions`, columns of the row, ...; see docs/guide.md), or a `RewardSource`. Stands
-            in for `config.reward`.
+            `prompts`, `labels`, `completions`, columns of the row, ...; see docs/guide.md), or a `RewardSource`. It
+            replaces `config.reward`.
         environment: makes a fresh `Environment` (usually its class); episodes then have several turns, up to
             `config.rollout.max_turns`, and rewards come from the environment's steps; an episode whose last step has
             the reward None is judged by `reward`, or as `config.reward` says.
-        adapters: objects that stand in for what the configuration would choose, by the port they implement:
+        adapters: objects that replace those of the configuration, by the port that they implement:
             `engine`, `executor`, `prompts`, `policy`, `reference`, `critic`, `channel`, `sink`, `checkpoints`,
             `codec`, `clock` or any other provider of the container.
 
     Returns:
-        What was made. An interruption (Ctrl-C, SIGTERM, SIGHUP) ends the run with the model of the last finished step.
+        The result. An interruption (Ctrl-C, SIGTERM, SIGHUP) ends the run with the model of the last finished step.
 
     Raises:
-        RollgradError: a setting, file or reward is wrong; the message says which and how to fix it. What was trained
-            until then is saved before, as after an interruption.
+        RollgradError: a setting, file or reward is wrong; the message says which and how to fix it. The training so
+            far is saved first, as after an interruption.
     """
     load_extension(config)
     validate(config, has_reward=reward is not None, has_environment=environment is not None)
@@ -124,7 +124,7 @@ def _container(
 
 
 async def _closing(work: Coroutine[Any, Any, Result], container: RLContainer) -> Result:
-    """Does `work`, then ends the connections of what it used, in the same event loop."""
+    """Runs `work`, then closes the connections that it used, in the same event loop."""
     try:
         return await work
     finally:

@@ -30,8 +30,8 @@ def train_sft(config: SFTRun, **adapters: Any) -> TrainResult:
 
     Args:
         config: the run; see `rollgrad train sft --help` for every setting.
-        adapters: objects that stand in for what the configuration would choose, by the name of the container's
-            provider: `policy`, `examples`, `eval_examples`, `sink`, `checkpoints`, `clock`, ...
+        adapters: objects that replace those of the configuration, by the name of the container's provider: `policy`,
+            `examples`, `eval_examples`, `sink`, `checkpoints`, `clock`, ...
 
     Returns:
         What was made. An interruption (Ctrl-C, SIGTERM, SIGHUP) ends the run with the model of the last finished step.

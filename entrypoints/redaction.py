@@ -32,13 +32,13 @@ TOKENISER_WORDS = frozenset({"eos", "bos", "pad", "unk", "mask", "per", "stop", 
 """Words before `token` in names of tokens of text: eos_token, reward_per_token."""
 
 NOT_SECRET = frozenset({"", "true", "false", "none", "null", "auto", "yes", "no", "bearer", "basic", "token"})
-"""Words in the place of a secret that are none."""
+"""Values of secrets' names that are not secrets."""
 
 LEAST_LENGTH = 4
-"""Characters from which a secret is also hidden where it stands alone: shorter ones are parts of ordinary words."""
+"""Least length of a secret that is hidden wherever it occurs; a shorter one may be part of an ordinary word."""
 
 LEAST_VARIABLE_LENGTH = 8
-"""The same for environment variables, which have nothing to do with the command in most cases."""
+"""Least length of a secret in an environment variable, most of which have nothing to do with the command."""
 
 # Names begin where no other could go on: a search from each of their letters would take the square of their length.
 _ASSIGNMENT = re.compile(r"""(?<![\w.-])([\w.-]+)["']?\s*[=:]\s*["']?([^\s"',}&]+)""")
@@ -56,7 +56,7 @@ _NAMED = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether the value of a flag, setting or environment variable of that name is a secret.
+    """Returns whether the value of a flag, setting or environment variable of that name is a secret.
 
     >>> [is_secret_name(name) for name in ("wandb_api_key", "hf-token", "db.password", "--use_wandb")]
     [True, True, True, True]
@@ -71,7 +71,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def secrets_of_arguments(arguments: Sequence[str]) -> set[str]:
-    """The secrets on a command line, as `--name value`, `--name=value`, `NAME=value`, in URLs, headers and JSON
+    """Returns the secrets on a command line, as `--name value`, `--name=value`, `NAME=value`, in URLs, headers and JSON
     within a word."""
     found: set[str] = set()
     words = [part for word in arguments for part in _words(word)]
@@ -86,7 +86,7 @@ def secrets_of_arguments(arguments: Sequence[str]) -> set[str]:
 
 
 def secrets_of_settings(data: Any, name: str = "") -> set[str]:
-    """The secrets in nested mappings and lists, as YAML gives them."""
+    """Returns the secrets in nested mappings and lists, as YAML gives them."""
     if isinstance(data, Mapping):
         return {secret for key, value in data.items() for secret in secrets_of_settings(value, str(key))}
     if isinstance(data, list | tuple):
@@ -96,7 +96,7 @@ def secrets_of_settings(data: Any, name: str = "") -> set[str]:
 
 
 def secrets_of_environment(variables: Mapping[str, str]) -> set[str]:
-    """The secrets in environment variables."""
+    """Returns the secrets in environment variables."""
     return {
         value
         for name, value in variables.items()
@@ -105,14 +105,14 @@ def secrets_of_environment(variables: Mapping[str, str]) -> set[str]:
 
 
 def known_secrets() -> set[str]:
-    """The secrets in environment variables, and those that the streams of a command hide."""
+    """Returns the secrets in environment variables, and those that the streams of a command hide."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, RedactedStream)]
     return secrets_of_environment(os.environ).union(*(stream.secrets for stream in streams))
 
 
 def redact(text: str, secrets: Iterable[str] = ()) -> str:
-    """The text with `***` for each of the secrets, for users and passwords in URLs, and for what follows the name of a
-    secret.
+    """Returns the text with `***` for each of the secrets, for users and passwords in URLs, and for what follows the
+    name of a secret.
 
     >>> redact("POST http://me:pass@host/?api_key=k1 as hunter2", {"hunter2"})
     'POST http://***@host/?api_key=*** as ***'
@@ -127,7 +127,7 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 class OutputClosedError(BrokenPipeError):
-    """Nobody reads what the command prints any more (`rollgrad ... | head`)."""
+    """The reader of the command's output has closed it (`rollgrad ... | head`)."""
 
 
 class RedactedStream:
@@ -197,7 +197,7 @@ def hide(secrets: Iterable[str]) -> None:
 
 
 def hidden_note(text: str) -> str:
-    """A line that says that secrets in a text that is printed are hidden; empty if it holds none."""
+    """Returns a line that says that secrets in a text that is printed are hidden; empty if it holds none."""
     secrets = sys.stdout.secrets if isinstance(sys.stdout, RedactedStream) else set()
     return (
         f"secrets are printed as {HIDDEN}: put them back where you use this\n" if redact(text, secrets) != text else ""
@@ -205,7 +205,7 @@ def hidden_note(text: str) -> str:
 
 
 def _words(word: str) -> list[str]:
-    """A word, or the words of a command that is quoted as one."""
+    """Returns a word, or the words of a command that is quoted as one."""
     if len(word.split()) < 2:
         return [word]
     try:

@@ -1,8 +1,8 @@
-"""`--dry_run`: does all that a run does before its first step, but for loading models, and tells all that is wrong at
-once.
+"""`--dry_run`: does everything that a run does before its first step, except loading models, and reports all problems
+at once.
 
-Invariant: prompts, rewards and tools are those that the run itself would make. Does not own: rules across settings
-(`application.validation`), files and memory (`dry_run`).
+Invariant: prompts, rewards and tools are made like those of the run. Does not own: rules across settings
+(`application.settings.validation`), files and memory (`dry_run`).
 """
 
 import asyncio
@@ -37,9 +37,9 @@ UNASKED = {
     "teacher": "There is no reward to ask: the teacher's log-probs are all.",
     "none": "There is no reward to ask: it comes from the episodes, which are not played here.",
 }
-"""What is said of rewards that cannot be had without a model, a server or an episode."""
+"""Notes about rewards that need a model, a server or an episode, and are not called."""
 MADE_UP = "Hello."
-"""A reply to prompts that have no label."""
+"""Made-up reply to prompts without a label."""
 
 
 def rehearse(config: RLConfig, errors: Sequence[RollgradError]) -> None:
@@ -47,10 +47,10 @@ def rehearse(config: RLConfig, errors: Sequence[RollgradError]) -> None:
 
     Args:
         config: the run.
-        errors: what is known to be wrong already.
+        errors: problems that are known already.
 
     Raises:
-        RollgradError: `errors`, and whatever else the run would refuse.
+        RollgradError: `errors`, and all other problems that would stop the run.
     """
     console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
     sys.stdout.write(dump_config(config))
@@ -61,7 +61,7 @@ def rehearse(config: RLConfig, errors: Sequence[RollgradError]) -> None:
 
 
 class _Trial:
-    """Does one thing after the other, as far as there is what it needs; collects what is wrong."""
+    """Runs one check after the other, if its inputs could be made; collects all problems."""
 
     def __init__(self, config: RLConfig, errors: Sequence[RollgradError], console: Console) -> None:
         files = file_problems(config)
@@ -76,7 +76,7 @@ class _Trial:
         self._container = rl_container(config)
 
     def play(self) -> None:
-        """All of it."""
+        """Runs all checks."""
         config, container = self._config, self._container
         if self._attempt(container.tokenizer, "actor.model_name_or_path") is None:
             self._broken |= {"data.prompt_dataset", "eval.dataset"}
@@ -122,7 +122,7 @@ class _Trial:
                 self._say(sentence)
 
     def _judge(self, prompts: Sequence[Prompt]) -> None:
-        """Asks the reward for a judgement of a made-up reply to each prompt."""
+        """Calls the reward with a made-up reply to each prompt."""
         config = self._config
         if config.train.agent_func_path is not None:
             file = self._attempt(lambda: load_agent_file(str(config.train.agent_func_path)))
@@ -149,20 +149,21 @@ class _Trial:
         (judged,) = asyncio.run(reward.score([request]))
         self._say(f"The reward of a made-up reply, {reply!r}, is {judged.value:g}.")
 
-    def _has(self, *keys: str) -> bool:
-        """Whether these settings name something that may be there."""
+    def _usable(self, *keys: str) -> bool:
+        """Returns whether nothing is known to be wrong with these settings."""
         return not self._broken.intersection(keys)
 
     def _attempt(self, make: Callable[[], Made], *needs: str) -> Made | None:
-        """What `make` makes, None if it cannot; not tried without the files of the settings `needs`."""
-        if not self._has(*needs):
+        """Returns the result of `make`, None if it fails; it is not called without the files of the settings
+        `needs`."""
+        if not self._usable(*needs):
             return None
         try:
             return make()
         except RollgradError as error:
             self.errors.append(error)
         except Exception:
-            if not self.errors:  # else it may well follow from what is wrong
+            if not self.errors:  # otherwise it may follow from an earlier problem
                 raise
         return None
 

@@ -1,6 +1,6 @@
-"""The directory of a run: whether it may be written, what it holds already, and what is removed from it.
+"""The directory of a run: whether it may be written, its contents, and removing them.
 
-Invariant: nothing that an earlier run left is replaced unless `ckpt.overwrite` says so, or the run continues it.
+Invariant: no file of an earlier run is replaced unless `ckpt.overwrite` is set, or the run continues the earlier one.
 Importable without torch.
 """
 
@@ -33,7 +33,7 @@ MODELS = ("model", "step_*")
 
 
 def output_problem(ckpt: CheckpointConfig) -> str | None:
-    """Why a run with these settings may not write to `ckpt.output_dir`, None if it may."""
+    """Returns why a run with these settings may not write to `ckpt.output_dir`, None if it may."""
     directory = Path(ckpt.output_dir)
     if ckpt.resume is Resume.ALWAYS:
         if ckpt.overwrite:
@@ -74,12 +74,12 @@ def alone(ckpt: CheckpointConfig) -> Iterator[None]:
 
 
 def has_state(ckpt: CheckpointConfig) -> bool:
-    """Whether there is a training state."""
+    """Returns whether there is a training state."""
     return bool(state_paths(_state_directory(ckpt)))
 
 
 def begun(ckpt: CheckpointConfig) -> Mapping[str, Any] | None:
-    """The description of the run that continues, as it is in its training state; None where that has none.
+    """Returns the description of the run that continues, as it is in its training state; None where that has none.
 
     Raises:
         CheckpointError: no training state can be used.
@@ -88,7 +88,7 @@ def begun(ckpt: CheckpointConfig) -> Mapping[str, Any] | None:
 
 
 def continues(ckpt: CheckpointConfig) -> bool:
-    """Whether the run continues from a training state."""
+    """Returns whether the run continues from a training state."""
     return ckpt.resume is not Resume.NEVER and has_state(ckpt)
 
 
@@ -109,8 +109,8 @@ def remove_run(ckpt: CheckpointConfig) -> None:
 
 
 def keep_steps(log: Path, *, until: int) -> None:
-    """Takes the lines of later steps out of a JSONL file, and a last one that was not written to its end; without any
-    left, removes the file.
+    """Removes the lines of later steps from a JSONL file, and an incomplete last line; removes the file if no line is
+    left.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -127,8 +127,8 @@ def keep_steps(log: Path, *, until: int) -> None:
 
 
 def write_config(directory: Path, text: str) -> None:
-    """Writes the settings of a run, YAML after the line `CONFIG_HEADER`, to `config.yaml`; to `config.run.yaml` where
-    the first is somebody else's.
+    """Writes the settings of a run, YAML after the line `CONFIG_HEADER`, to `config.yaml`; to `config.run.yaml` if a
+    user's own file has the first name.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -156,19 +156,19 @@ def _state_directory(ckpt: CheckpointConfig) -> Path:
 
 
 def _found(directory: Path, patterns: tuple[str, ...] | None) -> list[Path]:
-    """What there is by these patterns; by default, all that tells of a run."""
+    """Returns the paths that match these patterns; by default, all files of a run."""
     patterns = (*MODELS, *LOGS, f"{TRAINING_STATE}*", OLD_TRAINING_STATE) if patterns is None else patterns
     return [path for pattern in patterns for path in directory.glob(pattern)]
 
 
 def _steps(log: Path) -> int:
-    """The last step that a run logged."""
+    """Returns the last step that a run logged."""
     lines = log.read_bytes().split(b"\n") if log.exists() else []
     return next((step for step in map(_step, reversed(lines)) if step is not None), 0)
 
 
 def _step(line: bytes) -> int | None:
-    """The step of a log's line; None of one that is empty, or whose process was killed while it wrote."""
+    """Returns the step of a log's line; None for an empty or incomplete line."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

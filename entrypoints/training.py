@@ -1,4 +1,4 @@
-"""What the library faces of all trainers do around a run: the directory, resuming, signals, the report at the end."""
+"""Common parts of the library faces of all trainers: the directory, resuming, signals, the report at the end."""
 
 import asyncio
 import copy
@@ -62,11 +62,11 @@ Settings = TypeVar("Settings", bound=TrainingRun)
 
 @frozen(kw_only=True)
 class TrainResult:
-    """Where the run left what it made, and how it went.
+    """Result of a run.
 
     `output_dir` holds `model/` (Hugging Face format), `metrics.jsonl`, `samples.jsonl` and the report. `before` and
     `after` are the held-out metrics, empty without an evaluation set. `findings` are sentences that say why the run
-    could not learn, empty where nothing was found.
+    could not learn, empty if it could.
     """
 
     output_dir: Path
@@ -113,12 +113,12 @@ def train_in(
         config: the run's settings.
         container: has its providers `run`, `description`, `checkpoints`, `sink` and `cluster`.
         title: of the report.
-        before_run: is called when all is loaded and nothing is trained yet.
-        work: makes of a run what is awaited.
-        closed: providers of what is closed at the end, besides the sink.
+        before_run: is called when everything is loaded and nothing is trained yet.
+        work: returns the coroutine that plays the run.
+        closed: providers of objects that are closed at the end, besides the sink.
 
     Raises:
-        RollgradError, or whatever ended the run: what was trained until then is saved before.
+        RollgradError, or any error that ended the run: the training so far is saved first.
     """
     output_dir = Path(config.ckpt.output_dir)
     problem = output_problem(config.ckpt)  # again: another run may have been there until now
@@ -133,7 +133,7 @@ def train_in(
         run: Run[Any] = made.run()
         if saved is not None:
             run.resume(saved.state)
-        elif config.ckpt.overwrite:  # not before: what cannot even begin replaces nothing
+        elif config.ckpt.overwrite:  # only now, so that a run that cannot begin replaces nothing
             remove_run(config.ckpt)
         for name in LOGS:
             keep_steps(output_dir / name, until=-1 if saved is None else saved.step)
@@ -141,7 +141,7 @@ def train_in(
         before_run()
         try:
             outcome, stopped_by = run_to_end(heeding_signals(work(run)))
-        except (Exception, SystemExit):  # whatever ended it, its curves are there to look at
+        except (Exception, SystemExit):  # whatever ended the run, its curves are reported
             _report(output_dir, title, {}, {})
             raise
         finally:
@@ -159,13 +159,14 @@ def train_in(
 
 
 def _report(output_dir: Path, title: str, before: Mapping[str, float], after: Mapping[str, float]) -> Path | None:
-    """The report's path; None if nothing was logged, or no report can be written, which is no reason to fail."""
+    """Returns the report's path; None if nothing was logged, or no report can be written, which is no reason to
+    fail."""
     metrics_path = output_dir / METRICS_FILE
     if not metrics_path.exists():
         return None
     try:
         return write_report(metrics_path, output_dir, title=title, before=before, after=after)
-    except Exception as error:  # of the disk, or of the library that draws
+    except Exception as error:  # an error of the disk, or of the drawing library
         log.warning("no report could be written", reason=str(error))
         return None
 
@@ -184,7 +185,7 @@ def cluster_of(container: BaseContainer, config: TrainingRun) -> Iterator[None]:
 
 
 def close(*providers_used: providers.Provider[Any]) -> None:
-    """Releases what holds threads, processes or files."""
+    """Closes the objects of the providers, which have threads, processes or files."""
     for provider in providers_used:
         closing = getattr(provider(), "close", None)
         if closing is not None:
@@ -192,18 +193,19 @@ def close(*providers_used: providers.Provider[Any]) -> None:
 
 
 async def heeding_signals(work: Coroutine[Any, Any, Result]) -> tuple[Result, int]:
-    """Returns (what `work` returns, the signal that cancelled it, if one did): SIGTERM, as schedulers send it before
-    they kill, and SIGHUP, as a closed terminal does, are heeded like Ctrl-C, but where they are ignored (nohup)."""
+    """Returns the result of `work`, and the signal that cancelled it (SIGINT if none of those handled here did).
+    SIGTERM, which schedulers send before they kill, and SIGHUP of a closed terminal act like Ctrl-C, unless they are
+    ignored (nohup)."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     received: list[int] = []
 
     def stop(number: int) -> None:
         received.append(number)
-        if len(received) == 1:  # another one must not break off the saving
+        if len(received) == 1:  # a second signal must not interrupt saving
             task.cancel()
 
-    own = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+    own = threading.current_thread() is threading.main_thread()  # only the main thread may set handlers
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP) if own}
     heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in heeded:

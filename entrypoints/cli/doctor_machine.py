@@ -1,4 +1,4 @@
-"""What a machine has: cores, memory, disks, and GPUs with their driver. Nothing heavy is imported."""
+"""Facts about the machine: cores, memory, disks, and GPUs with their driver. It imports nothing heavy."""
 
 import os
 import re
@@ -39,21 +39,21 @@ class Driver:
 
 @frozen
 class Disk:
-    """The free space where something is written: at `path`, or at the nearest directory above it that exists."""
+    """The free disk space at `path`, or at the nearest directory above it that exists."""
 
     path: Path
     free_bytes: int
 
 
 def parse_driver(text: str) -> Driver | None:
-    """The driver that `nvidia-smi` shows in its first lines; None if it shows none (no driver is loaded)."""
+    """Returns the driver that `nvidia-smi` shows in its first lines; None if it shows none (no driver is loaded)."""
     driver = re.search(r"Driver Version\s*:\s*([\d.]+)", text)
     cuda = re.search(r"CUDA (?:UMD )?Version\s*:\s*([\d.]+)", text)
     return Driver(driver[1], cuda[1]) if driver and cuda else None
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """The GPUs in what `nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits` prints.
+    """Returns the GPUs in what `nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits` prints.
 
     >>> parse_gpus("NVIDIA H100 80GB HBM3, 81559")
     [Gpu(name='NVIDIA H100 80GB HBM3', memory_bytes=85520809984)]
@@ -68,7 +68,7 @@ def parse_gpus(text: str) -> list[Gpu]:
 
 
 def find_gpus() -> tuple[Driver | None, list[Gpu]]:
-    """The driver and the GPUs of this machine; no driver and none without nvidia-smi."""
+    """Returns the driver and the GPUs of this machine; no driver and none without nvidia-smi."""
     driver = parse_driver(_smi())
     if driver is None:
         return None, []
@@ -76,7 +76,8 @@ def find_gpus() -> tuple[Driver | None, list[Gpu]]:
 
 
 def driver_problem(driver: Driver | None, gpus: list[Gpu], cuda: str | None, torch: str | None) -> str | None:
-    """Why torch, built for `cuda` (None: without it), does not run on the GPUs; None if it does, or there are none.
+    """Returns why torch, built for `cuda` (None: without it), does not run on the GPUs; None if it does, or there are
+    none.
 
     Within one major version of CUDA a build runs on older drivers too (NVIDIA's minor version compatibility).
     """
@@ -94,12 +95,12 @@ def driver_problem(driver: Driver | None, gpus: list[Gpu], cuda: str | None, tor
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes() -> int:
-    """The machine's memory, or what its container may use of it if that is less."""
+    """Returns the machine's memory, or what its container may use of it if that is less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in CGROUP_LIMITS:
         if path.is_file() and (text := path.read_text().strip()).isdigit():
@@ -108,19 +109,19 @@ def memory_bytes() -> int:
 
 
 def shared_memory_bytes() -> int | None:
-    """The size of /dev/shm; None without one."""
+    """Returns the size of /dev/shm; None without one."""
     return shutil.disk_usage(SHM).total if SHM.is_dir() else None
 
 
 def disk(path: Path) -> Disk:
-    """The free space at a path that need not exist yet."""
+    """Returns the free space at a path that need not exist yet."""
     whole = path.expanduser().absolute()
     existing = next(candidate for candidate in (whole, *whole.parents) if candidate.exists())
     return Disk(whole, shutil.disk_usage(existing).free)
 
 
 def model_cache() -> Path:
-    """Where the Hugging Face libraries keep what they download."""
+    """Returns the download directory of the Hugging Face libraries."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
 

@@ -1,6 +1,7 @@
-"""Which packages are installed, and whether their versions are those that rollgrad is tested with.
+"""Installed packages, and whether rollgrad is tested with their versions.
 
-Read from the metadata of what is installed, rollgrad's own included: nothing is imported, and no list can grow old.
+The facts come from the metadata of the installed packages and of rollgrad: nothing is imported, and no list can become
+outdated.
 """
 
 import importlib.metadata
@@ -18,17 +19,17 @@ DISTRIBUTION = "rollgrad"
 
 @frozen
 class Package:
-    """A package that rollgrad or one of its extras asks for."""
+    """A package that rollgrad or one of its extras requires."""
 
     name: str
     wanted: str
-    """The versions that are asked for, as in pyproject.toml; empty for any."""
+    """Required versions, as in pyproject.toml; empty for any."""
     version: str | None
     """The installed version; None without one."""
 
     @property
     def fits(self) -> bool:
-        """Whether it is installed, in a version that is asked for."""
+        """Whether it is installed, in a required version."""
         return self.version is not None and SpecifierSet(self.wanted).contains(self.version, prereleases=True)
 
     @property
@@ -39,17 +40,17 @@ class Package:
 
 @frozen
 class Requirements:
-    """What an installation of rollgrad asks for, and finds."""
+    """Requirements of an installation of rollgrad, with the installed versions."""
 
     python: str
     """The versions of Python."""
     required: tuple[Package, ...]
-    """What every run needs."""
+    """Packages that every run needs."""
     extras: dict[str, tuple[Package, ...]]
-    """What each extra adds."""
+    """Packages that each extra adds."""
 
     def missing(self, extra: str) -> bool:
-        """Whether an extra lacks a package, or has one in a version that is not asked for."""
+        """Returns whether a package of an extra is missing, or has another than the required version."""
         return not all(package.fits for package in self.extras[extra])
 
     @property
@@ -67,7 +68,8 @@ class Requirements:
 
 
 def requirements(distribution: str = DISTRIBUTION) -> Requirements | None:
-    """What the metadata of the installed rollgrad asks for; None where it is not installed (run from its source)."""
+    """Returns the requirements in the metadata of the installed rollgrad; None if it runs from source, not
+    installed."""
     try:
         metadata = importlib.metadata.metadata(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -84,9 +86,9 @@ def requirements(distribution: str = DISTRIBUTION) -> Requirements | None:
 
 
 def torch_cuda() -> str | None:
-    """The version of CUDA that the installed torch is built for; None for a build without CUDA, or no torch.
+    """Returns the version of CUDA that the installed torch is built for; None for a build without CUDA, or no torch.
 
-    From the file that torch itself reads it from, for importing torch takes seconds.
+    It is read from torch's own file, because importing torch takes seconds.
     """
     try:
         text = Path(str(importlib.metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
@@ -97,7 +99,7 @@ def torch_cuda() -> str | None:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
+    """Returns the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

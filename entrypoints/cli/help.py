@@ -49,7 +49,7 @@ RUN_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "Evaluation": ("eval.dataset", "eval.steps"),
     "Output": ("ckpt.output_dir", "ckpt.save_steps", "ckpt.resume"),
 }
-"""What a newcomer sets, by what it is about."""
+"""Settings that a newcomer needs, by topic."""
 
 EVAL_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "The model": ("actor.model_name_or_path", "actor.dtype"),
@@ -120,7 +120,7 @@ class Section:
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether one of the words is --help."""
+    """Returns whether one of the words is --help."""
     return any(word.partition("=")[0] in HELP_FLAGS for word in arguments)
 
 
@@ -198,7 +198,7 @@ def _setting(setting: Setting, *, brief: bool) -> Iterator[str]:
 
 
 def _sections(config: Any, prefix: str, doc: str = "") -> Iterator[Section]:
-    """The sections of a configuration, those within a section after it."""
+    """Yields the sections of a configuration, those within a section after it."""
     kind: Any = type(config)
     settings, inner = [], []
     for field in attrs.fields(kind):
@@ -213,7 +213,7 @@ def _sections(config: Any, prefix: str, doc: str = "") -> Iterator[Section]:
 
 
 def _value(kind: Any) -> str:
-    """What follows a flag of that type."""
+    """Returns the placeholder of a value of that type, after its flag."""
     if isinstance(kind, UnionType):
         return " | ".join(_value(part) for part in get_args(kind) if part is not NoneType)
     parts = get_args(kind)
@@ -238,7 +238,8 @@ def _default(setting: Setting) -> str:
 
 
 def _first_sentence(doc: str) -> str:
-    """A docstring up to the first full stop that ends a sentence, which no decimal point and no file name does."""
+    """Returns a docstring up to the first full stop that ends a sentence, which no decimal point and no file name
+    does."""
     return doc.split(". ")[0].rstrip(".") + "."
 
 

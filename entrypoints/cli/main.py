@@ -1,8 +1,8 @@
-"""The command line: `COMMANDS` lists what follows `rollgrad`.
+"""The command line: `COMMANDS` lists the commands after `rollgrad`.
 
 Exit status: 0 done, 1 a defect (with its traceback), 2 an error that one sentence explains, 130 interrupted (143 by
-SIGTERM, 129 by SIGHUP), 141 nobody reads the output any more. Torch is imported by the commands only, so that help and
-refusals come at once.
+SIGTERM, 129 by SIGHUP), 141 the reader of the output has closed it. Torch is imported by the commands only, so that
+help and refusals come at once.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 EXIT_DEFECT = 1
 EXIT_ERROR = 2
 SIGNAL_STATUS = 128
-"""Added to a signal's number, as shells report a process that it ended."""
+"""Number added to a signal's number, as in shells' exit codes of killed processes."""
 EXIT_INTERRUPTED = SIGNAL_STATUS + signal.SIGINT
 EXIT_CLOSED = SIGNAL_STATUS + signal.SIGPIPE
 
@@ -78,7 +78,7 @@ def _status(words: list[str]) -> int:
         return EXIT_INTERRUPTED
     except OutputClosedError:
         raise
-    except Exception:  # its message may hold a secret, which only the streams of this command hide
+    except Exception:  # its message may contain a secret, which only this command's streams hide
         traceback.print_exc()
         return EXIT_DEFECT
 
@@ -134,7 +134,7 @@ def _print_yaml(text: str) -> int:
 
 
 def _train(config: RLConfig, unread: Sequence[RollgradError] = (), *, dry_run: bool = False) -> int:
-    """Trains, unless something is wrong; `unread` is what is wrong with the settings' file."""
+    """Trains, unless there is a problem; `unread` are the problems of the settings' file."""
     from rollgrad.entrypoints.dry_run import file_problems
 
     errors = [*unread, *spelling_errors(config), *setting_errors(config)]

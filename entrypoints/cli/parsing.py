@@ -1,6 +1,6 @@
-"""From the words of a command line to settings: spellings first (`spell_out`), then tyro.
+"""Parses the words of a command line into settings: spellings first (`spell_out`), then tyro.
 
-Flags over the file that --config names over the defaults.
+Flags override the file of --config, which overrides the defaults.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ OPTIONAL_VALUES: Mapping[str, OptionalValue] = {"ckpt.resume": RESUME}
 
 
 def flag_kinds(kind: type[attrs.AttrsInstance], prefix: str = "") -> dict[str, Any]:
-    """The types of a command's flags, by their dotted names."""
+    """Returns the types of a command's flags, by their dotted names."""
     kinds: dict[str, Any] = {}
     for field in attrs.fields(kind):
         name = f"{prefix}{field.name}"
@@ -119,8 +119,8 @@ def flag_kinds(kind: type[attrs.AttrsInstance], prefix: str = "") -> dict[str, A
 def spell_out(
     arguments: Sequence[str], kinds: Mapping[str, Any], optional_values: Mapping[str, OptionalValue] = OPTIONAL_VALUES
 ) -> list[str]:
-    """A command line in the one spelling that tyro is told: flags with underscores, `--flag True` or `--flag False` for
-    booleans in any of their forms, values of enums in their canonical spelling.
+    """Returns a command line in the one spelling that tyro is told: flags with underscores, `--flag True` or `--flag
+    False` for booleans in any of their forms, values of enums in their canonical spelling.
 
     >>> kinds = {"dry_run": bool, "data.apply_chat_template": bool, "train.seed": int}
     >>> spell_out(["--dry_run", "--train.seed", "1", "--data.apply_chat_template=false"], kinds)
@@ -198,7 +198,7 @@ def with_extension(kind: type[Arguments], arguments: Sequence[str]) -> type[Argu
 
 
 def parse(default: Arguments, command: str, arguments: Sequence[str]) -> Arguments:
-    """The arguments of any other command.
+    """Returns the arguments of any other command.
 
     Raises:
         ConfigurationError: a flag or a value is wrong.
@@ -273,7 +273,7 @@ def _word(flag: str, given: str, optional: OptionalValue) -> str:
 
 
 def _canonical(value: str, annotation: Any) -> str:
-    """The canonical spelling of an enum's value; any other value as it is, which tyro judges."""
+    """Returns the canonical spelling of an enum's value; any other value as it is, which tyro judges."""
     kind = choice_kind(annotation) if isinstance(annotation, type | UnionType) else None
     if kind is None:
         return value
@@ -284,7 +284,7 @@ def _canonical(value: str, annotation: Any) -> str:
 
 
 def _flag_value(flag: str, words: Sequence[str]) -> str | None:
-    """What a flag is given that decides the others' defaults."""
+    """Returns the value of a flag that decides the defaults of others."""
     for index, word in enumerate(words):
         if word.startswith(f"{flag}="):
             return word.removeprefix(f"{flag}=")

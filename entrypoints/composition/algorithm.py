@@ -1,4 +1,4 @@
-"""From the settings of an algorithm to the objects that carry it out."""
+"""Makes the objects of an algorithm from its settings."""
 
 from collections.abc import Callable
 
@@ -26,14 +26,14 @@ from rollgrad.domain.ports.rollout_engine import PauseMode
 
 
 def make_aggregation(config: RLConfig) -> str:
-    """How token losses become one number: as set, or the loss's own way."""
+    """Returns the aggregation of token losses: as set, or the loss's default."""
     return config.actor.loss_aggregation or policy_loss_traits(config.actor.policy_loss_type).aggregation
 
 
 def make_objective(
     config: RLConfig, *, kl_coef: float, entropy_coef: float, version: int
 ) -> PolicyObjective[RolloutBatch]:
-    """The policy's loss for the current weights of its terms."""
+    """Returns the policy's loss for the current weights of its terms."""
     level = correction_level(config)
     return PolicyLossObjective(
         loss=config.actor.policy_loss_type,
@@ -59,7 +59,8 @@ def make_token_selection(config: RLConfig) -> Callable[[RolloutBatch], Tensor] |
 
 
 def advantage_is_all(config: RLConfig) -> bool:
-    """Whether a sample without an advantage has no gradient: the loss has no other term, and is in proportion."""
+    """Returns whether a sample without an advantage has no gradient: the loss has no other term, and is in
+    proportion."""
     actor = config.actor
     return (
         actor.entropy_coef == 0
@@ -72,7 +73,7 @@ def advantage_is_all(config: RLConfig) -> bool:
 
 
 def make_sampling_plan(config: RLConfig) -> SamplingPlan:
-    """Which groups a rollout plays and keeps."""
+    """Returns the plan by which rollouts play and keep groups."""
     algo, rollout, train = config.algo, config.rollout, config.train
     ahead = train.max_staleness + 1 if train.async_enable else 1
     return SamplingPlan(
@@ -91,7 +92,7 @@ def make_sampling_plan(config: RLConfig) -> SamplingPlan:
 
 
 def make_staleness_bound(config: RLConfig, rollouts: int) -> StalenessBound:
-    """How old an asynchronous run's groups may become."""
+    """Returns the bound on the staleness of an asynchronous run's groups."""
     train = config.train
     return StalenessBound(
         groups=config.rollout.batch_size,
@@ -103,7 +104,7 @@ def make_staleness_bound(config: RLConfig, rollouts: int) -> StalenessBound:
 
 
 def pipeline_kind(config: RLConfig) -> str:
-    """Whether rollouts and updates take turns or overlap."""
+    """Returns the kind of pipeline, by which rollouts and updates alternate or overlap."""
     return "overlapping" if config.train.async_enable else "alternating"
 
 
@@ -112,40 +113,40 @@ PAUSES = {
     PartialRollout.KEEP: PauseMode.KEEP,
     PartialRollout.RECOMPUTE: PauseMode.ABORT,
 }
-"""What happens to requests in flight when an asynchronous run changes the weights."""
+"""Treatment of requests in flight when an asynchronous run changes the weights."""
 
 
 def make_kl_controller(config: RLConfig) -> KLController:
-    """What steers the weight of the KL term."""
+    """Returns the controller of the KL term's weight."""
     kl = config.algo.kl
     return KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon)
 
 
 def make_entropy_controller(config: RLConfig) -> EntropyController:
-    """What steers the weight of the entropy term."""
+    """Returns the controller of the entropy term's weight."""
     actor = config.actor
     return EntropyController(coef=actor.entropy_coef, target=actor.entropy_target, step=actor.entropy_coef_step)
 
 
 def make_curriculum(config: RLConfig) -> Curriculum | None:
-    """What passes over prompts by their pass rate, if anything."""
+    """Returns the curriculum, which skips prompts by their pass rate; None without one."""
     limits = config.data.curriculum_range
     return None if limits is None else Curriculum(limits=limits)
 
 
 def reference_kind(config: RLConfig) -> str:
-    """Whether a reference model is loaded."""
+    """Returns the kind of reference model, or that there is none."""
     needed = config.algo.kl.init_coef > 0 and config.algo.kl.against is KLAgainst.REFERENCE
     return "loaded" if needed else "none"
 
 
 def critic_kind(config: RLConfig) -> str:
-    """Whether a critic is loaded."""
+    """Returns the kind of critic, or that there is none."""
     return "loaded" if "critic" in estimator_traits(config.algo.advantage.estimator).needs else "none"
 
 
 def make_learning_watch(config: RLConfig, rollouts: int) -> LearningWatch:
-    """Watches for reasons why the run cannot learn."""
+    """Returns a watch for reasons why the run cannot learn."""
     estimator = config.algo.advantage.estimator
     needs = estimator_traits(estimator).needs
     return LearningWatch(
@@ -160,7 +161,7 @@ def make_learning_watch(config: RLConfig, rollouts: int) -> LearningWatch:
 
 
 def make_sampling(config: RLConfig) -> SamplingParams:
-    """How episodes are sampled."""
+    """Returns the sampling settings of training episodes."""
     rollout = config.rollout
     return SamplingParams(
         temperature=rollout.temperature,
@@ -172,7 +173,7 @@ def make_sampling(config: RLConfig) -> SamplingParams:
 
 
 def make_eval_sampling(config: RLConfig) -> SamplingParams:
-    """How held-out episodes are sampled."""
+    """Returns the sampling settings of held-out episodes."""
     return SamplingParams(
         temperature=config.eval.temperature,
         max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,

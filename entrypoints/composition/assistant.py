@@ -19,7 +19,7 @@ FLAG = "--model"
 
 @frozen(kw_only=True, eq=False)
 class LoadedAssistant:
-    """An assistant and what it is made of; close `tools` in the event loop that used them."""
+    """An assistant and its parts; close `tools` in the event loop that used them."""
 
     assistant: Assistant
     codec: TemplateCodec
@@ -28,7 +28,7 @@ class LoadedAssistant:
 
 
 def load_assistant(arguments: AssistantArguments) -> LoadedAssistant:
-    """The model with its tools.
+    """Returns the model with its tools.
 
     Raises:
         ConfigurationError: a setting, a tool or the model cannot be used.

@@ -1,4 +1,4 @@
-"""What `rollgrad serve agent` and `rollgrad chat` share: a model, its tools, and how it samples."""
+"""Common arguments of `rollgrad serve agent` and `rollgrad chat`: a model, its tools, and its sampling."""
 
 from attrs import define
 
@@ -8,7 +8,7 @@ from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.errors import ConfigurationError
 
 DEFAULT_TEMPERATURE = 0.7
-"""Of chats: livelier than greedy, steadier than the 1 of training."""
+"""Default temperature of chats: livelier than greedy, steadier than the 1 of training."""
 
 
 @define(kw_only=True)
@@ -18,12 +18,12 @@ class AssistantArguments:
     model: str = ""
     """Directory or hub name of the model; required."""
     tools: str | None = None
-    """What the model may call, as --agent.tools in training: python, think, final, files of functions (tools.py), MCP
-    servers (mcp:COMMAND or mcp:URL)."""
+    """Tools that the model may call, like --agent.tools in training: python, think, final, files of functions
+    (tools.py), MCP servers (mcp:COMMAND or mcp:URL)."""
     python_isolation: PythonIsolation = PythonIsolation.NAMESPACES
-    """What shuts in the code that the python tool runs: namespaces, or none, where the code may do all that you may."""
+    """Isolation of the python tool's code: namespaces, or none, with which the code can do everything that you can."""
     system_prompt: str | None = None
-    """Put before conversations that have no system message."""
+    """System message of conversations that have none."""
     temperature: float = DEFAULT_TEMPERATURE
     """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
@@ -40,7 +40,7 @@ class AssistantArguments:
     """Format of the weights; auto is bfloat16 where the hardware multiplies it natively."""
 
     def params(self) -> SamplingParams:
-        """The sampling settings.
+        """Returns the sampling settings.
 
         Raises:
             ConfigurationError: one of them is out of range.
@@ -59,7 +59,7 @@ class AssistantArguments:
             raise ConfigurationError(f"A sampling setting is out of range: {error.args[0]}.") from error
 
     def check(self) -> None:
-        """Refuses what cannot be run, before anything is loaded.
+        """Refuses wrong settings, before anything is loaded.
 
         Raises:
             ConfigurationError: no model is named, or a setting is out of range.

@@ -1,4 +1,4 @@
-"""What every trainer is made of, whether it samples or not: models, tokenizer, checkpoints, sinks, clock, processes.
+"""Parts of every trainer, whether it samples or not: models, tokenizer, checkpoints, sinks, clock, processes.
 
 A run's own container inherits from `BaseContainer`, or from `EngineContainer` (`engines.py`) if it samples, and adds
 what its steps do; a function makes it from the settings, and provides what its bases ask for (`providers.Dependency`):
@@ -16,7 +16,7 @@ The settings, `config`, need the sections that the providers used read: `actor`,
 (its template), `ckpt`, `logger`.
 
 The processes of a cluster make their parts of models from the same container (`cluster.rank_model`): `local_policy`,
-`local_critic` and `local_reference` are what one process makes, `optimize` and `divide` what becomes of the weights.
+`local_critic` and `local_reference` are made in each process; `optimize` and `divide` divide their weights.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ from rollgrad.entrypoints.composition.outputs import make_checkpoints, make_sink
 
 
 def trainer_kind(config: Any) -> str:
-    """Returns where models are trained."""
+    """Returns the kind of trainer: in this process, or in a cluster."""
     return "cluster" if config.cluster.enable else "process"
 
 
@@ -60,7 +60,7 @@ class BaseContainer(containers.DeclarativeContainer):
     correct: providers.Provider[bool] = providers.Object(False)
     """Whether the policy's scores say which tokens are the most likely ones."""
     extension: providers.Provider[None] = providers.Object(None)
-    """Loads what a user's file adds, before anything else is made in a process."""
+    """Loads a user's extension file, before anything else is made in a process."""
 
     clock = providers.Singleton(SystemClock)
     checkpoints = providers.Singleton(make_checkpoints, config.provided.ckpt)

@@ -1,4 +1,4 @@
-"""From the settings `actor` and `data` to the tokenizer, and the template that writes and reads conversations."""
+"""Makes the tokenizer and the chat codec from the settings `actor` and `data`."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from rollgrad.application.settings.sections.examples import RowsConfig
 from rollgrad.domain.errors import ConfigurationError
 
 BOOLEANS = {"true": True, "false": False}
-"""Values on a command line that are booleans of a template, for `false` as a text would count as true there."""
+"""Booleans of a template, as written on a command line; in a template the text `false` would count as true."""
 
 
 def make_tokenizer(actor: ModelConfig, data: DataConfig | RowsConfig) -> Any:
-    """The actor's tokenizer, with the chat template of the run.
+    """Returns the actor's tokenizer, with the chat template of the run.
 
     Raises:
         CheckpointError: there is none.
@@ -28,7 +28,7 @@ def make_tokenizer(actor: ModelConfig, data: DataConfig | RowsConfig) -> Any:
 
 
 def make_codec(data: DataConfig | RowsConfig, tokenizer: Any) -> TemplateCodec:
-    """Writes and reads the conversations of the run.
+    """Returns the codec that writes and parses the run's conversations.
 
     Raises:
         ConfigurationError: the template has no variable of a name in `data.chat_template_kwargs`.

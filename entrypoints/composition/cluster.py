@@ -1,7 +1,7 @@
-"""The processes of a run: who runs where, how many, and what each of them holds.
+"""The processes of a run: their number, their places, and the models in them.
 
-What runs in the other processes is made there, from the same settings, by the providers of the same container
-(`rank_model`). Does not own: what the processes do (`adapters/models/ray`, `adapters/engines/ray_vllm.py`).
+Objects of other processes are made there, from the same settings, by the providers of the same container
+(`rank_model`). Does not own: the code of the processes (`adapters/models/ray`, `adapters/engines/ray_vllm.py`).
 """
 
 import os
@@ -44,7 +44,7 @@ def rank_model(make: MakeContainer, model: str, config: Any, steps: int = 0) -> 
         make: makes the run's container.
         model: the container's provider: `local_policy`, `local_critic` or `local_reference`.
         config: the run's settings.
-        steps: of the whole run; a model without optimizer needs none.
+        steps: optimizer steps of the whole run; a model without optimizer needs none.
     """
     made = make(config)
     made.extension()
@@ -93,7 +93,7 @@ class Role:
 
 
 class Cluster:
-    """Starts what the run needs when it is asked for it, and ends it all on `close`.
+    """Starts the processes that the run requests, and ends them all on `close`.
 
     Args:
         config: its sections `cluster`, `ds`, and for engines `vllm`, are read.
@@ -113,7 +113,7 @@ class Cluster:
         self._colocated = colocated
         self._session = RaySession(config.cluster.address, cpus=sum(self._processes.values()))
         self.gpus = torch.cuda.is_available() or cluster_has_gpus()
-        """Whether there are any."""
+        """Whether the cluster has GPUs."""
         self._placements: dict[str, Placement] = {}
         self._groups: list[WorkerGroup] = []
 
@@ -170,7 +170,7 @@ class Cluster:
         return group
 
     def _slots(self, role: str, size: int) -> list[Slot]:
-        """Where the processes of a role run: on bundles of their own, or on those that several roles share."""
+        """Returns the places of a role's processes: on bundles of their own, or on bundles that several roles share."""
         sharing = neighbours(role, self._processes, self._colocated)
         name = " and ".join(sharing)
         if name not in self._placements:
@@ -181,7 +181,7 @@ class Cluster:
                 name,
                 max(self._processes[each] for each in sharing),
                 gpus=gpus,
-                here=int("actor" in sharing),  # weights leave by its first process's shared memory
+                here=int("actor" in sharing),  # its first process sends weights through shared memory
                 shared=len(sharing) > 1,
                 timeout=self._config.cluster.timeout,
             )
@@ -189,5 +189,5 @@ class Cluster:
 
 
 def _threads_each(processes: int) -> int:
-    """Threads of processes that share a machine's cores, which is taken to be like this one."""
+    """Returns the number of threads of each process on a machine, which is assumed to be like this one."""
     return max(1, (os.cpu_count() or 1) // processes)

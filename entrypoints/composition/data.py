@@ -1,4 +1,4 @@
-"""From the settings of `data` and `eval` to prompts, and to the tokenizer and template that write them."""
+"""Makes prompts from the settings of `data` and `eval`."""
 
 import math
 from functools import partial
@@ -24,21 +24,21 @@ Source = TypeVar("Source", DatasetPromptSource, ReasoningGymPromptSource)
 
 
 def dataset_kind(spec: str | None) -> str:
-    """Returns where prompts come from."""
+    """Returns the kind of prompt source."""
     if spec is None:
         return "none"
     return "reasoning_gym" if spec.startswith(REASONING_GYM) else "dataset"
 
 
 def make_rollouts(config: RLConfig, prompts: PromptSource) -> int:
-    """Returns the rollouts of the whole run."""
+    """Returns the number of rollouts of the whole run."""
     if config.train.max_steps is not None:
         return config.train.max_steps
     return math.ceil(len(prompts) * config.train.num_episodes / config.rollout.batch_size)
 
 
 def make_dataset_source(config: RLConfig, codec: TemplateCodec, environment: Any) -> DatasetPromptSource:
-    """Prompts from datasets; `environment` plays them, if it is not None."""
+    """Returns the prompts of datasets; `environment` plays them, if it is not None."""
     data = config.data
     dataset = load_dataset(
         data.prompt_dataset,
@@ -52,7 +52,7 @@ def make_dataset_source(config: RLConfig, codec: TemplateCodec, environment: Any
 
 
 def make_gym_source(config: RLConfig, codec: TemplateCodec, environment: Any) -> ReasoningGymPromptSource:
-    """Prompts that reasoning-gym generates; `environment` plays them, if it is not None."""
+    """Returns prompts that reasoning-gym generates; `environment` plays them, if it is not None."""
     data = config.data
     size = min(data.size, data.max_samples or data.size)
     source = ReasoningGymPromptSource(data.prompt_dataset, codec, data, size=size, seed=config.train.seed)
@@ -60,7 +60,7 @@ def make_gym_source(config: RLConfig, codec: TemplateCodec, environment: Any) ->
 
 
 def make_eval_dataset(config: RLConfig, codec: TemplateCodec, environment: Any) -> list[Prompt]:
-    """Held-out prompts from datasets; `environment` plays them, if it is not None."""
+    """Returns the held-out prompts of datasets; `environment` plays them, if it is not None."""
     assert config.eval.dataset is not None
     dataset = load_dataset(
         config.eval.dataset,
@@ -74,11 +74,11 @@ def make_eval_dataset(config: RLConfig, codec: TemplateCodec, environment: Any) 
 
 
 HELD_OUT_SEED_OFFSET = 1_000_003
-"""Added to the run's seed for held-out reasoning_gym tasks, so that they differ from the training ones."""
+"""Number added to the run's seed for held-out reasoning_gym tasks, so that they differ from those of training."""
 
 
 def make_eval_gym(config: RLConfig, codec: TemplateCodec, environment: Any) -> list[Prompt]:
-    """Held-out prompts that reasoning-gym generates; `environment` plays them, if it is not None."""
+    """Returns held-out prompts that reasoning-gym generates; `environment` plays them, if it is not None."""
     assert config.eval.dataset is not None
     source = ReasoningGymPromptSource(
         config.eval.dataset,
@@ -92,12 +92,12 @@ def make_eval_gym(config: RLConfig, codec: TemplateCodec, environment: Any) -> l
 
 
 def _within_positions(config: RLConfig, environment: Any, source: Source, section: str) -> Source:
-    """`source`, if the model has positions for its longest prompt and the longest reply, which `section` sets.
+    """Returns `source`, if the model has positions for its longest prompt and the longest reply, which `section` sets.
 
-    Episodes of several turns are ended by the number of positions. Other engines than the embedded one know their own.
+    Episodes of several turns end at the last position. Engines other than the embedded one check this themselves.
 
     Raises:
-        ConfigurationError: a step would fail when the prompt is drawn.
+        ConfigurationError: a step with the longest prompt would fail.
     """
     if executor_kind(config, environment) != "single_turn" or config.rollout.engine is not Engine.EMBEDDED:
         return source

@@ -1,5 +1,5 @@
-"""What samples, and how the weights that are trained reach it: for each kind of engine its factory, its provider and
-its way of weights.
+"""Makes the engines that sample, and the channels that bring them the trained weights: for each kind of engine its
+factory, its provider and its way of weights.
 
 Another engine is one more factory here, and its branch in `sampling_engine` and `channel`.
 """
@@ -39,7 +39,7 @@ from rollgrad.entrypoints.event_loop import run_to_end
 WEIGHTS_DIRECTORY = "weights"
 
 SERVER_RETURNS = 100
-"""Times that a lost server may come back before it is left alone: it is then no longer lost, but broken."""
+"""Number of times that a lost server may come back before it counts as broken and is not used any more."""
 
 
 def eos_token_ids(generation: Any, tokenizer: Any) -> list[int]:
@@ -98,7 +98,7 @@ def make_served_engines(config: RLConfig, tokenizer: Any) -> list[ServedEngine]:
         ServedEngine(url, eos_token_ids=ends, vocabulary=len(tokenizer), max_requests=config.rollout.max_batch_size)
         for url in config.rollout.server_urls
     ]
-    _have_all(engines, ServedEngine.ready)
+    _call_all(engines, ServedEngine.ready)
     return engines
 
 
@@ -111,12 +111,12 @@ def make_served_fleet(engines: list[ServedEngine]) -> EngineFleet:
 
 def make_served_weights(engines: list[ServedEngine], fleet: EngineFleet, *, temperature: float) -> FleetWeights:
     """Returns the way of weights to the servers, all of which can take them."""
-    _have_all(engines, ServedEngine.require_weights)
+    _call_all(engines, ServedEngine.require_weights)
     return FleetWeights(fleet, temperature=temperature)
 
 
-def _have_all(engines: list[ServedEngine], doing: Callable[[ServedEngine], Coroutine[Any, Any, None]]) -> None:
-    """Has all servers do something, in an event loop of its own."""
+def _call_all(engines: list[ServedEngine], doing: Callable[[ServedEngine], Coroutine[Any, Any, None]]) -> None:
+    """Calls all servers, in an event loop of its own."""
 
     async def together() -> None:
         try:
@@ -128,44 +128,44 @@ def _have_all(engines: list[ServedEngine], doing: Callable[[ServedEngine], Corou
 
 
 def engine_kind(config: RLConfig) -> str:
-    """Returns what samples."""
+    """Returns the kind of engine."""
     if config.rollout.engine is Engine.VLLM and config.cluster.enable:
         return "fleet"
     return str(config.rollout.engine)
 
 
 def engine_model_kind(config: RLConfig) -> str:
-    """Returns whose weights the embedded engine reads: the trainer's, shared, or its own."""
+    """Returns the kind of the embedded engine's weights: the trainer's, shared, or its own."""
     return "own" if config.cluster.enable or config.train.async_enable else "shared"
 
 
 def continuation_kind(config: RLConfig) -> str:
-    """Returns whether replies that a change of weights ends are continued."""
+    """Returns the kind of engine wrapper: whether replies that a change of weights ends are continued."""
     return "continued" if config.train.partial_rollout is PartialRollout.RECOMPUTE else "plain"
 
 
 def sleeper_kind(config: RLConfig) -> str:
-    """Returns whether the engine gives its memory to the models that train."""
+    """Returns the kind of sleeper: whether the engine gives its memory to the models that train."""
     return "engine" if config.train.colocate_all else "none"
 
 
 def channel_kind(config: RLConfig) -> str:
-    """Returns how weights reach the engine."""
+    """Returns the kind of weight channel to the engine."""
     kind = engine_kind(config)
     return engine_model_kind(config) if kind == Engine.EMBEDDED else kind
 
 
 def weight_backend_kind(config: RLConfig, *, gpus: bool) -> str:
-    """Returns how weights reach vLLM; `gpus` says whether there are any.
+    """Returns the kind of backend that brings weights to vLLM; `gpus` says whether there are GPUs.
 
     Raises:
-        ConfigurationError: weights cannot reach it as the settings want.
+        ConfigurationError: weights cannot reach it as the settings demand.
     """
     return "adapter" if config.actor.lora.sync is LoraSync.ADAPTER else str(sync_backend(config, gpus=gpus))
 
 
 def weights_directory(config: RLConfig) -> Path:
-    """Returns where weights are written that go to the engines through files."""
+    """Returns the directory of weights that go to the engines through files."""
     return Path(config.ckpt.output_dir).absolute() / WEIGHTS_DIRECTORY
 
 
@@ -173,7 +173,7 @@ base = BaseContainer
 
 
 class EngineContainer(BaseContainer):
-    """Adds what samples from the model that is trained, and brings it new weights.
+    """Adds the engine that samples from the trained model, and the channel that brings it new weights.
 
     `plays` says whether episodes have several turns.
     """

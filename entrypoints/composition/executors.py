@@ -1,4 +1,4 @@
-"""From the settings `agent`, `rollout` and `train.agent_func_path` to what plays episodes."""
+"""Makes the executor of episodes from the settings `agent`, `rollout` and `train.agent_func_path`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ from rollgrad.entrypoints.composition.training_server import MODEL, TrainingServ
 
 
 def executor_kind(config: RLConfig, environment: Any) -> str:
-    """What plays the episodes."""
+    """Returns the kind of executor."""
     if environment is not None:
         return "environment"
     if config.train.agent_func_path is not None:
@@ -37,7 +37,7 @@ def executor_kind(config: RLConfig, environment: Any) -> str:
 
 
 def has_turns(config: RLConfig, environment: Any) -> bool:
-    """Whether episodes have several turns."""
+    """Returns whether episodes have several turns."""
     return executor_kind(config, environment) != "single_turn"
 
 
@@ -48,14 +48,14 @@ def make_multi_turn(
     rewards: RewardSource | None,
     environment: Callable[[], Environment],
 ) -> MultiTurnExecutor:
-    """Plays episodes in environments that `environment` makes; `rewards` judges those that reward no episode."""
+    """Returns an executor for environments that `environment` makes; `rewards` judges those that give no reward."""
     return _turns(config, engine, codec, lambda params: environment(), rewards)
 
 
 def make_tool_executor(
     config: RLConfig, engine: RolloutEngine, codec: TemplateCodec, rewards: RewardSource, box: ToolBox
 ) -> MultiTurnExecutor:
-    """Plays conversations with the tools of `agent.tools`."""
+    """Returns an executor of conversations with the tools of `agent.tools`."""
 
     async def environment(params: SamplingParams) -> Environment:
         return ToolEnvironment(
@@ -73,7 +73,7 @@ def make_tool_executor(
 def make_command_executor(
     config: RLConfig, server: TrainingServer, codec: TemplateCodec, rewards: RewardSource | None
 ) -> ServedAgentExecutor:
-    """Plays episodes with the program of `agent.command`."""
+    """Returns an executor for the program of `agent.command`."""
     assert config.agent.command is not None
     return _served(config, CommandAgent(config.agent.command), server, codec, rewards)
 
@@ -86,8 +86,8 @@ def make_agent_file(
     server: TrainingServer,
     rewards: RewardSource | None,
 ) -> AgentExecutor:
-    """What plays the episodes that the file of `train.agent_func_path` describes; `rewards` judges those for which it
-    gives no reward."""
+    """Returns the executor for the file of `train.agent_func_path`; `rewards` judges episodes for which the file gives
+    no reward."""
     assert config.train.agent_func_path is not None
     file = load_agent_file(config.train.agent_func_path)
     if file.program is not None:
@@ -141,6 +141,6 @@ def _turns(
 
 
 def _longest(config: RLConfig, engine: RolloutEngine) -> int | None:
-    """Tokens of an episode at most: as set, and never more than the model has positions."""
+    """Returns the largest number of tokens of an episode: as set, but never more than the model's positions."""
     limits = [config.rollout.max_episode_tokens, config.data.max_len, getattr(engine, "max_tokens", None)]
     return min((limit for limit in limits if limit is not None), default=None)

@@ -1,7 +1,7 @@
-"""From settings to the models of a run in this process: actor, critic, reference, and their optimizers.
+"""Makes the models of a run in this process from settings: actor, critic, reference, and their optimizers.
 
-Knows sections of settings, not what a run does with its models, so that every trainer shares them. Does not own: the
-processes that hold parts of models (`cluster.py`), which make theirs by the same functions.
+It reads sections of settings, and knows nothing else of the run, so that all trainers can use it. Does not own: the
+processes with parts of models (`cluster.py`), which call the same functions.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ def make_actor_model(
 
 
 def make_trained_actor(actor: ActorConfig, seed: int) -> Any:
-    """Loads the model that is trained, with adapters if there are to be some."""
+    """Loads the model that is trained, with adapters if they are set."""
     model = make_actor_model(actor, load_in_4bit=actor.lora.load_in_4bit)
     if actor.lora.rank:
         add_lora(model, actor.lora, seed=seed)
@@ -92,7 +92,7 @@ def make_policy(
 
 
 def make_reference_model(actor: ActorConfig, ref: RefConfig) -> Any:
-    """Loads the frozen reference: unless another one is named, what the actor starts as, quantised like it."""
+    """Loads the frozen reference: by default the actor's initial model, quantised like it."""
     name = ref.model_name_or_path
     quantised = name is None and actor.lora.load_in_4bit
     return make_actor_model(actor, name, "--ref.model_name_or_path", load_in_4bit=quantised)
@@ -113,10 +113,10 @@ def make_critic(
 
 
 def reference_model_kind(actor: ActorConfig, ref: RefConfig) -> str:
-    """Returns whose weights the reference of a run in one process reads: the actor's below its adapters, or its own."""
+    """Returns the kind of the reference's weights in a run of one process: the actor's without adapters, or its own."""
     return "actor" if actor.lora.rank and ref.model_name_or_path is None else "own"
 
 
 def has_gpu() -> bool:
-    """Returns whether this process trains on one."""
+    """Returns whether this process trains on a GPU."""
     return default_device().type == "cuda"

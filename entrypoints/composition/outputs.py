@@ -1,4 +1,4 @@
-"""From the settings `ckpt` and `logger` to what a run leaves: checkpoints and metrics."""
+"""Makes checkpoints and metric sinks from the settings `ckpt` and `logger`."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rollgrad.application.settings.sections.logger import LoggerConfig
 
 
 def make_checkpoints(ckpt: CheckpointConfig) -> LocalCheckpointStore:
-    """Returns where models and training state are kept."""
+    """Returns the store of models and training states."""
     return LocalCheckpointStore(
         Path(ckpt.output_dir),
         None if ckpt.state_dir is None else Path(ckpt.state_dir),
@@ -26,7 +26,7 @@ def make_checkpoints(ckpt: CheckpointConfig) -> LocalCheckpointStore:
 
 
 def make_sinks(ckpt: CheckpointConfig, logger: LoggerConfig, steps: int) -> MultiSink:
-    """Returns where the metrics of `steps` steps go."""
+    """Returns the sinks of the metrics of `steps` steps."""
     sinks: list[Any] = [JsonlSink(Path(ckpt.output_dir) / METRICS_FILE)]
     if logger.console:
         sinks.append(ConsoleSink(steps))
@@ -36,5 +36,5 @@ def make_sinks(ckpt: CheckpointConfig, logger: LoggerConfig, steps: int) -> Mult
 
 
 def make_sample_log(ckpt: CheckpointConfig, logger: LoggerConfig, codec: TemplateCodec) -> SampleWriter:
-    """Returns where sampled texts go."""
+    """Returns the writer of sampled texts."""
     return SampleWriter(Path(ckpt.output_dir) / SAMPLES_FILE, codec.decode, logger.log_samples)

@@ -1,4 +1,4 @@
-"""From the settings of `reward` to what judges replies."""
+"""Makes the reward source from the settings of `reward`."""
 
 from rollgrad.adapters.models.torch.loading import default_device, load_tokenizer, resolve_dtype
 from rollgrad.adapters.models.torch.reward_model import RewardModel
@@ -11,7 +11,7 @@ from rollgrad.entrypoints.composition.data import dataset_kind
 
 
 def reward_kind(config: RLConfig, spec: str) -> str:
-    """Where rewards come from; `none` where agents are to bring theirs."""
+    """Returns the kind of reward source; `none` if agents must give their own rewards."""
     if config.reward.function_path is not None:
         return "function"
     if config.reward.model_name_or_path is not None:
@@ -28,7 +28,7 @@ def reward_kind(config: RLConfig, spec: str) -> str:
 
 
 def make_remote_reward(config: RLConfig) -> HttpReward:
-    """The client of the reward servers."""
+    """Returns the client of the reward servers."""
     reward = config.reward
     return HttpReward(
         _addresses(reward.remote_url),
@@ -40,7 +40,7 @@ def make_remote_reward(config: RLConfig) -> HttpReward:
 
 
 def make_judge(config: RLConfig) -> LLMJudge:
-    """The client of the language model that judges."""
+    """Returns the client of the judging language model."""
     reward = config.reward
     assert reward.judge_model is not None
     assert reward.judge_prompt is not None
@@ -58,7 +58,7 @@ def _addresses(setting: str | None) -> list[str]:
 
 
 def make_reward_model(config: RLConfig) -> RewardModel:
-    """The model that scores replies, in the actor's format."""
+    """Returns the model that scores replies, in the actor's format."""
     assert config.reward.model_name_or_path is not None
     device = default_device()
     return RewardModel.load(

@@ -1,7 +1,7 @@
-"""The composition root of `rollgrad train rl` and `rollgrad eval`: which class stands behind each port.
+"""The composition root of `rollgrad train rl` and `rollgrad eval`, which chooses the class behind each port.
 
 A flag's value is the key of its branch. Every provider can be overridden, by name, with any object that implements
-its port: that is how the library face and the tests swap a piece. Models and processes are `base.py`'s, engines and
+its port, as the library face and the tests do. Models and processes are `base.py`'s, engines and
 their weights `engines.py`'s.
 """
 
@@ -89,7 +89,7 @@ LESS_MEMORY = (
     "lower --train.max_tokens_per_micro_batch or --rollout.max_batch_size, turn on --actor.gradient_checkpointing, or "
     "see --dry_run for what takes how much."
 )
-"""What a run says that ran out of memory."""
+"""Advice in the error of a run that ran out of memory."""
 
 base = EngineContainer
 
@@ -127,7 +127,7 @@ def optimizer_steps_of_actor(config: RLConfig, rollouts: int) -> int:
 
 
 def optimizer_steps(config: RLConfig, rollouts: int) -> int:
-    """Returns the optimizer steps that so many rollouts feed."""
+    """Returns the number of optimizer steps in so many rollouts."""
     return rollouts * optimizer_steps_per_rollout(config)
 
 

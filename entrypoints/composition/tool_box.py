@@ -19,11 +19,11 @@ class ToolBox:
     Args:
         names: the value of `agent.tools`; None is no tools.
         isolation: of the python tool.
-        flag: what sets `names`, for errors.
-        isolation_flag: what sets `isolation`, for errors.
+        flag: flag of `names`, for errors.
+        isolation_flag: flag of `isolation`, for errors.
 
     Raises:
-        ConfigurationError: the python tool cannot be shut in, a name is none of the known kinds, a file has no tools,
+        ConfigurationError: the python tool cannot be isolated, a name is of no known kind, a file has no tools,
             or two tools share a name.
     """
 
@@ -60,7 +60,7 @@ class ToolBox:
         self._check(self._tools)
 
     async def open(self) -> Sequence[Tool]:
-        """All tools; connects to the MCP servers on the first call.
+        """Returns all tools; connects to the MCP servers on the first call.
 
         Raises:
             ConfigurationError: a server cannot be used, or offers a tool whose name is taken.

@@ -9,11 +9,11 @@ from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
 MODEL = "policy"
-"""The name under which agents ask for the model that is trained."""
+"""Name of the trained model for agents."""
 
 
 class TrainingServer:
-    """Serves `service`, from the first time that its address is asked for until `aclose`."""
+    """Serves a `ChatService`, from the first request for its address until `aclose`."""
 
     def __init__(self, engine: RolloutEngine, codec: ChatCodec) -> None:
         self.engine = engine
@@ -23,7 +23,7 @@ class TrainingServer:
         self._starting = asyncio.Lock()
 
     async def url(self) -> str:
-        """The server's address, `http://127.0.0.1:PORT`."""
+        """Returns the server's address, `http://127.0.0.1:PORT`."""
         async with self._starting:
             if self._server is None:
                 app = AgentServer(self.service, self._codec, model=MODEL).app()

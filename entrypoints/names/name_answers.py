@@ -47,5 +47,5 @@ PER_DEVICE = (
 
 
 def alike(names: str, answer: str) -> dict[str, str]:
-    """The same answer for several names, with spaces between."""
+    """Returns one answer for several names, which are separated by spaces."""
     return dict.fromkeys(names.split(), answer)

@@ -1,6 +1,7 @@
-"""Names of TRL's, verl's and OpenRLHF's settings: ours of the same meaning, or one sentence why there is none.
+"""Names of TRL's, verl's and OpenRLHF's settings, each with our name of the same meaning, or a sentence why there is
+none.
 
-OpenRLHF's come from the table that translates its commands (`openrlhf_flags`). Names are in small letters, with
+OpenRLHF's come from the table that translates its commands (`names_of_openrlhf`). Names are in small letters, with
 underscores.
 """
 
@@ -15,7 +16,7 @@ OTHER_NAMES: Mapping[str, str] = {**TRL, **VERL}
 
 
 def openrlhf_name(name: str, known: Collection[str]) -> str | None:
-    """The same for a name of OpenRLHF, flat or dotted; None if it is none."""
+    """Returns our setting, or a sentence, for a name of OpenRLHF, flat or dotted; None if OpenRLHF has no such name."""
     for dotted in FLAT.get(name, (name,)):
         flag = FLAGS.get(dotted)
         if flag is None:

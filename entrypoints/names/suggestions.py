@@ -1,7 +1,7 @@
-"""What to say about a flag or a setting that does not exist.
+"""Suggestions for flags and settings that do not exist.
 
-A suggestion means the same as what was asked for, or there is none: names of TRL, OpenRLHF and verl are looked up in
-`other_names`, and only what is nearly a name of ours counts as misspelt.
+A suggestion means the same as the given name, or there is none: names of TRL, OpenRLHF and verl are looked up in
+`other_names`, and only a name that is very similar to ours counts as misspelt.
 """
 
 import difflib
@@ -46,23 +46,23 @@ APART = ("critic", "ref", "reward", "eval")
 """Sections whose settings are never meant by those of another: `critic.learning_rate` is not the actor's."""
 
 MOST_CANDIDATES = 4
-"""Settings of one last name that are listed; of more, none is likelier than the others."""
+"""Largest number of settings with one last name that are listed; of more, none is likelier than the others."""
 
 
 def unknown_flag(word: str, known: Collection[str], command: str) -> str:
-    """One sentence about a word that no flag of the command is, or takes."""
+    """Returns one sentence about a word that is neither a flag of the command nor a value."""
     name, equals, _ = word.lstrip("-+").partition("=")
     plain = name.replace("-", "_")
     if not word.startswith("-") and (not equals or advice(plain, known) is None):
         return f"{word!r} belongs to no flag: see rollgrad {command} --help."
     if not word.startswith("-"):  # verl's own form
-        return f"{word!r} is not a flag, which begins with -- : {_advised(plain, known, '--')}"
-    hint = _advised(plain, known, "--") or f"see rollgrad {command} --help."
+        return f"{word!r} is not a flag, which begins with -- : {_advice_clause(plain, known, '--')}"
+    hint = _advice_clause(plain, known, "--") or f"see rollgrad {command} --help."
     return f"{word.partition('=')[0]} is not a flag; {hint}"
 
 
 def unknown_command(words: Sequence[str], commands: Sequence[str]) -> str:
-    """One sentence about a command that does not exist."""
+    """Returns one sentence about a command that does not exist."""
     given = " ".join(word for word in words[:2] if not word.startswith("-")) or words[0]
     for name in (given, given.split()[0]):
         known = OTHER_COMMANDS.get(name.lower().replace("-", "_"))
@@ -74,16 +74,16 @@ def unknown_command(words: Sequence[str], commands: Sequence[str]) -> str:
 
 
 def unknown_key(name: str, value: Any, known: Sequence[str]) -> str:
-    """One sentence about a key of a configuration file that is no setting, nor a section of settings."""
+    """Returns one sentence about a key of a configuration file that is neither a setting nor a section."""
     leaf = next((leaf for leaf in _leaves(name, value) if advice(leaf, known) is not None), None)
     if leaf is None:
         return f"{name} is not a setting; see `rollgrad train rl --help` for all settings."
-    return f"{leaf} is not a setting; {_advised(leaf, known, '')}"
+    return f"{leaf} is not a setting; {_advice_clause(leaf, known, '')}"
 
 
 def advice(name: str, known: Collection[str]) -> str | None:
-    """What stands here for a name that is not known: the names of settings, separated by commas, or a sentence, which
-    has spaces; None if nothing does.
+    """Returns the advice for an unknown name: names of settings, separated by commas, or a sentence, which has spaces;
+    None if there is none.
 
     >>> settings = ["actor.adam.lr", "actor.muon.lr", "rollout.n_samples_per_prompt"]
     >>> advice("learning_rate", settings), advice("rollout.n_sample_per_prompt", settings), advice("zzz", settings)
@@ -93,7 +93,7 @@ def advice(name: str, known: Collection[str]) -> str | None:
     other = OTHER_NAMES.get(name)
     if other is not None and other in known:
         return other
-    if not any("." in candidate for candidate in known):  # a command that trains nothing: no sentence is about it
+    if not any("." in candidate for candidate in known):  # a command that trains nothing, which no sentence is about
         same = (other or "").split(".")[-1]
         return same if same in known else nearest(name, known)
     named = [candidate for candidate in known if candidate.split(".")[-1] == name]
@@ -115,19 +115,19 @@ def advice(name: str, known: Collection[str]) -> str | None:
 
 
 def _in_section(found: str, section: str, known: Collection[str]) -> str | None:
-    """The setting of another section that is to it what the found one is to its own, if there is one."""
+    """Returns the setting of `section` that corresponds to `found`, a setting of another section, if there is one."""
     moved = ".".join((section.split(".")[0], *found.split(".")[1:]))
     return moved if moved in known else None
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that a misspelt one is nearly."""
+    """Returns the known name that is most similar to a misspelt one, if any is similar enough."""
     similar = difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
     return similar[0] if similar else None
 
 
-def _advised(name: str, known: Collection[str], dashes: str) -> str:
-    """The advice as the end of a sentence; empty without any."""
+def _advice_clause(name: str, known: Collection[str], dashes: str) -> str:
+    """Returns the advice as the end of a sentence; empty without any."""
     found = advice(name, known)
     if found is None:
         return ""
@@ -137,7 +137,7 @@ def _advised(name: str, known: Collection[str], dashes: str) -> str:
 
 
 def _leaves(name: str, value: Any) -> Iterator[str]:
-    """The dotted names in a section, the section's own last."""
+    """Yields the dotted names in a section, the section's own last."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner)

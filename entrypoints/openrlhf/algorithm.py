@@ -10,20 +10,21 @@ SCHEDULERS = {
     "linear": ("linear", True, 0.0),
     "cosine": ("cosine_with_min_lr", True, 0.0),
 }
-"""Hugging Face's name: ours, whether it warms up, and its floor if it is fixed. Others are cosine_with_min_lr."""
+"""Schedules by Hugging Face's name: our name, whether it warms up, and its floor if that is fixed. Others become
+cosine_with_min_lr."""
 
 MUON_DEFAULTS = {"lr": 0.02, "momentum": 0.95}
-"""Of OpenRLHF."""
+"""Muon's settings in OpenRLHF."""
 
 CORRECTIONS = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("geometric", "mask")}
-"""OpenRLHF's type: level and mode here."""
+"""Level and mode of OpenRLHF's types of correction."""
 
 
 def translate_algorithm(draft: Draft) -> None:
     """Sets `algo`, `critic`, and the actor's loss, optimizer and schedule.
 
     Raises:
-        ConfigurationError: a value is none of OpenRLHF's.
+        ConfigurationError: OpenRLHF has no such value.
     """
     _advantages(draft)
     _kl(draft)

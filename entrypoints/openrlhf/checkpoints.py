@@ -1,4 +1,4 @@
-"""The checkpoints of an OpenRLHF command: where models and training states go, how often, and resuming."""
+"""Translates the checkpoints of an OpenRLHF command: directories, intervals and resuming."""
 
 from rollgrad.entrypoints.openrlhf.draft import Draft
 

@@ -1,4 +1,4 @@
-"""Where an OpenRLHF command trains and samples: processes, ZeRO and vLLM, and which weights it trains there.
+"""Translates the cluster of an OpenRLHF command: processes, ZeRO, vLLM and adapters.
 
 OpenRLHF always has a cluster. Here a run has one if the command names a setting of it (`CLUSTER_FLAGS`).
 """
@@ -6,7 +6,7 @@ OpenRLHF always has a cluster. Here a run has one if the command names a setting
 from rollgrad.entrypoints.openrlhf.draft import Draft
 
 NODE = {"num_nodes": 1, "num_gpus_per_node": 8}
-"""Processes of a model, where OpenRLHF is not told."""
+"""OpenRLHF's default processes of a model."""
 
 CLUSTER_FLAGS = (
     *(f"{model}.{key}" for model in ("actor", "critic", "ref") for key in NODE),
@@ -14,16 +14,16 @@ CLUSTER_FLAGS = (
     *("vllm.num_engines", "vllm.tensor_parallel_size", "vllm.gpu_memory_utilization"),
     *("ds.zero_stage", "ds.adam_offload", "ds.ring_attn_size", "ds.tensor_parallel_size", "ds.lora.rank"),
 )
-"""Those that turn on `cluster.enable` and `rollout.engine` vllm."""
+"""Flags that turn on `cluster.enable` and `rollout.engine` vllm."""
 
 REWARD_FLAGS = (*(f"reward.{key}" for key in NODE), "train.colocate_critic_reward")
-"""Those that do so where a reward model is loaded."""
+"""Flags that do so if a reward model is loaded."""
 
 GPU_MEMORY = 0.95
 """OpenRLHF's share of a GPU for an engine."""
 
 LORA_ALPHA = 16
-"""OpenRLHF's default."""
+"""OpenRLHF's default of LoRA's alpha."""
 
 
 def translate_cluster(draft: Draft) -> None:
@@ -56,7 +56,7 @@ def translate_cluster(draft: Draft) -> None:
 
 
 def _processes(draft: Draft) -> None:
-    """How many train and hold each model."""
+    """Translates the number of processes of each model."""
     actor = {key: draft.value(f"actor.{key}", default) for key, default in NODE.items()}
     for key, value in actor.items():
         draft.set(f"actor.{key}", value)
@@ -71,7 +71,7 @@ def _processes(draft: Draft) -> None:
 
 
 def _sharing(draft: Draft) -> bool:
-    """Whether models and engines share GPUs."""
+    """Returns whether models and engines share GPUs."""
     together = bool(draft.value("train.colocate_all", False))
     if together and draft.value("train.async_enable", False):
         draft.set("train.colocate_actor_ref", True)
@@ -94,7 +94,7 @@ def _sharing(draft: Draft) -> bool:
 
 
 def _engines(draft: Draft, *, together: bool) -> None:
-    """Those of vLLM; `together` with the models they have one GPU each."""
+    """Translates the settings of vLLM's engines; `together` with models they have one GPU each."""
     engines, size = draft.value("vllm.num_engines", 1), draft.value("vllm.tensor_parallel_size", 1)
     if together and size > 1:
         engines, size = engines * size, 1
@@ -105,7 +105,7 @@ def _engines(draft: Draft, *, together: bool) -> None:
 
 
 def _transfer(draft: Draft) -> None:
-    """How weights get to the engines: `auto` is NCCL, and CUDA IPC where they share GPUs, as OpenRLHF's nccl."""
+    """Translates the way of weights. `auto` is NCCL, and CUDA IPC if GPUs are shared, like OpenRLHF's nccl."""
     backend = draft.value("vllm.sync_backend", "nccl")
     if backend == "gloo":
         draft.set("vllm.sync_backend", "shared_memory")
@@ -115,7 +115,7 @@ def _transfer(draft: Draft) -> None:
 
 
 def _adapters(draft: Draft) -> None:
-    """LoRA's, of the actor."""
+    """Translates the actor's LoRA adapters."""
     rank = draft.value("ds.lora.rank", 0)
     if not rank:
         for key in ("lora.alpha", "lora.target_modules", "load_in_4bit"):

@@ -1,8 +1,8 @@
-"""From an OpenRLHF command line to rollgrad's settings: `translate(argv)`.
+"""Translates OpenRLHF command lines to rollgrad's settings.
 
-Flags with a counterpart of the same meaning, and those without one, stand in `entrypoints.openrlhf_flags`; those that
-depend on each other are translated by `openrlhf_algorithm`, `openrlhf_run` and `openrlhf_cluster`. OpenRLHF's defaults
-are applied, for they differ from ours. Importable without torch.
+Flags with a counterpart of the same meaning, and those without one, are in `entrypoints.names.names_of_openrlhf`; flags
+that depend on each other are translated by `algorithm`, `run`, `checkpoints` and `cluster`. OpenRLHF's defaults are
+applied, because they differ from ours. Importable without torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,10 +37,10 @@ A command of openrlhf.cli.serve_rm becomes one of rollgrad serve reward, which i
 
 
 def translate_command(argv: Sequence[str]) -> tuple[RLConfig, list[str]] | ServerTranslation:
-    """The configuration of an OpenRLHF command and what to tell about it; of its reward server, the command here.
+    """Returns the configuration of an OpenRLHF command and notes about it; for its reward server, the command here.
 
     Raises:
-        ConfigurationError: see `translate`.
+        ConfigurationError: `translate` refuses the command.
     """
     command = read_command(argv)
     return translate_server(parse(command.flags)) if command.module == SERVER else translated_config(argv)
@@ -48,8 +48,8 @@ def translate_command(argv: Sequence[str]) -> tuple[RLConfig, list[str]] | Serve
 
 @frozen
 class Translation:
-    """`settings`: nested, for `structure_config`. `notes`: one line for each flag that has no counterpart, or one that
-    is not identical."""
+    """Translation of a command. `settings`: nested, for `structure_config`. `notes`: one line for each flag without an
+    identical counterpart."""
 
     settings: dict[str, Any]
     notes: list[str]
@@ -59,7 +59,7 @@ def translate(argv: Sequence[str]) -> Translation:
     """Translates an OpenRLHF command.
 
     Raises:
-        ConfigurationError: it is not a `train_ppo_ray` command, or a flag or a value is none of OpenRLHF's.
+        ConfigurationError: it is not a `train_ppo_ray` command, or OpenRLHF has no such flag or value.
     """
     command = read_command(argv)
     if command.module != TRAINER:
@@ -81,24 +81,24 @@ def translate(argv: Sequence[str]) -> Translation:
 
 
 def translated_config(argv: Sequence[str]) -> tuple[RLConfig, list[str]]:
-    """The configuration of an OpenRLHF command, and what to tell about it.
+    """Returns the configuration of an OpenRLHF command, and notes about it.
 
     Raises:
-        ConfigurationError: see `translate`.
+        ConfigurationError: `translate` refuses the command.
     """
     translation = translate(argv)
     return structure_config(translation.settings), translation.notes
 
 
 def changed_settings(config: RLConfig) -> str:
-    """The settings that differ from the defaults, as YAML."""
+    """Returns the settings that differ from the defaults, as YAML."""
     changed = _difference(yaml.safe_load(dump_config(config)), yaml.safe_load(dump_config(RLConfig())))
     text: str = yaml.safe_dump(changed, sort_keys=False)
     return text
 
 
 def check(config: RLConfig) -> str | None:
-    """Why `rollgrad train rl` would refuse the configuration, if it would."""
+    """Returns the problems for which `rollgrad train rl` would refuse the configuration; None if there are none."""
     try:
         validate(config)
     except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""What was given on an OpenRLHF command line, and what becomes of it."""
+"""The draft of a translation: the flags of an OpenRLHF command, and the settings that they become."""
 
 from typing import Any
 
@@ -11,21 +11,21 @@ from rollgrad.entrypoints.openrlhf.words import Given, read_values
 
 @define
 class Draft:
-    """A translation on its way. Flags go by their dotted names, settings by ours."""
+    """A translation in progress. Flags have their dotted names, settings ours."""
 
     options: dict[str, Given]
-    """What was given."""
+    """Flags of the command, with their values."""
     submitted: bool = False
     """Whether the command goes to a Ray cluster that runs already."""
     settings: dict[str, Any] = Factory(dict)
-    """Nested, for `structure_config`."""
+    """Settings so far, nested, for `structure_config`."""
     lost: list[str] = Factory(list)
     """Flags that have no effect, and why."""
     changed: list[str] = Factory(list)
-    """Flags that mean something else here, and what."""
+    """Flags that mean something else here, and the difference."""
 
     def value(self, name: str, default: Any = None) -> Any:
-        """The value of a flag.
+        """Returns the value of a flag.
 
         Raises:
             ConfigurationError: it is not of the flag's kind.
@@ -34,7 +34,7 @@ class Draft:
         return default if given is None else read_values(FLAGS[name], given)
 
     def asks(self, name: str) -> bool:
-        """Whether a flag was given a value that asks for something."""
+        """Returns whether a flag was given with a value that turns something on."""
         given = self.options.get(name)
         if given is None:
             return False
@@ -42,7 +42,7 @@ class Draft:
         return read_values(flag, given) is not False and given.values not in [(idle,) for idle in flag.idle]
 
     def set(self, name: str, value: Any) -> None:
-        """Decides one of our settings."""
+        """Sets one of our settings."""
         *sections, key = name.split(".")
         branch = self.settings
         for section in sections:
@@ -66,7 +66,7 @@ class Draft:
 
     @property
     def traits(self) -> EstimatorTraits:
-        """What it needs."""
+        """Traits of the advantage estimator."""
         return ESTIMATORS.get(self.estimator, EstimatorTraits())
 
     @property

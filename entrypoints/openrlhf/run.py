@@ -3,7 +3,7 @@
 from rollgrad.entrypoints.openrlhf.draft import Draft
 
 PROMPT_TOKENS = 1024
-"""OpenRLHF's limit of prompts and of replies, where none is set."""
+"""OpenRLHF's default limit of prompts and of replies, in tokens."""
 
 REWARD_TIMEOUT = 180.0
 """Seconds that OpenRLHF waits for a reward server; for a reward model it waits without end."""
@@ -46,7 +46,7 @@ def _batches(draft: Draft) -> None:
 
 
 def _overlap(draft: Draft, prompts: int) -> None:
-    """How rollouts overlap with each other and with training."""
+    """Translates the overlap of rollouts with each other and with training."""
     in_flight = draft.value("rollout.vllm_generate_batch_size", prompts)
     corrects = draft.value("algo.advantage.is_correction_enable", False)
     overlaps = draft.value("train.async_enable", False)
@@ -88,7 +88,7 @@ def _lengths(draft: Draft) -> None:
         draft.change("data.max_len", f"a prompt that leaves no token for the reply {dropped}")
         if prompt is not None and prompt < total:
             draft.set("data.max_prompt_tokens", prompt)
-        reply = total if reply is None else reply  # as much as the prompt leaves
+        reply = total if reply is None else reply  # the tokens that the prompt leaves
     draft.set("rollout.max_new_tokens", PROMPT_TOKENS if reply is None else reply)
     draft.change("data.prompt_max_len", f"a longer prompt {dropped}")
 

@@ -1,4 +1,4 @@
-"""From OpenRLHF's server of a reward model (`openrlhf.cli.serve_rm`) to `rollgrad serve reward`."""
+"""Translates OpenRLHF's server of a reward model (`openrlhf.cli.serve_rm`) to `rollgrad serve reward`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from rollgrad.entrypoints.names.suggestions import nearest
 from rollgrad.entrypoints.openrlhf.words import SERVER, Given, read_values
 
 MAX_LENGTH = 2048
-"""Tokens of a text, in OpenRLHF where none are set."""
+"""OpenRLHF's default number of tokens of a text."""
 
 FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -30,12 +30,13 @@ SERVER_FLAGS: dict[str, Flag] = {
         for name in ("ds.value_head_prefix", "ds.attn_implementation", "data.disable_fast_tokenizer", "use_ms")
     },
 }
-"""By the dotted name of the newer release: the flag of `rollgrad serve reward`, or why there is none."""
+"""Flags of `rollgrad serve reward`, or why there is none, by OpenRLHF's dotted name of the newer release."""
 
 
 @frozen
 class ServerTranslation:
-    """`words`: what follows `rollgrad serve reward`. `notes`: one line for each flag without the same counterpart."""
+    """Translation of a server. `words`: arguments of `rollgrad serve reward`. `notes`: one line for each flag without
+    an identical counterpart."""
 
     words: list[str]
     notes: list[str]
@@ -45,7 +46,7 @@ def translate_server(flags: Sequence[Given]) -> ServerTranslation:
     """Translates the flags of `openrlhf.cli.serve_rm`, with its defaults but for the host.
 
     Raises:
-        ConfigurationError: a flag or a value is none of its own.
+        ConfigurationError: the server has no such flag or value.
     """
     values: dict[str, Any] = {"max_length": MAX_LENGTH}
     notes = []
@@ -71,7 +72,7 @@ def translate_server(flags: Sequence[Given]) -> ServerTranslation:
 
 
 def _dotted(given: Given) -> tuple[str, Given]:
-    """The dotted name of a flag, and the flag with its value."""
+    """Returns the dotted name of a flag, and the flag with its value."""
     name = given.flag.removeprefix("--").replace("-", "_")
     if name in IMPLIED and IMPLIED[name][0] in SERVER_FLAGS:
         read_values(Flag(Kind.SWITCH), given)

@@ -1,4 +1,4 @@
-"""The words of an OpenRLHF command line: which command it is, its flags, and their values."""
+"""Parses an OpenRLHF command line: the command, its flags, and their values."""
 
 import re
 import shlex
@@ -22,7 +22,7 @@ OTHERS = {
     "train_dpo": "training on preferences is not there yet",
     "train_kto": "training on preferences is not there yet",
 }
-"""Why other modules have none."""
+"""Reasons why other modules have no counterpart."""
 
 MODULE = re.compile(r"(?:^|.*/)openrlhf[./]cli[./](\w+?)(?:\.py)?$")
 
@@ -34,7 +34,7 @@ class Given:
     flag: str
     values: tuple[str, ...] = ()
     implied: bool = False
-    """The values follow from the flag and were not written."""
+    """Whether the values follow from the flag and were not written."""
 
     def __str__(self) -> str:
         return self.flag if self.implied else " ".join((self.flag, *self.values))
@@ -49,11 +49,11 @@ class Command:
     module: str = TRAINER
     """The module of `openrlhf.cli`."""
     submitted: bool = False
-    """Whether `ray job submit` hands it to a cluster that runs already."""
+    """Whether `ray job submit` sends it to a running cluster."""
 
 
 def parse(argv: Sequence[str]) -> list[Given]:
-    """The flags of a command line, in order, each with the words up to the next one.
+    """Returns the flags of a command line, in order, each with the words up to the next one.
 
     Lone backslashes (line continuations) and comments are skipped, and so are `...`.
 
@@ -82,10 +82,10 @@ def parse(argv: Sequence[str]) -> list[Given]:
 
 
 def read_command(argv: Sequence[str]) -> Command:
-    """Which command it is; one in a single word is split as a shell would.
+    """Returns the command of the given words; a single word is split as by a shell.
 
     Raises:
-        ConfigurationError: it is none that can be translated.
+        ConfigurationError: the command cannot be translated.
     """
     words = list(argv)
     if len(words) == 1 and len(words[0].split()) > 1:
@@ -112,7 +112,7 @@ def read_command(argv: Sequence[str]) -> Command:
 
 
 def options(flags: Sequence[Given]) -> dict[str, Given]:
-    """By dotted name; of a flag that is repeated the last one counts."""
+    """Returns the flags by dotted name; of a repeated flag the last one counts."""
     options: dict[str, Given] = {}
     for given in flags:
         name = given.flag.removeprefix("--").replace("-", "_")
@@ -131,7 +131,7 @@ def options(flags: Sequence[Given]) -> dict[str, Given]:
 
 
 def read_values(flag: Flag, given: Given) -> Any:
-    """The value of a flag.
+    """Returns the value of a flag.
 
     Raises:
         ConfigurationError: it is not of the flag's kind.

@@ -230,7 +230,7 @@ def test_an_interrupted_run_goes_on(make: Callable[..., RLConfig]) -> None:
         if step == 2:
             import asyncio
 
-            task = next(t for t in asyncio.all_tasks() if t.get_coro().__name__ == "_heeding_signals")  # type: ignore[union-attr]
+            task = next(t for t in asyncio.all_tasks() if t.get_coro().__name__ == "heeding_signals")  # type: ignore[union-attr]
             task.cancel()
 
     config = make("out", async_enable=True, max_steps=5)
