@@ -20,6 +20,7 @@ RESULTS = {
     "async_overlap.py": r"partial rollout, recomputed │\s+\d+\.\d\d",
     "cluster_learns.py": r"colocated │ \d+%",
     "controller.py": r"^growth \d+\.\d+$",
+    "judges.py": r"^reasoning-gym: \d+ verdicts/s, without walls \d+: \d+\.\d+ times$",
     "learning_curves.py": r"on_policy_distill │\s+\d+%",
     "server_load.py": r"attacked \d+\.\d+ s: \d+\.\d+ times$",
     "sums_reward_model.py": r"^\d+% of right and wrong replies",

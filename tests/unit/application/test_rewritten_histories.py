@@ -6,6 +6,7 @@ sampled token must not differ, under any estimator, whitening, aggregation, shap
 rollout is divided over optimizer steps and micro-batches.
 """
 
+import os
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +39,8 @@ from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
 
 WEIGHTS = {"right": 1.0, "short": 0.5}
 """Of the named rewards of an episode."""
+EXAMPLES = int(os.environ.get("ROLLGRAD_EXAMPLES", "8"))
+"""Random episodes for each estimator; ROLLGRAD_EXAMPLES=100 before pytest is the long form."""
 LIMIT = 40
 """Sampled tokens of an episode that penalties of length go by."""
 
@@ -144,7 +147,7 @@ def shapings(draw: st.DrawFn, *, parts: bool) -> RewardConfig:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 10**6))
 def test_a_rewritten_history_changes_nothing(estimator: str, data: st.DataObject, seed: int) -> None:
     traits = ESTIMATORS[estimator]
