@@ -35,6 +35,13 @@ def cluster_has_gpus() -> bool:
     return bool(ray_module().cluster_resources().get("GPU", 0))
 
 
+def send_users_classes_whole(cloudpickle: Any) -> None:
+    """Makes classes of users' files, such as settings that a loss brings, travel whole: no other process could import
+    them before it has read the file."""
+    for module in [module for name, module in sys.modules.items() if name.startswith(USER_MODULE)]:
+        cloudpickle.register_pickle_by_value(module)
+
+
 class RaySession:
     """A connection to Ray. An existing connection is used, and not closed.
 
@@ -49,9 +56,7 @@ class RaySession:
 
     def __init__(self, address: str | None, *, cpus: float) -> None:
         ray = ray_module()
-        # Classes of a user's file, such as settings that a loss brings, travel whole: no process could import them.
-        for module in [module for name, module in sys.modules.items() if name.startswith(USER_MODULE)]:
-            ray.cloudpickle.register_pickle_by_value(module)
+        send_users_classes_whole(ray.cloudpickle)
         self._owned = not ray.is_initialized()
         if not self._owned:
             return

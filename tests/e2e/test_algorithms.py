@@ -24,6 +24,7 @@ def reward_func(queries, prompts, labels):
 """
 PLUGIN = """
 import torch
+from attrs import define
 
 import rollgrad
 from rollgrad.domain.algorithms.catalogue import EstimatorTraits
@@ -37,12 +38,22 @@ def mine(inputs, params):
     return Advantages(advantages_N=rewards_N, returns_N=rewards_N)
 
 
-@rollgrad.policy_loss("mine_too")
-def mine_too(inputs, params):
+@define(kw_only=True)
+class MineToo:
+    "What scales the loss."
+
+    scale: float = rollgrad.setting(1.0, "Factor of the loss.")
+
+
+@rollgrad.policy_loss("mine_too", settings=MineToo)
+def mine_too(inputs, params, settings):
     never_N = torch.zeros_like(inputs.action_mask_N)
     ratio_N = (inputs.logprobs_N - inputs.old_logprobs_N).exp()
     return PolicyLoss(
-        loss_N=-ratio_N * inputs.advantages_N, ratio_N=ratio_N, clipped_low_N=never_N, clipped_high_N=never_N
+        loss_N=-settings.scale * ratio_N * inputs.advantages_N,
+        ratio_N=ratio_N,
+        clipped_low_N=never_N,
+        clipped_high_N=never_N,
     )
 """
 
@@ -204,8 +215,13 @@ def test_an_adaptive_entropy_bonus(workspace: Path) -> None:
 
 def test_algorithms_of_ones_own(workspace: Path) -> None:
     Path("mine.py").write_text(PLUGIN)
-    rows = train("--algo.extension_path mine.py --algo.advantage.estimator mine --actor.policy_loss_type mine_too")
+    flags = "--algo.extension_path mine.py --algo.advantage.estimator mine --actor.policy_loss_type mine_too"
+    flags += " --actor.entropy_coef 0"
+    rows = train(flags)
     assert len(rows) == 2
+    scaled = train(flags, "--algo.losses.mine_too.scale 3")
+    assert scaled[0]["policy/grad_norm"] == pytest.approx(3 * rows[0]["policy/grad_norm"], rel=1e-3)
+    assert "scale: 3.0" in Path("out", "config.yaml").read_text()
 
 
 def test_presets_are_shown_and_overridden(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from rollgrad.entrypoints.config_io import setting_names
+
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("domain", "application", "adapters", "entrypoints")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
@@ -24,6 +26,20 @@ def test_every_room_is_described() -> None:
         if (folder / "__init__.py").exists()
     }
     assert {room for room in rooms if f"`{room}`" not in ARCHITECTURE} == set()
+
+
+def test_the_way_of_a_setting_leads_through_names_that_are_there() -> None:
+    """Each place names what the next one is reached by: the setting's name, or the place before."""
+    rows = ARCHITECTURE.partition("## From a setting to its branch")[2].partition("## Words")[0]
+    ways = [row for row in rows.splitlines() if row.startswith("| `")]
+    assert len(ways) >= 6
+    for way in ways:
+        setting, *places = (cell.strip() for cell in way.strip("|").split("|"))
+        assert setting.strip("`") in list(setting_names())
+        assert len(places) == 3
+        for path, name in re.findall(r"`([\w/.]+)` `(\w+)`", " ".join(places)):
+            source = (ROOT / path).read_text()
+            assert re.search(rf"^\s*(def {name}\(|{name}\b.*=|\"{name}\":)", source, re.MULTILINE), (path, name)
 
 
 def test_words_are_in_order() -> None:

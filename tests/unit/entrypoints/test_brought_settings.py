@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from rollgrad.adapters.ray.session import send_users_classes_whole
 from rollgrad.application.settings.brought import with_brought
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.algorithms.catalogue import EstimatorTraits
@@ -146,7 +147,7 @@ def test_another_value_does_not_continue_the_run(plugin: str) -> None:
 
 def test_the_settings_travel_to_processes_that_have_not_read_the_file(plugin: str, tmp_path: Path) -> None:
     config = parsed("--algo.extension_path", plugin, "--actor.policy_loss_type", "toy", f"--{STRENGTH}", "2")
-    cloudpickle.register_pickle_by_value(sys.modules["rollgrad_user_toy"])  # as the session with Ray does
+    send_users_classes_whole(cloudpickle)
     (tmp_path / "config").write_bytes(cloudpickle.dumps(config))
     script = (
         "import pickle, sys\nconfig = pickle.load(open(sys.argv[1], 'rb'))\n"
