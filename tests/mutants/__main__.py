@@ -2,7 +2,7 @@
 
     python -m tests.mutants                 # all, some minutes
     python -m tests.mutants --only 3 7      # the third and the seventh
-    python -m tests.mutants --write         # and keeps the result in results.yaml
+    python -m tests.mutants --write         # and keeps the result in results.yaml, beside that before the tests grew
 
 Exit code 1 if a mutant stays alive, or if the tests fail without one.
 """
@@ -91,7 +91,7 @@ def judge(tree: Path, mutant: Mutant) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, nargs="+", help="numbers of mutants, from 1")
-    parser.add_argument("--write", action="store_true", help="keep the result in results.yaml")
+    parser.add_argument("--write", action="store_true", help="keep the result as `after` in results.yaml")
     arguments = parser.parse_args()
     chosen = list(enumerate(mutants(), start=1))
     if arguments.only:
@@ -109,7 +109,10 @@ def main() -> None:
     alive = list(results.values()).count("ALIVE")
     print(f"{len(results) - alive} of {len(results)} killed")
     if arguments.write:
-        RESULTS.write_text(yaml.safe_dump(results, sort_keys=False, width=120))
+        kept = yaml.safe_load(RESULTS.read_text())
+        for name, found in results.items():
+            kept.setdefault(name, {})["after"] = found
+        RESULTS.write_text(yaml.safe_dump(kept, sort_keys=False, width=200))
     sys.exit(1 if alive else 0)
 
 
