@@ -28,8 +28,8 @@ from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from tests.fakes.chat_codec import FakeChatCodec
-from tests.fakes.reward_source import FakeRewardSource
+from rollgrad.testing.chat_codec import FakeChatCodec
+from rollgrad.testing.reward_source import FakeRewardSource
 
 SIZES = ((10, 1_000), (100, 10_000), (1_000, 100_000))
 """(engines, rollouts in flight)."""

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rollgrad.entrypoints.composition.training_server import TrainingServer
-from tests.fakes.chat_codec import EOS, FakeChatCodec
+from rollgrad.testing.chat_codec import EOS, FakeChatCodec
 from tests.fakes.scripted_engine import ScriptedEngine
 
 POSITIONS = 8192

@@ -28,7 +28,7 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.entrypoints.config_io import dump_config, load_config, setting_names, structure_config
-from tests.fakes.chat_codec import EOS, FakeChatCodec
+from rollgrad.testing.chat_codec import EOS, FakeChatCodec
 from tests.fakes.reward_server import RewardServer
 from tests.fakes.scripted_engine import ScriptedEngine, serving
 from tests.fuzz_cases import SECONDS, Case, flipped

@@ -11,10 +11,10 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.episodes.trajectory import SegmentKind
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
-from tests.fakes.agent_executor import FakeAgentExecutor
-from tests.fakes.chat_codec import FakeChatCodec
-from tests.fakes.reward_source import FakeRewardSource
-from tests.fakes.rollout_engine import FakeRolloutEngine
+from rollgrad.testing.agent_executor import FakeAgentExecutor
+from rollgrad.testing.chat_codec import FakeChatCodec
+from rollgrad.testing.reward_source import FakeRewardSource
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
 
 
 def request(sample_id: int = 6, group_id: int = 3) -> EpisodeRequest:

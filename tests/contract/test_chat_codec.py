@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.domain.ports.chat_codec import ChatCodec
-from tests.fakes.chat_codec import FakeChatCodec
+from rollgrad.testing.chat_codec import FakeChatCodec
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4? häß 漢"}]
 

@@ -11,7 +11,7 @@ from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore, TrainingState
 from rollgrad.domain.ports.models import PolicyModel
-from tests.fakes.checkpoint_store import FakeCheckpointStore
+from rollgrad.testing.checkpoint_store import FakeCheckpointStore
 
 
 class SavingPolicy:

@@ -4,7 +4,7 @@ import pytest
 
 from rollgrad.adapters.system.clock import SystemClock
 from rollgrad.domain.ports.clock import Clock
-from tests.fakes.clock import FakeClock
+from rollgrad.testing.clock import FakeClock
 
 
 @pytest.mark.parametrize("clock", [FakeClock(5.0), SystemClock()], ids=["fake", "system"])

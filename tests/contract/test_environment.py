@@ -19,7 +19,7 @@ from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Action, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.environment import Environment, StepResult, Tool
-from tests.fakes.environment import FakeEnvironment
+from rollgrad.testing.environment import FakeEnvironment
 from tests.fakes.environment_servers import NEMO_GYM_TOOLS, nemo_gym_app, openenv_app, serve
 
 JUNK = [

@@ -13,7 +13,7 @@ from rollgrad.adapters.tracking.jsonl import JsonlSink
 from rollgrad.adapters.tracking.multi import MultiSink
 from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
 from rollgrad.domain.ports.metric_sink import MetricSink
-from tests.fakes.metric_sink import FakeMetricSink
+from rollgrad.testing.metric_sink import FakeMetricSink
 
 Numbers = list[tuple[int, float]]
 

@@ -18,8 +18,8 @@ from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores
-from tests.fakes.agent_executor import make_trajectory
-from tests.fakes.models import FakePolicy
+from rollgrad.testing.agent_executor import make_trajectory
+from rollgrad.testing.models import FakePolicy
 
 FLAG = "--actor.model_name_or_path"
 

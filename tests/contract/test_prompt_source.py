@@ -13,7 +13,7 @@ from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.prompt_source import PromptSource
-from tests.fakes.prompt_source import FakePromptSource
+from rollgrad.testing.prompt_source import FakePromptSource
 
 SIZE = 7
 

@@ -9,8 +9,8 @@ from rollgrad.adapters.models.torch.loading import load_causal_lm
 from rollgrad.adapters.models.torch.models import TorchReference
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import ReferenceModel
-from tests.fakes.agent_executor import make_trajectory
-from tests.fakes.models import FakeReference
+from rollgrad.testing.agent_executor import make_trajectory
+from rollgrad.testing.models import FakeReference
 
 
 @pytest.fixture(params=["fake", "torch"])

@@ -19,8 +19,8 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardInput, RewardRequest
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
+from rollgrad.testing.reward_source import FakeRewardSource
 from tests.fakes.reward_server import JsonServer, RewardServer
-from tests.fakes.reward_source import FakeRewardSource
 
 
 def ask(response: str, label: Any = "7") -> RewardRequest:

@@ -17,9 +17,9 @@ from rollgrad.application.engines.fleet_member import Taker
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
 from tests.event_loop import run
 from tests.fakes.fleet_member import FakeFleetMember
-from tests.fakes.rollout_engine import FakeRolloutEngine
 from tests.tiny_models import LONG
 
 VLLM = [pytest.param("vllm", marks=pytest.mark.slow)] if importlib.util.find_spec("vllm") else []

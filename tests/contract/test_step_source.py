@@ -22,8 +22,8 @@ from rollgrad.domain.control.staleness import StalenessBound
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.errors import NonFiniteUpdateError
 from rollgrad.domain.ports.models import PolicyObjective
-from tests.fakes.clock import FakeClock
-from tests.fakes.models import VOCABULARY, FakePolicy
+from rollgrad.testing.clock import FakeClock
+from rollgrad.testing.models import VOCABULARY, FakePolicy
 from tests.fakes.pipeline import GROUPS, make_run
 
 STEPS = 4

@@ -16,7 +16,8 @@ from rollgrad.adapters.tools.mcp import connect
 from rollgrad.adapters.tools.python import PythonTool
 from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.ports.environment import Tool, tool_schema
-from tests.fakes.tool import FakeTool, mcp_command
+from rollgrad.testing.tool import FakeTool
+from tests.fakes.tool import mcp_command
 
 
 def repeat(text: str) -> str:

@@ -17,8 +17,8 @@ from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import LossOutput, ValueModel
-from tests.fakes.agent_executor import make_trajectory
-from tests.fakes.models import FakeValue
+from rollgrad.testing.agent_executor import make_trajectory
+from rollgrad.testing.models import FakeValue
 
 FLAG = "--critic.model_name_or_path"
 OBJECTIVE = ClippedValueObjective(clip=None)

@@ -28,11 +28,11 @@ from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.domain.ports.weight_channel import WeightChannel
+from rollgrad.testing.models import FakePolicy
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
+from rollgrad.testing.weight_channel import FakeWeightChannel
 from tests.event_loop import run
 from tests.fakes.group_backend import FakeGroupBackend
-from tests.fakes.models import FakePolicy
-from tests.fakes.rollout_engine import FakeRolloutEngine
-from tests.fakes.weight_channel import FakeWeightChannel
 from tests.fakes.weight_taker import FakeWeightTaker
 
 FLAG = "--actor.model_name_or_path"
@@ -127,7 +127,7 @@ def test_an_engine_that_is_sampling_refuses_unless_paused(parts: tuple[WeightCha
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "copied"])
 def test_the_engine_samples_from_the_updated_weights(tiny_model_dir: Path, own: bool) -> None:
     from rollgrad.domain.batches.packed import pack
-    from tests.fakes.agent_executor import make_trajectory
+    from rollgrad.testing.agent_executor import make_trajectory
 
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
     policy = TorchPolicy(model, load_tokenizer(str(tiny_model_dir), flag=FLAG), OptimizerSettings(lr=0.05))

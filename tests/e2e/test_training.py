@@ -19,9 +19,9 @@ from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.entrypoints.cli.main import main
-from tests.fakes.clock import FakeClock
-from tests.fakes.metric_sink import FakeMetricSink
-from tests.fakes.reward_source import FakeRewardSource
+from rollgrad.testing.clock import FakeClock
+from rollgrad.testing.metric_sink import FakeMetricSink
+from rollgrad.testing.reward_source import FakeRewardSource
 
 REWARD = """
 def reward_func(queries, prompts, labels):

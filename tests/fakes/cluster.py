@@ -25,7 +25,7 @@ from rollgrad.adapters.models.torch.reward_model import RewardModel
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import LossOutput, PolicyModel, TokenScores, ValueModel
-from tests.fakes.agent_executor import make_trajectory
+from rollgrad.testing.agent_executor import make_trajectory
 from tests.tensor_bytes import tensor_bytes
 
 FLAG = "--actor.model_name_or_path"

@@ -16,7 +16,7 @@ from rollgrad.adapters.models.ray.sharded import ShardedPolicy
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.entrypoints.config_io import load_config
-from tests.fakes.reward_source import FakeRewardSource
+from rollgrad.testing.reward_source import FakeRewardSource
 
 PHASES = ("generating", "syncing", "training", "saving")
 HALTED = "halted"

@@ -7,7 +7,7 @@ from rollgrad.application.engines.fleet_member import FleetMember
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from tests.fakes.rollout_engine import FakeRolloutEngine
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
 
 
 class FakeFleetMember(FleetMember):

@@ -34,15 +34,15 @@ from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from tests.fakes.chat_codec import FakeChatCodec
-from tests.fakes.checkpoint_store import FakeCheckpointStore
-from tests.fakes.clock import FakeClock
-from tests.fakes.metric_sink import FakeMetricSink
-from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference
-from tests.fakes.prompt_source import FakePromptSource
-from tests.fakes.reward_source import FakeRewardSource
-from tests.fakes.rollout_engine import FakeRolloutEngine
-from tests.fakes.weight_channel import FakeWeightChannel
+from rollgrad.testing.chat_codec import FakeChatCodec
+from rollgrad.testing.checkpoint_store import FakeCheckpointStore
+from rollgrad.testing.clock import FakeClock
+from rollgrad.testing.metric_sink import FakeMetricSink
+from rollgrad.testing.models import VOCABULARY, FakePolicy, FakeReference
+from rollgrad.testing.prompt_source import FakePromptSource
+from rollgrad.testing.reward_source import FakeRewardSource
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
+from rollgrad.testing.weight_channel import FakeWeightChannel
 
 PARAMS = SamplingParams(max_new_tokens=3)
 PROMPTS = [Prompt(token_ids=(index + 1,), text=str(index), label=index) for index in range(5)]

@@ -18,8 +18,8 @@ from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
+from rollgrad.testing.agent_executor import make_trajectory
 from tests.fakes import cluster
-from tests.fakes.agent_executor import make_trajectory
 
 TIMEOUT = 300.0
 VOCABULARY = 97

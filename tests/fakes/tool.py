@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollgrad.testing.tool import FakeTool as FakeTool
-
 MCP_SERVER = '''
 import os
 

@@ -7,8 +7,8 @@ import torch
 
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightsDifferError, WeightTaker
 from rollgrad.adapters.weights.shared_buckets import Assembler, SharedMemory
+from rollgrad.testing.models import VOCABULARY
 from tests.fakes.fleet_member import FakeFleetMember
-from tests.fakes.models import VOCABULARY
 
 
 class FakeWeightTaker(FakeFleetMember, WeightTaker):

@@ -17,7 +17,7 @@ from rollgrad.adapters.servers import agent_server
 from rollgrad.adapters.servers.guard import MAX_BODY_BYTES
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.ports.chat_codec import ChatCodec
-from tests.fakes.chat_codec import EOS, FakeChatCodec
+from rollgrad.testing.chat_codec import EOS, FakeChatCodec
 from tests.fakes.scripted_engine import Script, ScriptedEngine, Served, assert_recorded, serving
 
 WAIT_SECONDS = 60.0

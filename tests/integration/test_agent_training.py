@@ -14,7 +14,7 @@ from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.domain.errors import EngineError
 from rollgrad.entrypoints.cli.main import main
-from tests.fakes.reward_source import FakeRewardSource
+from rollgrad.testing.reward_source import FakeRewardSource
 
 OPENAI = """
 import openai

@@ -21,7 +21,7 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.episodes.trajectory import NO_VERSION, Trajectory
 from rollgrad.domain.ports.environment import Action, StepResult
-from tests.fakes.reward_source import FakeRewardSource
+from rollgrad.testing.reward_source import FakeRewardSource
 
 TOLERANCE = 1e-4
 """Largest difference of a float32 log-prob: products are summed in another order, no more."""

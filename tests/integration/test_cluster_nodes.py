@@ -18,10 +18,10 @@ from rollgrad.domain.episodes.generation import Generation, GenerationRequest, S
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
 from rollgrad.domain.errors import ConfigurationError, WorkerError
+from rollgrad.testing.reward_source import FakeRewardSource
 from tests.event_loop import run
 from tests.fakes import cluster as cluster_models
 from tests.fakes.cluster import processes
-from tests.fakes.reward_source import FakeRewardSource
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

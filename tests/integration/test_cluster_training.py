@@ -28,10 +28,10 @@ from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import WorkerError
 from rollgrad.domain.ports.metric_sink import MetricSink
 from rollgrad.entrypoints.config_io import dump_config
+from rollgrad.testing.reward_source import FakeRewardSource
 from tests.accounts import nothing_is_lost
 from tests.fakes import cluster, controller
 from tests.fakes.controller import letters
-from tests.fakes.reward_source import FakeRewardSource
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.usefixtures("ray")]
 

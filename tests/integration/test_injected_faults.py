@@ -37,7 +37,7 @@ from rollgrad.domain.episodes.generation import Generation, GenerationRequest, S
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import EngineError, RewardError, RollgradError
-from tests.fakes.chat_codec import EOS, FakeChatCodec
+from rollgrad.testing.chat_codec import EOS, FakeChatCodec
 from tests.fakes.fleet_member import FakeFleetMember
 from tests.fakes.reward_server import RewardServer
 from tests.fakes.scripted_engine import ScriptedEngine, serving

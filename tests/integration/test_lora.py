@@ -33,9 +33,9 @@ from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.domain.ports.weight_channel import WeightChannel
 from rollgrad.entrypoints.composition.engines import vllm_settings, weight_backend_kind
 from rollgrad.entrypoints.composition.models import make_actor_model, make_reference_model, make_trained_actor
+from rollgrad.testing.agent_executor import make_trajectory
+from rollgrad.testing.reward_source import FakeRewardSource
 from tests.event_loop import run
-from tests.fakes.agent_executor import make_trajectory
-from tests.fakes.reward_source import FakeRewardSource
 from tests.integration.test_vllm_engine import kept_scores
 from tests.tiny_models import LONG
 

@@ -21,9 +21,9 @@ from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.control.engine_health import FleetBounds
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
+from rollgrad.testing.agent_executor import make_trajectory
+from rollgrad.testing.reward_source import FakeRewardSource
 from tests.fakes import cluster, lora
-from tests.fakes.agent_executor import make_trajectory
-from tests.fakes.reward_source import FakeRewardSource
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

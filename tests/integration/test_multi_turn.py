@@ -24,8 +24,8 @@ from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.episodes.trajectory import SegmentKind, Trajectory
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.environment import StepResult
-from tests.fakes.agent_executor import FakeAgentExecutor, make_trajectory
-from tests.fakes.reward_source import FakeRewardSource
+from rollgrad.testing.agent_executor import FakeAgentExecutor, make_trajectory
+from rollgrad.testing.reward_source import FakeRewardSource
 
 
 class CountDown:

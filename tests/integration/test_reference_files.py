@@ -23,8 +23,8 @@ from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.entrypoints.cli.main import main
-from tests.fakes.chat_codec import FakeChatCodec
-from tests.fakes.rollout_engine import FakeRolloutEngine
+from rollgrad.testing.chat_codec import FakeChatCodec
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
 
 RANDOM_STEPS = """
 import random

@@ -26,9 +26,9 @@ from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.errors import ConfigurationError, DataError
 from rollgrad.entrypoints.config_io import load_config
-from tests.fakes.chat_codec import EOS, FakeChatCodec
+from rollgrad.testing.chat_codec import EOS, FakeChatCodec
+from rollgrad.testing.tool import FakeTool
 from tests.fakes.scripted_engine import ScriptedEngine, serving
-from tests.fakes.tool import FakeTool
 
 WAIT_SECONDS = 60.0
 CHAT = "/v1/chat/completions"

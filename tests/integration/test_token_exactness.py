@@ -23,11 +23,11 @@ from rollgrad.domain.errors import DataError, TrajectoryError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.chat_codec import ChatCodec
 from rollgrad.domain.ports.environment import StepResult
-from tests.fakes.chat_codec import FakeChatCodec
+from rollgrad.testing.chat_codec import FakeChatCodec
+from rollgrad.testing.environment import FakeEnvironment
+from rollgrad.testing.tool import FakeTool
 from tests.fakes.chat_templates import tokenizer_with
-from tests.fakes.environment import FakeEnvironment
 from tests.fakes.recording_engine import Exchange, RecordingEngine, random_tokens
-from tests.fakes.tool import FakeTool
 
 FAMILIES = (
     "smollm2",

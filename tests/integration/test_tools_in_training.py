@@ -7,8 +7,8 @@ from typing import Any
 import rollgrad
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.domain.episodes.generation import GenerationRequest
+from rollgrad.testing.weight_channel import FakeWeightChannel
 from tests.fakes.recording_engine import RecordingEngine
-from tests.fakes.weight_channel import FakeWeightChannel
 
 TOOLS = '''
 import rollgrad

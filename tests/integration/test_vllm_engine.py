@@ -20,8 +20,8 @@ from rollgrad.domain.episodes.generation import Generation, GenerationRequest, S
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.testing.agent_executor import make_trajectory
 from tests.event_loop import run
-from tests.fakes.agent_executor import make_trajectory
 from tests.kept_scores import kept_scores
 from tests.tiny_models import LONG
 

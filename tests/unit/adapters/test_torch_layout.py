@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rollgrad.adapters.models.torch.layout import build_layout, prefill_layout
 from rollgrad.domain.batches.packed import pack
-from tests.fakes.agent_executor import make_trajectory
+from rollgrad.testing.agent_executor import make_trajectory
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=5)
 samples = st.tuples(st.integers(0, 2), tokens, tokens)

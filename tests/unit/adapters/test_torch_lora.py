@@ -19,7 +19,7 @@ from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
-from tests.fakes.agent_executor import make_trajectory
+from rollgrad.testing.agent_executor import make_trajectory
 from tests.tiny_models import saved, tiny_model
 
 FLAG = "--actor.model_name_or_path"

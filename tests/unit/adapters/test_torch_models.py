@@ -16,7 +16,7 @@ from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, 
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import LossOutput, TokenScores
-from tests.fakes.agent_executor import make_trajectory
+from rollgrad.testing.agent_executor import make_trajectory
 
 SETTINGS = OptimizerSettings(lr=1e-3, weight_decay=0.01, total_steps=10)
 OBJECTIVE = PolicyLossObjective(entropy_coef=0.1)

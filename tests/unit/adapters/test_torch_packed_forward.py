@@ -13,7 +13,7 @@ from rollgrad.adapters.models.torch.forward import PackedLM, scatter
 from rollgrad.adapters.models.torch.layout import build_layout
 from rollgrad.adapters.models.torch.models import TorchReference
 from rollgrad.domain.batches.packed import PackedBatch, pack
-from tests.fakes.agent_executor import make_trajectory
+from rollgrad.testing.agent_executor import make_trajectory
 
 VOCABULARY = 97
 SIZES = {

@@ -25,7 +25,7 @@ from rollgrad.adapters.tracking.multi import MultiSink
 from rollgrad.adapters.tracking.tensorboard import TensorBoardSink
 from rollgrad.domain.errors import MissingExtraError
 from rollgrad.domain.ports.metric_sink import MetricSink
-from tests.fakes.metric_sink import FakeMetricSink
+from rollgrad.testing.metric_sink import FakeMetricSink
 
 
 def test_each_line_is_on_disk_at_once_and_a_continued_run_appends(tmp_path: Path) -> None:

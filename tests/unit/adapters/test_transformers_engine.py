@@ -17,7 +17,7 @@ from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenize
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from tests.fakes.models import FakePolicy
+from rollgrad.testing.models import FakePolicy
 
 POSITIONS = 512
 DEADLINE = 60.0

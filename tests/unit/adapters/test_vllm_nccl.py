@@ -12,7 +12,7 @@ from rollgrad.adapters.weights.gpu_buckets import Contents
 from rollgrad.adapters.weights.nccl import NCCLBackend, Rendezvous, within
 from rollgrad.adapters.weights.transfer import Passage, Send
 from rollgrad.domain.errors import EngineError
-from tests.fakes.models import FakePolicy
+from rollgrad.testing.models import FakePolicy
 
 
 class DividedFake(FakePolicy):

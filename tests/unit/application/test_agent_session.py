@@ -11,8 +11,8 @@ from rollgrad.domain.episodes.messages import Action, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.environment import Observation, StepResult, tool_schema
-from tests.fakes.environment import FakeEnvironment
-from tests.fakes.tool import FakeTool
+from rollgrad.testing.environment import FakeEnvironment
+from rollgrad.testing.tool import FakeTool
 
 USER = {"role": "user", "content": "3+4?"}
 PROMPT = Prompt(token_ids=(1,), text="3+4?", messages=(USER,))

@@ -26,7 +26,7 @@ from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import CheckpointError, EngineError, NonFiniteUpdateError, RewardError
 from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from tests.fakes.models import VOCABULARY, FakePolicy
+from rollgrad.testing.models import VOCABULARY, FakePolicy
 from tests.fakes.pipeline import GROUPS, PARAMS, PROMPTS, SAMPLES, Run, make_run
 
 LIMIT_SECONDS = 60.0

@@ -26,8 +26,8 @@ from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, AgentTask
-from tests.fakes.chat_codec import EOS, FakeChatCodec
-from tests.fakes.reward_source import FakeRewardSource
+from rollgrad.testing.chat_codec import EOS, FakeChatCodec
+from rollgrad.testing.reward_source import FakeRewardSource
 from tests.fakes.scripted_engine import Script, ScriptedEngine, assert_recorded
 
 PROMPT = Prompt(token_ids=(1,), text="go", label="two", messages=({"role": "user", "content": "go"},))

@@ -14,8 +14,8 @@ from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.resuming import ContinuingEngine
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
 from tests.fakes.fleet_member import FakeFleetMember
-from tests.fakes.rollout_engine import FakeRolloutEngine
 
 REQUEST = GenerationRequest(prompt_token_ids=(65, 66, 67), params=SamplingParams(max_new_tokens=60, seed=3))
 

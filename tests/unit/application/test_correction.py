@@ -16,7 +16,7 @@ from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import TokenScores
 from rollgrad.entrypoints.composition.algorithm import make_objective
 from rollgrad.entrypoints.config_io import structure_config
-from tests.fakes.agent_executor import make_trajectory
+from rollgrad.testing.agent_executor import make_trajectory
 
 OFF, TOKEN = CorrectionLevel.OFF, CorrectionLevel.TOKEN
 

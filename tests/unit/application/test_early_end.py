@@ -15,8 +15,8 @@ from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import CheckpointError, EngineError, NonFiniteUpdateError, OutOfMemory, RewardError
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel
-from tests.fakes.checkpoint_store import FakeCheckpointStore
-from tests.fakes.models import VOCABULARY, FakePolicy
+from rollgrad.testing.checkpoint_store import FakeCheckpointStore
+from rollgrad.testing.models import VOCABULARY, FakePolicy
 from tests.fakes.pipeline import GROUPS, SAMPLES, Run, make_run
 
 STEPS, FAILS_AFTER = 6, 3

@@ -24,10 +24,10 @@ from rollgrad.domain.control.findings import LearningSettings, LearningWatch
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.errors import NonFiniteUpdateError
 from rollgrad.domain.ports.models import PolicyObjective
-from tests.fakes.checkpoint_store import FakeCheckpointStore
-from tests.fakes.clock import FakeClock
-from tests.fakes.metric_sink import FakeMetricSink
-from tests.fakes.models import FakePolicy, FakeValue
+from rollgrad.testing.checkpoint_store import FakeCheckpointStore
+from rollgrad.testing.clock import FakeClock
+from rollgrad.testing.metric_sink import FakeMetricSink
+from rollgrad.testing.models import FakePolicy, FakeValue
 
 PAIRS, BATCH, EPOCHS = 5, 2, 2
 TOTAL = PAIRS * EPOCHS

@@ -12,7 +12,7 @@ from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
-from tests.fakes.agent_executor import FakeAgentExecutor, make_trajectory
+from rollgrad.testing.agent_executor import FakeAgentExecutor, make_trajectory
 
 SCORES = {"a": [1.0, 0.0], "b": [1.0, 1.0], "c": [0.5, 0.0]}
 """Scores of the two samples of each prompt."""

@@ -13,8 +13,8 @@ from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.settings import AdvantageSettings, KLEstimator, KLSettings, OldLogprobs
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import RewardError
-from tests.fakes.agent_executor import make_trajectory
-from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
+from rollgrad.testing.agent_executor import make_trajectory
+from rollgrad.testing.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
 
 TRAJECTORIES = [
     make_trajectory([1, 2], [3 + i, 4], *([[8, 8], [5]] if i == 2 else []), group_id=i // 2, sample_id=i, rewards=[i])

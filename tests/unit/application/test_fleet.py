@@ -16,8 +16,8 @@ from rollgrad.domain.control.engine_health import Death, EngineState, FleetBound
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
 from tests.fakes.fleet_member import FakeFleetMember
-from tests.fakes.rollout_engine import FakeRolloutEngine
 
 SECONDS = 60
 """After which a test has hung."""

@@ -19,8 +19,8 @@ from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import ConfigurationError, NotApplicableError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.environment import Environment, StepResult
+from rollgrad.testing.reward_source import FakeRewardSource
 from tests.fakes.chat_templates import tokenizer_with
-from tests.fakes.reward_source import FakeRewardSource
 from tests.fakes.scripted_engine import ScriptedEngine
 
 MESSAGES = ({"role": "user", "content": "Add 2 and 3."},)

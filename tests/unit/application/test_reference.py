@@ -17,7 +17,7 @@ from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import ReferenceModel, TokenScores
-from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference
+from rollgrad.testing.models import VOCABULARY, FakePolicy, FakeReference
 from tests.unit.application.test_epochs import EXAMPLES, PAIRS
 
 LOGITS_V = torch.linspace(-1, 1, VOCABULARY)

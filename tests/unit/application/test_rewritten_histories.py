@@ -34,8 +34,8 @@ from rollgrad.domain.algorithms.settings import (
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.trajectory import SegmentKind, Trajectory
-from tests.fakes.chat_codec import FakeChatCodec
-from tests.fakes.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
+from rollgrad.testing.chat_codec import FakeChatCodec
+from rollgrad.testing.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
 
 WEIGHTS = {"right": 1.0, "short": 0.5}
 """Of the named rewards of an episode."""

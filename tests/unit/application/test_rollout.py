@@ -15,7 +15,7 @@ from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import ConfigurationError, EngineError, RewardError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
-from tests.fakes.agent_executor import FakeAgentExecutor, reply_with_sample_id
+from rollgrad.testing.agent_executor import FakeAgentExecutor, reply_with_sample_id
 
 PARAMS = SamplingParams(max_new_tokens=4)
 

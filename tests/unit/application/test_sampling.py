@@ -18,8 +18,8 @@ from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import RewardError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
-from tests.fakes.agent_executor import FakeAgentExecutor, make_trajectory, reply_with_sample_id
-from tests.fakes.prompt_source import FakePromptSource
+from rollgrad.testing.agent_executor import FakeAgentExecutor, make_trajectory, reply_with_sample_id
+from rollgrad.testing.prompt_source import FakePromptSource
 
 PROMPTS = [Prompt(token_ids=(index + 1,), text=str(index)) for index in range(12)]
 

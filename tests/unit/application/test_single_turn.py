@@ -12,9 +12,9 @@ from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.rollout_engine import PauseMode
-from tests.fakes.chat_codec import FakeChatCodec
-from tests.fakes.reward_source import FakeRewardSource
-from tests.fakes.rollout_engine import FakeRolloutEngine
+from rollgrad.testing.chat_codec import FakeChatCodec
+from rollgrad.testing.reward_source import FakeRewardSource
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
 
 REQUEST = EpisodeRequest(
     prompt=Prompt(token_ids=(72, 105), text="Hi", label="there"),

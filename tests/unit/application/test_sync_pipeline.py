@@ -12,8 +12,8 @@ from rollgrad.application.pipelines.run import RunOutcome
 from rollgrad.domain.control.kl_weight import KLController
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import NonFiniteUpdateError, RewardError
-from tests.fakes.clock import FakeClock
-from tests.fakes.models import VOCABULARY, FakePolicy
+from rollgrad.testing.clock import FakeClock
+from rollgrad.testing.models import VOCABULARY, FakePolicy
 from tests.fakes.pipeline import Run, make_run
 
 

@@ -12,8 +12,8 @@ from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Action, ToolCall, ToolResult, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.environment import Environment, StepResult
-from tests.fakes.reward_source import FakeRewardSource
-from tests.fakes.tool import FakeTool
+from rollgrad.testing.reward_source import FakeRewardSource
+from rollgrad.testing.tool import FakeTool
 
 PROMPT = Prompt(token_ids=(1,), text="Say x.", label="x", messages=({"role": "user", "content": "Say x."},))
 

@@ -15,7 +15,7 @@ from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch, pack
 from rollgrad.domain.batches.sharding import shards
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.ports.models import TokenScores
-from tests.fakes.agent_executor import make_trajectory
+from rollgrad.testing.agent_executor import make_trajectory
 
 
 def reply(length: int) -> WeightedTokens:

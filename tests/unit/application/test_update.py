@@ -16,8 +16,8 @@ from rollgrad.domain.algorithms.settings import Aggregation
 from rollgrad.domain.batches.metrics import Common, Count
 from rollgrad.domain.batches.packed import Batch, PackedBatch, pack
 from rollgrad.domain.ports.models import PolicyObjective
-from tests.fakes.agent_executor import make_trajectory
-from tests.fakes.models import FakePolicy, FakeValue
+from rollgrad.testing.agent_executor import make_trajectory
+from rollgrad.testing.models import FakePolicy, FakeValue
 
 OBJECTIVE = PolicyLossObjective()
 

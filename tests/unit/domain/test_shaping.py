@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollgrad.domain.algorithms import shaping
 from rollgrad.domain.algorithms.settings import ShapingSettings
 from rollgrad.domain.batches.packed import PackedBatch, pack
-from tests.fakes.agent_executor import make_trajectory
+from rollgrad.testing.agent_executor import make_trajectory
 
 rewards_of_turns = st.floats(-100, 100, width=32)
 
