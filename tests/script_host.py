@@ -39,7 +39,7 @@ def main() -> None:
     import torch  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import rollgrad.entrypoints.composition.container
+    import rollgrad.entrypoints.composition.rl
     import rollgrad.entrypoints.library  # noqa: F401
 
     for line in sys.stdin:
