@@ -87,6 +87,9 @@ def find_format(columns: Sequence[str], name: str, settings: ReadingSettings) ->
     """
     present = set(columns)
     shown_columns = ", ".join(sorted(present - {"datasource"})) or "none"
+    for key, flag in ((settings.input_key, "--data.input_key"), (settings.output_key, "--data.output_key")):
+        if key is not None and key not in present and key.partition(".")[0] not in present:
+            raise DataError(f"{name!r} has no column {key!r}: set {flag} to one of its columns ({shown_columns}).")
     if settings.format is ExampleFormat.PAIRS:
         given = (settings.chosen_key, settings.rejected_key)
         missing = [name for name, key in zip(PAIR_COLUMNS, given, strict=True) if key is None and name not in present]

@@ -177,16 +177,25 @@ def _open(name: str, split: str, settings: ReadingSettings) -> Source:
     else:
         dataset = load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split")
         rows, fingerprint = dataset, str(dataset._fingerprint)
-    return Source(name, rows, find_format(list(_columns(rows)), name, settings), fingerprint)
+    return Source(name, rows, find_format(list(_columns(rows, name)), name, settings), fingerprint)
 
 
-def _columns(rows: Rows) -> Iterator[str]:
-    """The columns that have a value in one of the first rows."""
+def _columns(rows: Rows, source: str) -> Iterator[str]:
+    """The columns that have a value in one of the first rows.
+
+    Raises:
+        DataError: none of these rows can be read.
+    """
     seen: set[str] = set()
-    for index in range(min(LOOKED_AT, len(rows))):
+    first_rows = range(min(LOOKED_AT, len(rows)))
+    unread: list[RowError] = []
+    for index in first_rows:
         try:
             row = rows[index]
-        except RowError:  # it is counted when all rows are read
+        except RowError as error:  # it is counted when all rows are read
+            unread.append(error)
+            if len(unread) == len(first_rows):
+                raise DataError(f"No row of {source} can be read; of the first: {unread[0]}") from unread[0]
             continue
         for name, value in row.items():
             if value is not None and name not in seen:

@@ -428,6 +428,11 @@ def test_other_files_and_missing_ones(tmp_path: Path, tiny_tokenizer: Any) -> No
     for name, match in (("none.jsonl", "cannot be read"), ("none.csv", "does not exist")):
         with pytest.raises(DataError, match=match):
             opened(tmp_path / name)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"No row of .*latin\.jsonl can be read; of the first: The line is not UTF-8"):
+        opened(tmp_path / "latin.jsonl")
+    with pytest.raises(DataError, match=r"has no column 'x': set --data\.input_key to one of its columns"):
+        opened(tmp_path / "a.csv", evolve(READING, input_key="x"))
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="has no rows"):
         opened(tmp_path / "empty.jsonl")
