@@ -55,11 +55,11 @@ class PolicyModel(Protocol):
         ...
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
-        """Takes one optimizer step; returns the combined metrics of its micro-batches plus `loss`, `grad_norm`
-        and `lr`.
+        """Takes one optimizer step; returns the combined metrics of its micro-batches, plus `loss` (a `Total`),
+        `grad_norm` and `lr` (both `Common`).
 
-        In float16 it also returns `loss_scale` and `skipped_steps`: 1 if the gradient overflowed (there is no
-        `grad_norm` then), else 0.
+        In float16 it also returns `loss_scale` (`Common`) and `skipped_steps` (a `Count`): 1 if the gradient overflowed
+        (there is no `grad_norm` then), else 0.
         """
         ...
 
