@@ -197,10 +197,9 @@ class DPOContainer(BaseContainer):
 def dpo_container(config: DPORun) -> DPOContainer:
     """Returns the container of a run with these settings."""
     container = DPOContainer(config=config, make=providers.Object(dpo_container))
-    total_steps = providers.Callable(make_total_steps, config.train, container.examples)
     container.override_providers(
-        total_steps=total_steps,
-        actor_steps=total_steps,
+        total_steps=providers.Callable(make_total_steps, config.train, container.examples),
+        actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
         roles=providers.Callable(make_dpo_roles, config),
         colocated=providers.Object([{"actor", "reference"}]),
     )

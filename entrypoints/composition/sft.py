@@ -113,10 +113,9 @@ class SFTContainer(BaseContainer):
 def sft_container(config: SFTRun) -> SFTContainer:
     """Returns the container of a run with these settings."""
     container = SFTContainer(config=config, make=providers.Object(sft_container))
-    total_steps = providers.Callable(make_total_steps, config.train, container.examples)
     container.override_providers(
-        total_steps=total_steps,
-        actor_steps=total_steps,
+        total_steps=providers.Callable(make_total_steps, config.train, container.examples),
+        actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
         correct=providers.Object(True),
         roles=providers.Callable(make_roles, config),
     )

@@ -27,6 +27,8 @@ from rollgrad.domain.ports.models import TokenScores
 from rollgrad.entrypoints.cli.main import main
 
 PAIRS, BATCH, STEPS = 18, 6, 6
+ROOT = Path(__file__).resolve().parents[2]
+PREFERENCES = ROOT / "examples" / "data" / "preferences"
 
 
 @pytest.fixture(autouse=True)
@@ -243,3 +245,15 @@ def test_rows_that_are_no_pairs_are_counted_and_named(tiny_model_dir: Path, pair
     result = rollgrad.train_dpo(run)
     report = json.loads((result.output_dir / "data_report.json").read_text())["data.dataset"]
     assert {reason: drop["count"] for reason, drop in report["dropped"].items()} == {"equal_replies": 1, "broken": 2}
+
+
+def test_the_example_in_its_smallest_form(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """One step with the example's settings and pairs, on a model that is tiny."""
+    words = ["train", "dpo", "--config", str(ROOT / "examples" / "dpo.yaml")]
+    data = [f"--data.dataset={PREFERENCES}_train.jsonl", f"--eval.dataset={PREFERENCES}_test.jsonl"]
+    model = ["--actor.model_name_or_path", str(tiny_model_dir), "--actor.dtype", "float32", "--actor.adam.lr", "1e-3"]
+    small = ["--train.max_steps", "2", "--train.batch_size", "2", "--data.max_samples", "8", "--eval.max_samples", "2"]
+    assert main([*words, *data, *model, *small, "--ckpt.output_dir", str(tmp_path / "run")]) == 0
+    held_out = [row["eval/loss"] for row in logged(tmp_path / "run") if "eval/loss" in row]
+    assert held_out[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert held_out[-1] < held_out[0]
