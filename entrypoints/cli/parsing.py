@@ -131,7 +131,17 @@ def spell_out(
     Raises:
         ConfigurationError: a boolean is followed by a word that is neither True nor False.
     """
+    spelled, wrong = _spelled(arguments, kinds, optional_values)
+    raise_together(wrong)
+    return spelled
+
+
+def _spelled(
+    arguments: Sequence[str], kinds: Mapping[str, Any], optional_values: Mapping[str, OptionalValue] = OPTIONAL_VALUES
+) -> tuple[list[str], list[ConfigurationError]]:
+    """`spell_out` without the flags that are wrong, and a sentence for each of these."""
     spelled: list[str] = []
+    wrong: list[ConfigurationError] = []
     words = list(arguments)
     optionals = {name: SWITCH for name, kind in kinds.items() if kind is bool} | dict(optional_values)
     while words:
@@ -144,10 +154,17 @@ def spell_out(
         positive = _positive(name, kinds)
         if (optional := optionals.get(name)) is not None:
             given = value if equals else words.pop(0) if words and not words[0].startswith("-") else None
-            spelled += [f"--{name}", optional.alone if given is None else _word(flag, given, optional)]
+            chosen = optional.alone if given is None else optional.words.get(given.lower())
+            spelled += [] if chosen is None else [f"--{name}", chosen]
+            if chosen is None:
+                known = ", ".join(dict.fromkeys(optional.words.values()))
+                wrong.append(
+                    ConfigurationError(f"--{name} is {given!r}, but it takes {known}, or nothing: change --{name}.")
+                )
         elif positive is not None and (optional := optionals.get(positive)) is not None:
             if equals or (words and not words[0].startswith("-")):
-                raise ConfigurationError(f"{flag} takes no value: write --{positive} with one.")
+                wrong.append(ConfigurationError(f"--{name} takes no value: write --{positive} with one."))
+                words = words if equals else words[1:]
             spelled += [f"--{positive}", optional.negated]
         else:
             spelled.append(f"--{name}")
@@ -155,7 +172,7 @@ def spell_out(
                 spelled[-1] += f"={_canonical(value, kinds.get(name))}"
             elif words and not words[0].startswith("--"):
                 spelled.append(_canonical(words.pop(0), kinds.get(name)))
-    return spelled
+    return spelled, wrong
 
 
 def parse_run(
@@ -171,19 +188,19 @@ def parse_run(
         arguments: words of the command line.
 
     Raises:
-        ConfigurationError: there is no such file, it is not YAML, or a flag that takes no value has one.
+        ConfigurationError: there is no such file, or it is not YAML.
     """
-    words = spell_out(arguments, flag_kinds(kind))
+    words, _ = _spelled(arguments, flag_kinds(kind))
     path = _flag_value("--config", words)
     extension = _flag_value(f"--{EXTENSION}", words)
     config, unread = read_config(path, preset=_flag_value(f"--{PRESET}", words), extension=extension, run=run)
     kind = with_brought(kind)
-    words = spell_out(words, flag_kinds(kind))  # flags of the extension are known by now
+    words, misspelt = _spelled(arguments, flag_kinds(kind))  # flags of the extension are known by now
     sections = {name: getattr(config, name) for name in attrs.fields_dict(run)}
     parsed, wrong = _parse(kind(config=None if path is None else Path(path), **sections), command, words)
     settings = type(config)(**{name: getattr(parsed, name) for name in attrs.fields_dict(run)})
     forget_preset(settings)  # expanded above
-    return parsed, settings, [*unread, *wrong]
+    return parsed, settings, [*unread, *misspelt, *wrong]
 
 
 def with_extension(kind: type[Arguments], arguments: Sequence[str]) -> type[Arguments]:
@@ -263,13 +280,6 @@ def _positive(name: str, kinds: Mapping[str, Any]) -> str | None:
     if name in kinds or not last.startswith("no_"):
         return None
     return f"{section}{dot}{last.removeprefix('no_')}"
-
-
-def _word(flag: str, given: str, optional: OptionalValue) -> str:
-    if given.lower() not in optional.words:
-        known = ", ".join(dict.fromkeys(optional.words.values()))
-        raise ConfigurationError(f"{flag} is {given!r}, but it takes {known}, or nothing: change it.")
-    return optional.words[given.lower()]
 
 
 def _canonical(value: str, annotation: Any) -> str:

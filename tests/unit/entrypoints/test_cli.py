@@ -9,7 +9,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.application.settings.validation import leaves
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
-from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.cli.main import COMMANDS, main
 from rollgrad.entrypoints.config_io import dump_config, setting_names, structure_config
 from rollgrad.entrypoints.dry_run import check_eval_files, check_files
 
@@ -115,10 +115,7 @@ NEEDED = ["--actor.model_name_or_path", "org/m", "--data.prompt_dataset", "org/d
     ("arguments", "message"),
     [
         (["trian", "rl"], "trian rl is not a command; did you mean rollgrad train rl?"),
-        (
-            ["fly"],
-            "fly is not a command; the commands are train rl, eval, openrlhf, chat, serve agent, serve reward, doctor.",
-        ),
+        (["fly"], f"fly is not a command; the commands are {', '.join(COMMANDS)}."),
         (
             ["train", "rl", "--algo.advantage.estimatr", "rloo"],
             "--algo.advantage.estimatr is not a flag; did you mean --algo.advantage.estimator?",
@@ -224,15 +221,29 @@ def test_mistakes_of_every_kind_are_one_answer(tmp_path: Path, capsys: pytest.Ca
     and what is out of range, means nothing, or is not allowed together."""
     (tmp_path / "run.yaml").write_text("train:\n  sed: 1\nrollout:\n  top_k: many\n")
     words = ["--config", str(tmp_path / "run.yaml"), "--rollout.batch-size", "few", "--train.max-steps=1.5"]
-    words += ["--eval.stps", "2", "--actor.adam.lr", "-1", "--train.ema_beta", "0.5"]
+    words += [
+        "--data.apply-chat-template",
+        "maybe",
+        "--eval.stps",
+        "2",
+        "--actor.adam.lr",
+        "-1",
+        "--train.ema_beta",
+        "0.5",
+    ]
     words += NEEDED
     assert main(["train", "rl", *words, "--critic.freezing_steps", "3", "--algo.advantage.estimator", "rloo"]) == 2
     errors = capsys.readouterr().err.splitlines()
     for named in (
         *("train.sed", "rollout.top_k", "--rollout.batch_size", "--train.max_steps", "--eval.stps", "actor.adam.lr"),
-        *("train.ema_beta", "--critic.freezing_steps", "--rollout.n_samples_per_prompt to 2"),
+        *(
+            "--data.apply_chat_template is 'maybe'",
+            "train.ema_beta",
+            "--critic.freezing_steps",
+            "--rollout.n_samples_per_prompt to 2",
+        ),
     ):
         assert sum(named in error for error in errors) == 1, (named, errors)
-    assert len(errors) == 9
+    assert len(errors) == 10
     assert all(error.startswith("error: ") for error in errors)
     assert not any(re.search(r"--\w+-", error) for error in errors), "flags are spelt with underscores"
