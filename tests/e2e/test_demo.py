@@ -108,5 +108,22 @@ def test_the_agents_demo_trains_on_its_tool_and_calls_it(tmp_path: Path) -> None
     assert "     tool  3504\n" in printed
 
 
+@pytest.mark.demo
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_demo_of_fine_tuning_learns_within_three_small_steps(tmp_path: Path) -> None:
+    flags = {"ckpt.output_dir": tmp_path / "run", "ckpt.state_minutes": None, "data.cache_dir": tmp_path / "cache"}
+    flags |= {"train.max_steps": 3, "train.batch_size": 4, "eval.max_samples": 4, "eval.steps": -1}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(EXAMPLES / "sft.py"), *words]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=2400, env=environment, stdout=subprocess.PIPE)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    before, after = (line for line in lines if "eval/loss" in line)
+    assert after["eval/loss"] < before["eval/loss"] - 0.5
+    assert after["eval/accuracy"] > before["eval/accuracy"] + 0.1
+    assert (tmp_path / "run" / "report.html").stat().st_size > 0
+
+
 def curve(line: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in line.items() if not key.startswith("time/")}
