@@ -45,7 +45,7 @@ def few_held_out(name: str, folder: Path, **rollout: int) -> Path:
 @pytest.mark.demo
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_demo_learns(tmp_path: Path) -> None:
+def test_the_demo_learns_and_repeats(tmp_path: Path) -> None:
     first, _ = run_demo(EXAMPLES / "sums.py", tmp_path / "first", STEPS)
     accuracy = [line["eval/pass@1"] for line in first if "eval/pass@1" in line]
     assert 100 * (accuracy[-1] - accuracy[0]) >= POINTS
@@ -53,16 +53,10 @@ def test_the_demo_learns(tmp_path: Path) -> None:
     assert cut[-1] < min(0.5, cut[0])  # replies come to end by themselves
     for name in ("report.html", "curves.png", "model/model.safetensors", "samples.jsonl"):
         assert (tmp_path / "first" / name).stat().st_size > 0
-
-
-@pytest.mark.demo
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_the_same_seed_gives_the_same_curve(tmp_path: Path) -> None:
-    script = few_held_out("sums", tmp_path, batch_size=2, n_samples_per_prompt=4)
-    first, again = (run_demo(script, tmp_path / name, 2)[0] for name in ("first", "again"))
-    assert [line["policy/grad_norm"] > 0 for line in first if "policy/grad_norm" in line] == [True, True]
-    assert [curve(line) for line in first] == [curve(line) for line in again]
+    again, _ = run_demo(few_held_out("sums", tmp_path), tmp_path / "again", 2)
+    steps = [line for line in first if "reward/mean" in line][:2]
+    repeated = [line for line in again if "reward/mean" in line]
+    assert [curve(line) for line in steps] == [curve(line) for line in repeated]
 
 
 def test_the_demo_is_evaluated_several_times_on_its_way() -> None:
@@ -74,8 +68,8 @@ def test_the_demo_is_evaluated_several_times_on_its_way() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_demo_of_word_problems_has_gsm8ks_form_and_groups_to_learn_from(tmp_path: Path) -> None:
-    """A quarter of its first step, with a small evaluation."""
-    script = few_held_out("word_problems", tmp_path, batch_size=4, n_samples_per_prompt=4)
+    """Runs its first step, with a small evaluation."""
+    script = few_held_out("word_problems", tmp_path)
     few = (tmp_path / "few.jsonl").read_text().splitlines()
     assert {frozenset(json.loads(row)) for row in few} == {frozenset({"question", "answer"})}
     assert all(re.search(r"\n#### \d+$", json.loads(row)["answer"]) for row in few)
@@ -98,8 +92,8 @@ def test_word_problems_are_held_out_by_calculation() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_agents_demo_trains_on_its_tool_and_calls_it(tmp_path: Path) -> None:
-    """A quarter of its first step, for it takes longer to learn than a test should."""
-    script = few_held_out("products", tmp_path, batch_size=2, n_samples_per_prompt=4)
+    """Half of its first step, for it takes longer to learn than a test should."""
+    script = few_held_out("products", tmp_path, batch_size=2)
     (before, trained, after), printed = run_demo(script, tmp_path / "run", 1)
     assert trained["reward/tool_calls"] > 0.3
     assert trained["reward/branches"] == 1
