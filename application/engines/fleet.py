@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from rollgrad.application.engines.changes import Changes
 from rollgrad.application.engines.fleet_member import (
     FleetMember,
     GaveUpError,
@@ -23,6 +24,7 @@ from rollgrad.application.engines.fleet_member import (
 )
 from rollgrad.application.foreign import told
 from rollgrad.domain.control.engine_health import Death, EngineState, FleetBounds, FleetHealth, LeastLoaded, Recent
+from rollgrad.domain.control.request_flow import ArrivedRequest, RequestFlow
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
@@ -85,13 +87,13 @@ class EngineFleet(RolloutEngine):
         self._calls = [MemberCalls() for _ in self._members]
         self._background: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Task[None] | None = None
-        self._gate = asyncio.Event()
+        self._flow = RequestFlow()
+        self._changes = Changes()
         self._now = 0.0
         """Seconds of rounds of pings."""
         self._defect: EngineError | None = None
         """Why nobody watches the engines any more."""
-        self._requests = self._aborts = 0
-        self._paused = self._asleep = self._closed = False
+        self._closed = False
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -103,11 +105,10 @@ class EngineFleet(RolloutEngine):
         """
         self._watch()
         listener = Listener(on_token)
-        aborts = self._aborts
-        self._requests += 1
+        arrived = self._flow.arrive()
         try:
             while True:
-                engine = await self._place(request, None if listener.told else aborts)
+                engine = await self._assigned(request, arrived, ends=not listener.told)
                 if engine is None:
                     return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
                 part = await self._play(engine, request, listener)
@@ -115,47 +116,44 @@ class EngineFleet(RolloutEngine):
                     part.stop_reason is StopReason.ABORTED and len(part.token_ids) < listener.told
                 ):
                     return part
+                self._flow.wait_again(arrived)
                 self.replayed += 1
         finally:
-            self._requests -= 1
+            self._flow.end(arrived)
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`; a member that fails at it is replaced."""
-        self._paused = True
-        if mode is PauseMode.ABORT:
-            self._aborts += 1
-            self._changed()
+        self._flow.pause(mode)
+        self._changes.tell()
         seconds = None if mode is PauseMode.WAIT else self._call_seconds
         await self._all("pause", lambda member: member.pause(mode), seconds)
+        self._flow.drained()
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`; a member that fails at it is replaced."""
         await self._all("resume", lambda member: member.resume(), self._call_seconds)
-        self._paused = False
-        self._changed()
+        self._flow.resume()
+        self._changes.tell()
 
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`; a member that fails at it is replaced. Dead ones are replaced after `wake`."""
-        refusal = EngineError("The engines cannot sleep while requests are in flight: pause with abort or wait first.")
-        if self._requests:
-            raise refusal
-        self._asleep = True
+        self._flow.sleep()
         while self.health.states[EngineState.RESTARTING]:  # it would start awake; its own deadline ends this
             await self._change("replacements of engines before they sleep", None)
         if await self._all("sleep", lambda member: member.sleep(), self._call_seconds, may_refuse=True):
             await self.wake()
-            raise refusal
+            raise EngineError("A member cannot sleep while requests are in flight: pause with abort or wait first.")
 
     async def wake(self) -> None:
         """See `RolloutEngine.wake`; a member that fails at it is replaced."""
         await self._all("wake", lambda member: member.wake(), self._call_seconds)
-        self._asleep = False
-        self._changed()
+        self._flow.wake()
+        self._changes.tell()
 
     async def aclose(self) -> None:
         """Ends all members; requests in flight raise `EngineError`. May be called again."""
         self._closed = True
-        self._changed()
+        self._changes.tell()
         tasks = [task for task in (self._watching, *self._background) if task is not None]
         for task in tasks:
             task.cancel()
@@ -170,10 +168,7 @@ class EngineFleet(RolloutEngine):
         Raises:
             EngineError: requests are in flight and generation is not paused, or the engines sleep.
         """
-        if self._asleep:
-            raise EngineError("Weights cannot change while the engines sleep: wake them first.")
-        if self._loads.total and not self._paused:
-            raise EngineError("Weights changed while requests were in flight: pause the engines first.")
+        self._flow.require_change_of_weights()
         self.health.weights(version)
         for number in range(len(self._members)):
             self._offer(number)
@@ -197,7 +192,7 @@ class EngineFleet(RolloutEngine):
             if self._lives(taker) and version == self.health.version:
                 self.health.took(taker.number, version, self._now)
                 self._offer(taker.number)
-        self._changed()
+        self._changes.tell()
 
     def lost(self, taker: Taker, reason: str) -> None:
         """It failed to take weights."""
@@ -210,21 +205,22 @@ class EngineFleet(RolloutEngine):
     def _lives(self, taker: Taker) -> bool:
         return self.health.alive(taker.number) and self.health.restarts(taker.number) == taker.life
 
-    async def _place(self, request: GenerationRequest, aborts: int | None) -> int | None:
-        """An engine for a request, which counts among its requests; None if an abort ends the request before: one
-        after the first `aborts`."""
+    async def _assigned(self, request: GenerationRequest, arrived: ArrivedRequest, *, ends: bool) -> int | None:
+        """Returns an engine for a request, which counts among its requests; None if an abort has come since it arrived,
+        and `ends` it."""
         opening = hash(request.prompt_token_ids[: len(request.prompt_token_ids) - request.begun])
         until = None
         while True:
             self._hope()
-            if aborts is not None and aborts != self._aborts:
+            if ends and self._flow.aborted(arrived):
                 return None
-            if self._paused or self._asleep:
+            if not self._flow.may_begin:
                 until = None
             else:
                 engine = self._loads.acquire(self._seen.get(opening))
                 if engine is not None:
                     self._seen.put(opening, engine)
+                    self._flow.begin(arrived)
                     return engine
                 until = until or self._until()
             await self._change("an engine that serves", until)
@@ -279,7 +275,7 @@ class EngineFleet(RolloutEngine):
             self.health.answered(engine, self._now)
             if suspect and self.health.serves(engine):
                 self._offer(engine)
-                self._changed()
+                self._changes.tell()
         return result
 
     async def _is_well(self, engine: int, error: str) -> bool:
@@ -304,17 +300,12 @@ class EngineFleet(RolloutEngine):
         log.warning("fleet.engine_died", engine=engine, reason=self.health.last_reason, fleet=self.health.summary())
         self._offer(engine)
         self._calls[engine].give_up()
-        self._changed()
+        self._changes.tell()
         if not self.health.restartable(engine):
             self._spawn(self._end(engine))
 
     def _offer(self, engine: int) -> None:
         self._loads.offer(engine, self.health.serves(engine))
-
-    def _changed(self) -> None:
-        """Lets all who wait look again."""
-        self._gate.set()
-        self._gate = asyncio.Event()
 
     def _hope(self) -> None:
         if self._closed:
@@ -333,13 +324,8 @@ class EngineFleet(RolloutEngine):
         Raises:
             EngineError: nothing did.
         """
-        try:
-            async with asyncio.timeout_at(until):
-                await self._gate.wait()
-        except TimeoutError as error:
-            raise EngineError(
-                f"Waited {self._wait_seconds:g} s for {what}; the fleet is: {self.health.summary()}."
-            ) from error
+        if not await self._changes.next(at=until):
+            raise EngineError(f"Waited {self._wait_seconds:g} s for {what}; the fleet is: {self.health.summary()}.")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(engine_work(work))
@@ -362,7 +348,7 @@ class EngineFleet(RolloutEngine):
         self._defect.__cause__ = error
         for calls in self._calls:
             calls.give_up()
-        self._changed()
+        self._changes.tell()
 
     async def _rounds(self) -> None:
         loop = asyncio.get_running_loop()
@@ -390,7 +376,7 @@ class EngineFleet(RolloutEngine):
                 self._buried(engine)
             for engine in range(len(self._members)):
                 self._offer(engine)
-            for engine in () if self._asleep else self.health.to_restart:
+            for engine in () if self._flow.asleep else self.health.to_restart:
                 self.health.restarting(engine)
                 self._spawn(self._replace(engine))
 
@@ -408,7 +394,7 @@ class EngineFleet(RolloutEngine):
         self.health.restarted(engine, self._now)
         log.info("fleet.engine_restarted", engine=engine, fleet=self.health.summary())
         self._offer(engine)
-        self._changed()
+        self._changes.tell()
         if self.health.serves(engine) or self.refresh is None:
             return
         try:

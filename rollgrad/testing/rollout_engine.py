@@ -3,9 +3,10 @@
 import asyncio
 import math
 import random
-from collections import Counter
 from collections.abc import Callable
 
+from rollgrad.application.engines.changes import Changes
+from rollgrad.domain.control.request_flow import ArrivedRequest, RequestFlow
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
@@ -23,15 +24,8 @@ class FakeRolloutEngine(RolloutEngine):
         self.fail_with: str | None = None
         self.latency: Callable[[GenerationRequest], int] = lambda request: 0
         self.requests: list[GenerationRequest] = []
-        self._in_flight = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._running = asyncio.Event()
-        self._running.set()
-        self._aborts = 0
-        self._begun: Counter[int] = Counter()
-        """Requests in flight by the aborts before them."""
-        self._draining = False
+        self._flow = RequestFlow()
+        self._changes = Changes()
 
     def set_version(self, version: int) -> None:
         """Sets the version of the weights that tokens are drawn under.
@@ -39,8 +33,7 @@ class FakeRolloutEngine(RolloutEngine):
         Raises:
             EngineError: requests are in flight and the engine is not paused.
         """
-        if self._in_flight and self._running.is_set():
-            raise EngineError("Weights changed while requests were in flight: pause the engine first.")
+        self._flow.require_change_of_weights()
         self.version = version
 
     async def generate(
@@ -54,21 +47,18 @@ class FakeRolloutEngine(RolloutEngine):
         if not request.prompt_token_ids:
             raise EngineError("The request has no prompt tokens.")
         self.requests.append(request)
-        while self._draining:
-            await asyncio.sleep(0)
-        aborts = self._aborts
-        self._in_flight += 1
-        self._begun[aborts] += 1
-        self._idle.clear()
+        arrived = self._flow.arrive()
         try:
-            return await self._draw(request, on_token or (lambda token: None))
+            await self._changes.until(lambda: self._flow.may_begin or self._flow.aborted(arrived))
+            self._flow.begin(arrived)
+            return await self._draw(request, arrived, on_token or (lambda token: None))
         finally:
-            self._in_flight -= 1
-            self._begun[aborts] -= 1
-            if not self._in_flight:
-                self._idle.set()
+            self._flow.end(arrived)
+            self._changes.tell()
 
-    async def _draw(self, request: GenerationRequest, on_token: Callable[[int], None]) -> Generation:
+    async def _draw(
+        self, request: GenerationRequest, arrived: ArrivedRequest, on_token: Callable[[int], None]
+    ) -> Generation:
         params = request.params
         prompt = request.prompt_token_ids
         generator = random.Random(f"{params.seed} {prompt[: len(prompt) - request.begun]}")
@@ -76,14 +66,13 @@ class FakeRolloutEngine(RolloutEngine):
             generator.randrange(VOCABULARY)
         tokens: list[int] = []
         versions: list[int] = []
-        aborts = self._aborts
+        flow = self._flow
         reason = StopReason.LENGTH
         while len(tokens) < params.max_new_tokens:
             for _ in range(1 + self.latency(request)):
                 await asyncio.sleep(0)
-            while not self._running.is_set() and self._aborts == aborts:
-                await asyncio.sleep(0)
-            if self._aborts != aborts:
+            await self._changes.until(lambda: not flow.paused or flow.aborted(arrived))
+            if flow.aborted(arrived):
                 reason = StopReason.ABORTED
                 break
             if self.fail_with is not None:
@@ -100,29 +89,28 @@ class FakeRolloutEngine(RolloutEngine):
 
     async def pause(self, mode: PauseMode) -> None:
         """Stops drawing: after all requests (WAIT), at once (KEEP), or ending them (ABORT)."""
-        if mode is PauseMode.WAIT:
-            self._draining = True
-            self._running.set()
-            await self._idle.wait()
-        self._running.clear()
-        if mode is PauseMode.ABORT:
-            self._aborts += 1
-            while any(count for aborts, count in self._begun.items() if aborts < self._aborts):
-                await asyncio.sleep(0)
+        flow = self._flow
+        ended = flow.begun if mode is PauseMode.ABORT else []
+        flow.pause(mode)
+        self._changes.tell()
+        await self._changes.until(lambda: not any(map(flow.holds, ended)))
+        await self._changes.until(lambda: not (flow.draining and flow.has_begun))
+        flow.drained()
 
     async def resume(self) -> None:
         """Draws again."""
-        self._draining = False
-        self._running.set()
+        self._flow.resume()
+        self._changes.tell()
 
     async def sleep(self) -> None:
-        """Does nothing, since there is no memory to free.
+        """Holds requests until `wake`.
 
         Raises:
             EngineError: requests are in flight.
         """
-        if self._in_flight:
-            raise EngineError("The engine cannot sleep while requests are in flight.")
+        self._flow.sleep()
 
     async def wake(self) -> None:
-        """Does nothing."""
+        """Lets requests go on."""
+        self._flow.wake()
+        self._changes.tell()

@@ -20,6 +20,7 @@ from rollgrad.adapters.engines.embedded.kv_cache import KeptSequences, StoredKey
 from rollgrad.adapters.engines.embedded.sampler import sample
 from rollgrad.adapters.models.torch.compatibility import usable_positions
 from rollgrad.application.foreign import foreign_code, harmless, told
+from rollgrad.domain.control.request_flow import SAMPLING, ArrivedRequest, RequestFlow
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import ConfigurationError, EngineError, RollgradError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
@@ -42,6 +43,7 @@ class _Row:
     request: GenerationRequest
     future: "asyncio.Future[Generation]"
     on_token: Callable[[int], None] | None = None
+    arrived: ArrivedRequest = field(init=False)
     heard: int = 0
     """Tokens that `on_token` has heard."""
     tokens: list[int] = field(factory=list)
@@ -114,9 +116,7 @@ class EmbeddedEngine(RolloutEngine):
         self._active: list[_Row] = []
         self._kept = KeptSequences(KEPT_BYTES)
         self._version = 0
-        self._paused = False
-        self._draining = False
-        """Nothing new begins: a pause waits for what has begun."""
+        self._flow = RequestFlow()
         self._loop_task: asyncio.Task[None] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="embedded-engine")
 
@@ -131,7 +131,7 @@ class EmbeddedEngine(RolloutEngine):
         Raises:
             EngineError: requests are in flight and generation is not paused.
         """
-        self._refuse_while_sampling()
+        self._require_change_of_weights()
         self._version = version
         self._kept.clear()
 
@@ -142,7 +142,7 @@ class EmbeddedEngine(RolloutEngine):
         Raises:
             EngineError: requests are in flight and generation is not paused; or a name or shape is none of the model's.
         """
-        self._refuse_while_sampling()
+        self._require_change_of_weights()
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._load, weights, version)
 
     @torch.no_grad()
@@ -159,9 +159,10 @@ class EmbeddedEngine(RolloutEngine):
         self._kept.clear()
         return copied
 
-    def _refuse_while_sampling(self) -> None:
-        if (self._active or self._waiting) and not self._paused:
-            raise EngineError("Weights changed while requests were in flight: pause the engine first.")
+    def _require_change_of_weights(self) -> None:
+        if self._waiting and self._flow.may_begin:  # they may begin at any moment, in the worker thread
+            raise EngineError(SAMPLING)
+        self._flow.require_change_of_weights()
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -169,48 +170,52 @@ class EmbeddedEngine(RolloutEngine):
         """See `RolloutEngine.generate`."""
         self._check(request)
         row = _Row(request, asyncio.get_running_loop().create_future(), on_token)
-        self._unanswered.add(row)
-        self._waiting.append(row)
+        row.arrived = self._flow.arrive()
         try:
+            self._unanswered.add(row)
+            self._waiting.append(row)
             self._start()
             return await row.future
         finally:
             self._unanswered.discard(row)
+            self._flow.end(row.arrived)
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""
-        if mode is PauseMode.WAIT:
-            self._draining = True
-            self._paused = False  # requests that an earlier pause froze finish too
+        flow = self._flow
+        flow.pause(mode)
+        if mode is PauseMode.WAIT and flow.paused:
             await self._loop_ended()
-            while self._active:
-                self._start()
-                await self._loop_ended()
-        self._paused = True
+            flow.pause(mode)  # requests may have begun in the step that was under way
+        while flow.draining and self._active:
+            self._start()  # requests that an earlier pause froze finish too
+            await self._loop_ended()
+        flow.drained()
         await self._loop_ended()
         if mode is PauseMode.ABORT:
-            rows = [*self._active, *self._waiting]
-            self._active.clear()
-            self._waiting.clear()
-            self._resolve(rows)
+            ended = [row for row in (*self._active, *self._waiting) if flow.aborted(row.arrived)]
+            self._active.clear()  # nothing begins between an abort and `resume`
+            self._waiting = deque(row for row in self._waiting if not flow.aborted(row.arrived))
+            self._resolve(ended)
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        self._paused = self._draining = False
+        self._flow.resume()
         self._start()
 
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
-        if any(not row.future.done() for row in (*self._active, *self._waiting)):
-            raise EngineError("The engine cannot sleep while requests are in flight: pause it with abort or wait.")
+        self._flow.sleep()
         await self._loop_ended()
         self._active.clear()  # cancelled requests that a pause left behind
-        self._waiting.clear()
+        self._waiting = deque(row for row in self._waiting if not row.future.done())
         self._decoder.cache.release()
         self._kept.clear()
 
     async def wake(self) -> None:
-        """Nothing to do: the cache grows back with the next request."""
+        """See `RolloutEngine.wake`; the cache grows back with the next request."""
+        self._flow.wake()
+        self._start()
 
     def _check(self, request: GenerationRequest) -> None:
         total = len(request.prompt_token_ids) + request.params.max_new_tokens
@@ -228,7 +233,8 @@ class EmbeddedEngine(RolloutEngine):
     @property
     def _busy(self) -> bool:
         """Whether there is a token to sample now."""
-        return not self._paused and bool(self._active or (self._waiting and not self._draining))
+        flow = self._flow
+        return not (flow.paused or flow.asleep) and bool(self._active or (self._waiting and flow.may_begin))
 
     def _start(self) -> None:
         if self._busy and (self._loop_task is None or self._loop_task.done()):
@@ -255,6 +261,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def _resolve(self, rows: Sequence[_Row]) -> None:
         for row in rows:
+            self._flow.end(row.arrived)
             if not row.future.done():
                 row.future.set_result(row.generation())
 
@@ -296,7 +303,7 @@ class EmbeddedEngine(RolloutEngine):
         prompts: dict[tuple[int, ...], list[_Row]] = {}
         continued: list[tuple[_Row, StoredKeys]] = []
         tokens = taken = 0
-        while self._waiting and not self._draining and len(self._active) + taken < self._max_batch_size:
+        while self._waiting and self._flow.may_begin and len(self._active) + taken < self._max_batch_size:
             row = self._waiting[0]
             if row.future.cancelled():
                 self._waiting.popleft()
@@ -309,6 +316,7 @@ class EmbeddedEngine(RolloutEngine):
                     self._kept.keep(ids[: stored.length], stored)
                 break
             self._waiting.popleft()
+            self._flow.begin(row.arrived)
             tokens, taken = tokens + new, taken + 1
             if stored is None:
                 prompts.setdefault(ids, []).append(row)

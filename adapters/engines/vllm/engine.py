@@ -17,8 +17,10 @@ from rollgrad.adapters.engines.vllm.launch import shut_down, start
 from rollgrad.adapters.engines.vllm.lora import AdapterCore, lora_settings
 from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightsDifferError, WeightTaker
+from rollgrad.application.engines.changes import Changes
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.application.settings.sections.vllm import SyncBackend
+from rollgrad.domain.control.request_flow import ArrivedRequest, RequestFlow
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, StopReason
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
@@ -45,16 +47,11 @@ class CoreEngine(RolloutEngine, WeightTaker):
         self._ids = itertools.count()
         self._version = 0
         self._announced: int | None = None
-        self._running: set[str] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._held = 0
-        self._aborts = 0
-        self._paused = self._asleep = False
+        self._flow = RequestFlow()
+        self._changes = Changes()
         self._without_cache = False
         """Whether the memory of keys and values is still asleep while the weights are awake."""
         self._changing = asyncio.Lock()
-        self._gate = asyncio.Event()
         self._taking = False
         """Whether a transfer of weights has begun; it holds `_changing`."""
         self._broken: str | None = None
@@ -73,10 +70,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
         Raises:
             EngineError: requests are in flight and generation is not paused.
         """
-        if self._asleep:
-            raise EngineError("Weights cannot change while the engine sleeps: wake it first.")
-        if self._running and not self._paused:
-            raise EngineError("Weights changed while requests were in flight: pause the engine first.")
+        self._flow.require_change_of_weights()
         self._version = version
 
     async def generate(
@@ -84,71 +78,70 @@ class CoreEngine(RolloutEngine, WeightTaker):
     ) -> Generation:
         """See `RolloutEngine.generate`."""
         self._check(request)
-        if not await self._admitted():
-            return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
-        name = f"rollgrad-{next(self._ids)}"
-        self._running.add(name)
-        self._idle.clear()
+        flow = self._flow
+        arrived = flow.arrive(f"rollgrad-{next(self._ids)}")
         try:
+            await self._changes.until(lambda: flow.aborted(arrived) or (flow.may_begin and not self._changing.locked()))
+            if flow.aborted(arrived):
+                return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
+            flow.begin(arrived)
             await self._wake_cache()
             await self._announce()
             if self._broken is not None:
                 raise EngineError(self._broken)
-            return await self._core.sample(name, request, self._eos, on_token)
+            return await self._core.sample(arrived.name, request, self._eos, on_token)
         finally:
-            self._running.discard(name)
-            if not self._running:
-                self._idle.set()
+            flow.end(arrived)
+            self._changes.tell()
 
     async def pause(self, mode: PauseMode) -> None:
         """See `RolloutEngine.pause`."""
-        frozen = self._paused
-        self._paused = True
+        flow = self._flow
+        frozen = flow.paused
+        flow.pause(mode)
+        self._changes.tell()
         if mode is PauseMode.ABORT:
-            self._aborts += 1
-            self._changed()
-            await self._abort()
-        elif mode is PauseMode.WAIT and self._running:
+            await self._end(flow.begun)
+        elif flow.draining:
             if frozen:
                 await self._go_on()
-            while self._running:  # each fails by itself if vLLM dies
-                await self._wait_idle(LIVENESS_SECONDS)
-        if not self._asleep:
+            await self._changes.until(lambda: not (flow.draining and flow.has_begun))  # each fails if vLLM dies
+            flow.drained()
+        if flow.paused and not flow.asleep:
             await self._core.freeze()
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        self._paused = False
-        if not self._asleep:
+        self._flow.resume()
+        if not self._flow.asleep:
             await self._go_on()
 
     async def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
-        if self._running or self._held:
-            raise EngineError("The engine cannot sleep while requests are in flight: pause it with abort or wait.")
+        self._flow.require_no_requests()  # before it waits for a transfer of weights
         async with self._changing:
-            if self._asleep:
-                return
-            await self._wake_cache()
-            self._asleep = True
-            await self._core.sleep()
+            asleep = self._flow.asleep
+            self._flow.sleep()
+            if not asleep:
+                await self._wake_cache()
+                await self._core.sleep()
 
     async def wake(self) -> None:
         """See `RolloutEngine.wake`. Keys and values get their memory back when the engine has taken weights or is asked
         for tokens: until then a transfer has it."""
-        if not self._asleep:
+        if not self._flow.asleep:
             return
         await self._core.wake("weights")
-        self._asleep = False
+        self._flow.wake()
         self._without_cache = True
-        self._changed()
+        self._changes.tell()
 
     async def _wake_cache(self) -> None:
         """Gives keys and values their memory, after which vLLM schedules again by itself."""
         if self._without_cache:
             self._without_cache = False
             await self._core.wake("kv_cache")
-            if self._paused:
+            if self._flow.paused:
                 await self._core.freeze()
 
     async def ping(self) -> None:
@@ -185,7 +178,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
         """See `WeightTaker`."""
         await self._core.finish_update()
         await self._wake_cache()
-        if self._running:  # frozen by a pause that keeps their keys and values
+        if self._flow.has_begun:  # frozen by a pause that keeps their keys and values
             self._core.set_apart()
         else:
             await self._core.forget()
@@ -195,14 +188,14 @@ class CoreEngine(RolloutEngine, WeightTaker):
     async def prove_weights(self, probe: Probe) -> None:
         """See `WeightTaker`."""
         try:
-            if self._running:
+            if self._flow.has_begun:
                 self._probe = probe
                 return
             await self._announce()
-            if self._paused:
+            if self._flow.paused:
                 await self._core.thaw()
             await self._compare(probe)
-            if self._paused:
+            if self._flow.paused:
                 await self._core.freeze()
         finally:
             self._end_transfer()
@@ -220,15 +213,16 @@ class CoreEngine(RolloutEngine, WeightTaker):
 
     def _forget_state(self) -> None:
         """vLLM has begun anew, and nothing is in flight."""
-        self._paused = self._asleep = self._without_cache = False
+        self._flow.restarted()
+        self._without_cache = False
         self._announced = self._probe = None
-        self._changed()
+        self._changes.tell()
 
     def _end_transfer(self) -> None:
         if self._taking:
             self._taking = False
             self._changing.release()
-            self._changed()
+            self._changes.tell()
 
     async def _compare(self, probe: Probe) -> None:
         actual = await self._next_logprobs(probe.tokens, probe.temperature)
@@ -257,48 +251,31 @@ class CoreEngine(RolloutEngine, WeightTaker):
                 "--rollout.max_new_tokens, or let vLLM hold more (--vllm.max_model_len)."
             )
 
-    async def _admitted(self) -> bool:
-        """Waits while generation is paused; False if it is aborted meanwhile."""
-        aborts = self._aborts
-        self._held += 1
-        try:
-            while (self._paused or self._asleep or self._changing.locked()) and self._aborts == aborts:
-                await self._gate.wait()
-        finally:
-            self._held -= 1
-        return self._aborts == aborts
-
-    def _changed(self) -> None:
-        """Lets requests that wait look again."""
-        self._gate.set()
-        self._gate = asyncio.Event()
-
-    async def _wait_idle(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._idle.wait()
-        except TimeoutError:
-            return
-
     async def _announce(self) -> None:
         if self._announced != self._version:
             version = self._version
             await self._core.announce(version)
             self._announced = version
 
-    async def _abort(self) -> None:
-        while self._running:  # one that is only now on its way to vLLM is caught by the next round
-            await self._core.abort(list(self._running))
-            await self._wait_idle(LIVENESS_SECONDS)
+    async def _end(self, requests: Sequence[ArrivedRequest]) -> None:
+        """Ends requests that have begun, as they are."""
+        loop = asyncio.get_running_loop()
+        while left := [request.name for request in requests if self._flow.holds(request)]:
+            await self._core.abort(left)  # one that is only now on its way to vLLM is caught by the next round
+            await self._changes.until(
+                lambda: not any(map(self._flow.holds, requests)), at=loop.time() + LIVENESS_SECONDS
+            )
 
     async def _go_on(self) -> None:
         async with self._changing:
             if self._broken is not None:
-                await self._abort()  # what a pause froze ends as it was: it must not go on with half a model
+                await self._end(
+                    self._flow.begun
+                )  # what a pause froze ends as it was: it must not go on with half a model
             await self._wake_cache()
             await self._announce()
             await self._core.thaw()
-        self._changed()
+        self._changes.tell()
         probe, self._probe = self._probe, None
         if probe is not None:
             await self._compare(probe)
@@ -360,10 +337,10 @@ class VLLMEngine(CoreEngine):
             gpu_memory_utilization=memory_fraction,
             **({} if lora is None else lora_settings(lora, number_format, device)),
         )
-        self._end = weakref.finalize(self, shut_down, self.llm)
+        self._shut_down = weakref.finalize(self, shut_down, self.llm)
         core = LocalCore(self.llm) if lora is None else AdapterCore(self.llm, lora)
         super().__init__(core, eos_token_ids=eos_token_ids)
 
     def close(self) -> None:
         """Ends vLLM's processes; may be called again, and happens by itself when Python ends."""
-        self._end()
+        self._shut_down()

@@ -300,7 +300,7 @@ def test_a_cancelled_request_leaves_no_trace() -> None:
             for result in await asyncio.gather(*tasks, return_exceptions=True)
         )
         await fleet.sleep()
-        with pytest.raises(EngineError, match="wake them first"):
+        with pytest.raises(EngineError, match="wake it first"):
             fleet.new_weights(1)
         await fleet.wake()
         fleet.new_weights(1)
@@ -394,7 +394,8 @@ def test_under_random_deaths_pauses_and_pushes_every_request_is_answered_once_an
             member.fail_starts = 0
         await asyncio.gather(*tasks)
         assert sorted(answers) == list(range(count))
-        assert fleet._loads.total == fleet._requests == 0
+        assert fleet._loads.total == 0
+        assert not fleet._flow.in_flight
         await until(lambda: fleet.health.states[EngineState.HEALTHY] == size)
         await fleet.aclose()
 
