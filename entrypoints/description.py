@@ -17,6 +17,7 @@ from attrs import AttrsInstance
 
 import rollgrad
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
+from rollgrad.adapters.data.datasets.survey import Surveyed
 from rollgrad.application.settings.brought import with_brought
 from rollgrad.application.settings.rules.resume import MODELS, changes, refusals
 from rollgrad.application.settings.run import RLConfig
@@ -34,8 +35,7 @@ Description = dict[str, Any]
 
 def describe(config: RLConfig, prompts: Any) -> Description:
     """Returns the description of a run on `prompts`; JSON-serialisable."""
-    survey = getattr(prompts, "survey", None)
-    return describe_run(config, None if survey is None else survey.fingerprint)
+    return describe_run(config, prompts.survey.fingerprint if isinstance(prompts, Surveyed) else None)
 
 
 def describe_run(config: AttrsInstance, fingerprint: str | None) -> Description:

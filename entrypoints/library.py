@@ -1,6 +1,6 @@
 """The library face: the same runs as the command line, with any adapter replaced by keyword."""
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +17,13 @@ from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.extensions import load_extension
+from rollgrad.entrypoints.composition.lifetimes import closing, given, shut_down
 from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
 from rollgrad.entrypoints.config_io import load_config as load_config
 from rollgrad.entrypoints.event_loop import run_to_end
 from rollgrad.entrypoints.run_directory import alone, output_problem
 from rollgrad.entrypoints.training import TrainResult as TrainResult
-from rollgrad.entrypoints.training import close, cluster_of, from_anywhere, train_in
+from rollgrad.entrypoints.training import from_anywhere, train_in
 
 Result = TypeVar("Result")
 
@@ -68,8 +69,6 @@ def train(
             container,
             title=f"{Path(config.actor.model_name_or_path).name} on {config.data.prompt_dataset}",
             before_run=lambda: log_correction(config),
-            work=lambda run: _closing(run.run(), container),
-            closed=(container.reward, container.engine),
         )
 
 
@@ -86,12 +85,11 @@ def evaluate(
     validate_evaluation(config, has_reward=reward is not None, has_environment=environment is not None)
     container = _container(config, reward, environment, adapters)
     container.reward_spec.override(providers.Object(config.eval.dataset))
-    with cluster_of(container, config):
+    try:
         evaluation: EvaluationService = container.evaluation()
-        try:
-            return run_to_end(_closing(evaluation.run(), container))
-        finally:
-            close(container.reward, container.engine)
+        return run_to_end(closing(evaluation.run(), container))
+    finally:
+        shut_down(container)
 
 
 def _container(
@@ -114,21 +112,10 @@ def _container(
                 weights=config.reward.weights,
             )
         )
-        container.reward.override(providers.Object(source))
+        container.reward.override(given(source))
     for name, adapter in adapters.items():
         if name not in container.providers:
             known = ", ".join(sorted(container.providers))
             raise ConfigurationError(f"train() has no adapter called {name!r}; the known ones are {known}.")
-        container.providers[name].override(providers.Object(adapter))
+        container.providers[name].override(given(adapter))
     return container
-
-
-async def _closing(work: Coroutine[Any, Any, Result], container: RLContainer) -> Result:
-    """Runs `work`, then closes the connections that it used, in the same event loop."""
-    try:
-        return await work
-    finally:
-        for used in (container.reward(), container.tool_box(), container.server(), container.engine()):
-            aclose = getattr(used, "aclose", None)
-            if aclose is not None:
-                await aclose()

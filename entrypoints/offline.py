@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dependency_injector import providers
-
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.application.settings.dpo import DPORun, dpo_errors
@@ -15,6 +13,7 @@ from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, raise_together
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.dpo import dpo_container
+from rollgrad.entrypoints.composition.lifetimes import given
 from rollgrad.entrypoints.composition.sft import sft_container
 from rollgrad.entrypoints.data_show import show_report
 from rollgrad.entrypoints.run_directory import alone, output_problem
@@ -73,7 +72,7 @@ def _train(
         if name not in container.providers:
             known = ", ".join(sorted(container.providers))
             raise ConfigurationError(f"{function}() has no adapter called {name!r}; the known ones are {known}.")
-        container.providers[name].override(providers.Object(adapter))
+        container.providers[name].override(given(adapter))
     with alone(config.ckpt):
         return train_in(
             config,

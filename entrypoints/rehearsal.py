@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
+from rollgrad.adapters.data.datasets.survey import Surveyed
 from rollgrad.adapters.openrlhf.loading import load_agent_file
 from rollgrad.application.episodes.judging import answer_request
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.validation import range_problems, with_defaults
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
+from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.rewards import reward_kind
 from rollgrad.entrypoints.composition.rl import rl_container
 from rollgrad.entrypoints.config_io import dump_config
@@ -56,7 +58,10 @@ def rehearse(config: RLConfig, errors: Sequence[RollgradError]) -> None:
     sys.stdout.write(dump_config(config))
     with contextlib.redirect_stdout(sys.stderr):  # what libraries and reward functions print
         trial = _Trial(with_defaults(config, range_problems(config)), errors, console)
-        trial.play()
+        try:
+            trial.play()
+        finally:
+            shut_down(trial.container)
     raise_together(trial.errors)
 
 
@@ -73,11 +78,11 @@ class _Trial:
         }
         self._broken = {*files, *(key for key, value in empty.items() if not value)}
         self._console = console
-        self._container = rl_container(config)
+        self.container = rl_container(config)
 
     def play(self) -> None:
         """Runs all checks."""
-        config, container = self._config, self._container
+        config, container = self._config, self.container
         if self._attempt(container.tokenizer, "actor.model_name_or_path") is None:
             self._broken |= {"data.prompt_dataset", "eval.dataset"}
             if isinstance(self.errors[-1], CheckpointError):
@@ -94,11 +99,12 @@ class _Trial:
         shown: list[Prompt] = []
         if prompts is not None:
             shown += self._attempt(lambda: prompts.take(1)) or []
-            survey = getattr(prompts, "survey", None)
-            if survey is not None:
-                dropped = len(survey.lengths) - len(prompts)
+            kept = len(prompts)
+            if isinstance(prompts, Surveyed):
+                survey = prompts.survey
+                dropped = len(survey.lengths) - kept
                 self._say(
-                    f"Prompts: {len(prompts):,} of {len(survey.lengths):,} rows (over-long and dropped: {dropped:,}); "
+                    f"Prompts: {kept:,} of {len(survey.lengths):,} rows (over-long and dropped: {dropped:,}); "
                     f"the longest has {survey.longest:,} tokens, and {survey.limit:,} are allowed."
                 )
         if held_out:
@@ -129,23 +135,18 @@ class _Trial:
             if file is None:
                 return None
         kind = reward_kind(config, config.data.prompt_dataset)
-        reward = None if kind == "model" else self._attempt(self._container.reward, "reward.function_path")
+        reward = None if kind == "model" else self._attempt(self.container.reward, "reward.function_path")
         if kind in UNASKED:
             return self._say(UNASKED[kind])
         if reward is None:
             return None
-        try:
-            for prompt in prompts:
-                self._attempt(partial(self._judge_one, reward, prompt))
-        finally:
-            close = getattr(reward, "close", None)
-            if close is not None:
-                close()
+        for prompt in prompts:
+            self._attempt(partial(self._judge_one, reward, prompt))
         return None
 
     def _judge_one(self, reward: Any, prompt: Prompt) -> None:
         reply = str(prompt.label) if isinstance(prompt.label, str | int | float) else MADE_UP
-        request = answer_request(self._container.codec(), prompt, reply, step=0)
+        request = answer_request(self.container.codec(), prompt, reply, step=0)
         (judged,) = asyncio.run(reward.score([request]))
         self._say(f"The reward of a made-up reply, {reply!r}, is {judged.value:g}.")
 

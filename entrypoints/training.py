@@ -4,24 +4,23 @@ import asyncio
 import copy
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import structlog
 from attrs import AttrsInstance, evolve, field, frozen
-from dependency_injector import providers
 
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.tracking.report import write_report
-from rollgrad.application.pipelines.run import Run, RunOutcome
+from rollgrad.application.pipelines.run import Run
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.cluster import ClusterConfig
 from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.entrypoints.composition.base import BaseContainer
+from rollgrad.entrypoints.composition.lifetimes import closing, shut_down
 from rollgrad.entrypoints.description import check_continues, settings_file
 from rollgrad.entrypoints.event_loop import run_to_end
 from rollgrad.entrypoints.run_directory import (
@@ -104,18 +103,14 @@ def train_in(
     *,
     title: str,
     before_run: Callable[[], None],
-    work: Callable[[Run[Any]], Coroutine[Any, Any, RunOutcome]] = lambda run: run.run(),
-    closed: Sequence[providers.Provider[Any]] = (),
 ) -> TrainResult:
     """Takes a run from its training state, or from its beginning, to its end.
 
     Args:
         config: the run's settings.
-        container: has its providers `run`, `description`, `checkpoints`, `sink` and `cluster`.
+        container: has its providers `run`, `description` and `checkpoints`; its resources are closed.
         title: of the report.
         before_run: is called when everything is loaded and nothing is trained yet.
-        work: returns the coroutine that plays the run.
-        closed: providers of objects that are closed at the end, besides the sink.
 
     Raises:
         RollgradError, or any error that ended the run: the training so far is saved first.
@@ -129,7 +124,7 @@ def train_in(
     saved = store.load_training() if continues(config.ckpt) else None
     if saved is not None:
         check_continues(saved.description, made.description(), type(config))
-    with cluster_of(container, config):
+    try:
         run: Run[Any] = made.run()
         if saved is not None:
             run.resume(saved.state)
@@ -140,12 +135,12 @@ def train_in(
         write_config(output_dir, settings_file(config))
         before_run()
         try:
-            outcome, stopped_by = run_to_end(heeding_signals(work(run)))
+            outcome, stopped_by = run_to_end(heeding_signals(closing(run.run(), container)))
         except (Exception, SystemExit):  # whatever ended the run, its curves are reported
             _report(output_dir, title, {}, {})
             raise
-        finally:
-            close(made.sink, *closed)
+    finally:
+        shut_down(container)
     return TrainResult(
         output_dir=output_dir,
         steps=outcome.steps,
@@ -169,27 +164,6 @@ def _report(output_dir: Path, title: str, before: Mapping[str, float], after: Ma
     except Exception as error:  # an error of the disk, or of the drawing library
         log.warning("no report could be written", reason=str(error))
         return None
-
-
-@contextmanager
-def cluster_of(container: BaseContainer, config: TrainingRun) -> Iterator[None]:
-    """Ends the run's other processes, however the run ends."""
-    if not config.cluster.enable:
-        yield
-        return
-    cluster = container.cluster()
-    try:
-        yield
-    finally:
-        cluster.close()
-
-
-def close(*providers_used: providers.Provider[Any]) -> None:
-    """Closes the objects of the providers, which have threads, processes or files."""
-    for provider in providers_used:
-        closing = getattr(provider(), "close", None)
-        if closing is not None:
-            closing()
 
 
 async def heeding_signals(work: Coroutine[Any, Any, Result]) -> tuple[Result, int]:

@@ -123,7 +123,7 @@ class FleetWeights(WeightChannel):
                 self._fleet.new_weights(version)
                 takers = await self._fleet.takers()
                 transfer = self._transfer_to(takers)
-                steps = _steps(policy)
+                steps = policy.steps
                 await transfer.send(policy, version)
                 if transfer.takers:
                     probe = await transfer.probe(policy, self._temperature)
@@ -143,11 +143,11 @@ class FleetWeights(WeightChannel):
         has begun another step meanwhile, the member waits for the next push."""
         async with self._lock:
             last = self._last
-            if last is None or self._fleet.health.serves(taker.number) or _steps(last.policy) != last.steps:
+            if last is None or self._fleet.health.serves(taker.number) or last.policy.steps != last.steps:
                 return
             transfer = self._transfer_to([taker])
             await transfer.send(last.policy, last.version)
-            if _steps(last.policy) != last.steps:
+            if last.policy.steps != last.steps:
                 await transfer.abandon("The policy changed while a restarted engine took its weights: push again.")
                 return
             await transfer.prove(last.probe)
@@ -299,12 +299,6 @@ class Transfer:
 
         answers = await asyncio.gather(*(one(index, taker) for index, taker in self.takers.items()))
         return [answer for answered in answers for answer in answered]
-
-
-def _steps(policy: PolicyModel) -> int:
-    """Returns the number of optimizer steps that the policy has begun; 0 if it does not count them."""
-    steps: int = getattr(policy, "steps", 0)
-    return steps
 
 
 def _batch(tokens: list[int]) -> PackedBatch:

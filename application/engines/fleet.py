@@ -68,8 +68,7 @@ class EngineFleet(RolloutEngine):
     ) -> None:
         self._members = list(members)
         self.health = FleetHealth(bounds or FleetBounds(), len(self._members))
-        self.max_tokens: int | None = getattr(self._members[0], "max_tokens", None)
-        """Tokens of a prompt and its reply at most."""
+        self.max_tokens = self._members[0].max_tokens
         self.replayed = 0
         """Requests played again because their engine died."""
         self.refresh: Callable[[Taker], Awaitable[None]] | None = None

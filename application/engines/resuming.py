@@ -17,7 +17,7 @@ class ContinuingEngine(RolloutEngine):
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
-        self.max_tokens: int | None = getattr(engine, "max_tokens", None)
+        self.max_tokens = engine.max_tokens
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
@@ -49,18 +49,6 @@ class ContinuingEngine(RolloutEngine):
     async def wake(self) -> None:
         """See `RolloutEngine.wake`."""
         await self._engine.wake()
-
-    def close(self) -> None:
-        """Ends the engine's processes, if it has any that end so."""
-        end = getattr(self._engine, "close", None)
-        if end is not None:
-            end()
-
-    async def aclose(self) -> None:
-        """The same for an engine that is ended in its event loop."""
-        end = getattr(self._engine, "aclose", None)
-        if end is not None:
-            await end()
 
 
 def _rest(request: GenerationRequest, tokens: list[int]) -> GenerationRequest:

@@ -9,7 +9,7 @@ from rollgrad.domain.episodes.messages import Action, Message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.chat_codec import ToolSchema
-from rollgrad.domain.ports.environment import Environment, StepResult, tool_schema
+from rollgrad.domain.ports.environment import Environment, OffersTools, StepResult, tool_schema
 
 
 class AgentSession:
@@ -21,7 +21,9 @@ class AgentSession:
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
-        self.tools: tuple[ToolSchema, ...] = tuple(map(tool_schema, getattr(environment, "tools", ())))
+        self.tools: tuple[ToolSchema, ...] = (
+            tuple(map(tool_schema, environment.tools)) if isinstance(environment, OffersTools) else ()
+        )
         self.messages: list[Message] | None = None
         self.opening = ""
         self._begun = 0

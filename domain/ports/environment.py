@@ -45,8 +45,8 @@ class Environment(Protocol):
     """The world of one episode; each episode has its own instance. Promises: `close` may be called at any time and more
     than once.
 
-    An environment with tools also has an attribute `tools`, a sequence of `Tool`, whose schemas are written into the
-    prompt.
+    An environment with tools also `OffersTools`: the prompt then tells the model of them. Without tools the
+    model is told nothing.
     """
 
     async def reset(self, prompt: Prompt) -> Observation:
@@ -89,6 +89,16 @@ class Tool(Protocol):
 
     async def close(self) -> None:
         """Releases the resources of the tool."""
+        ...
+
+
+@runtime_checkable
+class OffersTools(Protocol):
+    """An environment whose model may call tools."""
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """The tools, which stay the same for the whole episode."""
         ...
 
 

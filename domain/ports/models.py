@@ -50,6 +50,9 @@ class PolicyModel(Protocol):
     gradient that overflows float16 does not raise: that step is skipped.
     """
 
+    steps: int = 0
+    """Optimizer steps begun: weights that were sent are the policy's own as long as it stays."""
+
     def score(self, batch: PackedBatch) -> TokenScores:
         """Returns the log-probs and entropy of the action tokens, without gradient."""
         ...

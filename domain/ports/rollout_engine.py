@@ -29,6 +29,9 @@ class RolloutEngine(Protocol):
     Errors: `EngineError` when generation fails. Cancelling a `generate` call frees its place.
     """
 
+    max_tokens: int | None = None
+    """Tokens of a prompt and its reply at most; None where nothing is known of a limit."""
+
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
     ) -> Generation:
@@ -45,7 +48,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Releases memory that can be rebuilt (caches); refuses while requests are in flight; idempotent."""
+        """Releases memory that can be rebuilt (caches); refuses while requests are in flight; those
+        that come meanwhile wait for `wake`; idempotent."""
         ...
 
     async def wake(self) -> None:

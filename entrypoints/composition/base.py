@@ -28,6 +28,7 @@ from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
 from rollgrad.adapters.system.clock import SystemClock
 from rollgrad.entrypoints.composition.chat import make_codec, make_tokenizer
 from rollgrad.entrypoints.composition.cluster import Cluster, Role
+from rollgrad.entrypoints.composition.lifetimes import closed_at_end
 from rollgrad.entrypoints.composition.models import (
     averaging,
     make_critic,
@@ -64,7 +65,7 @@ class BaseContainer(containers.DeclarativeContainer):
 
     clock = providers.Singleton(SystemClock)
     checkpoints = providers.Singleton(make_checkpoints, config.provided.ckpt)
-    sink = providers.Singleton(make_sinks, config.provided.ckpt, config.provided.logger, total_steps)
+    sink = providers.Resource(closed_at_end, make_sinks, config.provided.ckpt, config.provided.logger, total_steps)
     tokenizer = providers.Singleton(make_tokenizer, config.provided.actor, config.provided.data)
     codec = providers.Singleton(make_codec, config.provided.data, tokenizer)
 
@@ -72,7 +73,7 @@ class BaseContainer(containers.DeclarativeContainer):
     """Processes of each model and of the engines, in a cluster."""
     colocated: providers.Provider[list[set[str]]] = providers.Object([])
     """Roles that share the same GPUs."""
-    cluster = providers.Singleton(Cluster, config, roles, colocated)
+    cluster = providers.Resource(closed_at_end, Cluster, config, roles, colocated)
 
     optimize: providers.Provider[Any] = providers.Object(MasterOptimizer)
     divide: providers.Provider[Any] = providers.Object(None)

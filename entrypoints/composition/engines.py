@@ -33,6 +33,7 @@ from rollgrad.application.settings.sections.train import PartialRollout
 from rollgrad.application.settings.weight_backend import sync_backend
 from rollgrad.domain.control.engine_health import FleetBounds
 from rollgrad.entrypoints.composition.base import BaseContainer, trainer_kind
+from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
 from rollgrad.entrypoints.composition.models import has_gpu, make_actor_model
 from rollgrad.entrypoints.event_loop import run_to_end
 
@@ -185,20 +186,20 @@ class EngineContainer(BaseContainer):
         own=providers.Singleton(make_actor_model, base.config.provided.actor),
     )
     embedded_engine = providers.Singleton(make_engine, base.config, engine_model, base.tokenizer, base.codec)
-    vllm_engine = providers.Singleton(make_vllm_engine, base.config, base.tokenizer, plays)
+    vllm_engine = providers.Resource(closed_at_end, make_vllm_engine, base.config, base.tokenizer, plays)
     gpus = providers.Selector(
         providers.Callable(trainer_kind, base.config),
         process=providers.Callable(has_gpu),
         cluster=base.cluster.provided.gpus,
     )
-    fleet = providers.Singleton(
+    fleet = LoopResource(
         lambda cluster, settings, at_once: cluster.engines(settings, at_once),
         base.cluster,
         providers.Callable(vllm_settings, base.config, base.tokenizer, gpus=gpus, plays=plays),
         base.config.provided.train.async_enable,
     )
     served_engines = providers.Singleton(make_served_engines, base.config, base.tokenizer)
-    served_fleet = providers.Singleton(make_served_fleet, served_engines)
+    served_fleet = LoopResource(make_served_fleet, served_engines)
     sampling_engine = providers.Selector(
         providers.Callable(engine_kind, base.config),
         embedded=embedded_engine,

@@ -142,5 +142,5 @@ def _turns(
 
 def _longest(config: RLConfig, engine: RolloutEngine) -> int | None:
     """Returns the largest number of tokens of an episode: as set, but never more than the model's positions."""
-    limits = [config.rollout.max_episode_tokens, config.data.max_len, getattr(engine, "max_tokens", None)]
+    limits = [config.rollout.max_episode_tokens, config.data.max_len, engine.max_tokens]
     return min((limit for limit in limits if limit is not None), default=None)

@@ -74,6 +74,7 @@ from rollgrad.entrypoints.composition.executors import (
     make_tool_executor,
 )
 from rollgrad.entrypoints.composition.extensions import load_extension
+from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
 from rollgrad.entrypoints.composition.outputs import make_sample_log
 from rollgrad.entrypoints.composition.rewards import (
     make_judge,
@@ -157,14 +158,16 @@ class RLContainer(EngineContainer):
             timeout=base.config.provided.reward.timeout,
             weights=base.config.provided.reward.weights,
         ),
-        verifier=providers.Singleton(
+        verifier=providers.Resource(
+            closed_at_end,
             VerifierReward,
             base.config.provided.reward.verifier,
             timeout=base.config.provided.reward.timeout,
             format_pattern=base.config.provided.reward.format_pattern,
             isolation=base.config.provided.reward.isolation,
         ),
-        reasoning_gym=providers.Singleton(
+        reasoning_gym=providers.Resource(
+            closed_at_end,
             ReasoningGymReward,
             reward_spec,
             timeout=base.config.provided.reward.timeout,
@@ -177,8 +180,8 @@ class RLContainer(EngineContainer):
             ),
             cluster=providers.Singleton(lambda cluster, make: cluster.reward(make), base.cluster, base.make),
         ),
-        remote=providers.Singleton(make_remote_reward, base.config),
-        judge=providers.Singleton(make_judge, base.config),
+        remote=LoopResource(make_remote_reward, base.config),
+        judge=LoopResource(make_judge, base.config),
         teacher=providers.Singleton(NoReward),
         none=providers.Object(None),
     )
@@ -193,10 +196,8 @@ class RLContainer(EngineContainer):
         none=providers.Object(None),
     )
 
-    server = providers.Singleton(TrainingServer, base.engine, base.codec)
-    tool_box = providers.Singleton(
-        ToolBox, base.config.provided.agent.tools, base.config.provided.agent.python_isolation
-    )
+    server = LoopResource(TrainingServer, base.engine, base.codec)
+    tool_box = LoopResource(ToolBox, base.config.provided.agent.tools, base.config.provided.agent.python_isolation)
     executor = providers.Selector(
         providers.Callable(executor_kind, base.config, environment),
         single_turn=providers.Singleton(

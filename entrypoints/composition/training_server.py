@@ -17,7 +17,7 @@ class TrainingServer:
 
     def __init__(self, engine: RolloutEngine, codec: ChatCodec) -> None:
         self.engine = engine
-        self.service = ChatService(engine, codec, max_tokens=getattr(engine, "max_tokens", None))
+        self.service = ChatService(engine, codec, max_tokens=engine.max_tokens)
         self._codec = codec
         self._server: Server | None = None
         self._starting = asyncio.Lock()

@@ -91,6 +91,7 @@ class FakePolicy(PolicyModel):
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         """Takes one step of SGD on the sum of the objective; keeps the batches in `updates`."""
+        self.steps += 1
         self.updates.append(list(micro_batches))
         return self._table.step(micro_batches, lambda batch: objective(_unigram(self._table.table_V, batch), batch))
 

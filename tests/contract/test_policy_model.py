@@ -125,3 +125,19 @@ def test_every_weight_comes_once(make: Callable[[], PolicyModel]) -> None:
     pairs: list[Any] = list(make().weights())
     assert len({name for name, _ in pairs}) == len(pairs) == len({tensor.data_ptr() for _, tensor in pairs})
     assert not any(tensor.requires_grad for _, tensor in pairs)
+
+
+def test_steps_are_counted_when_they_begin(make: Callable[[], PolicyModel], batch: PackedBatch) -> None:
+    policy = make()
+    assert policy.steps == 0
+    policy.score(batch)
+    assert policy.steps == 0
+    policy.update([batch], likelihood)
+
+    def fail(scores: TokenScores, batch: PackedBatch) -> LossOutput:
+        assert policy.steps == 2, "whoever sends weights must not take half an update for the whole"
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        policy.update([batch], fail)
+    assert policy.steps == 2

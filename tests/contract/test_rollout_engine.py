@@ -253,3 +253,38 @@ def test_new_weights_while_requests_run_are_refused(make: Callable[[], Any]) -> 
         await task
 
     run(scenario())
+
+
+def test_a_reply_may_be_as_long_as_it_says(make: Callable[[], Any]) -> None:
+    engine = make()
+    assert engine.max_tokens is None or engine.max_tokens > 8
+    assert len(run(engine.generate(ask())).token_ids) == 8
+
+
+def test_requests_made_while_it_sleeps_wait_until_it_wakes(make: Callable[[], Any]) -> None:
+    async def scenario() -> None:
+        engine = make()
+        await engine.sleep()
+        task = asyncio.create_task(engine.generate(ask()))
+        await asyncio.sleep(0.02)
+        assert not task.done()
+        await engine.wake()
+        assert len((await task).token_ids) == 8
+
+    run(scenario())
+
+
+def test_an_abort_spares_requests_that_come_after_it(make: Callable[[], Any]) -> None:
+    async def scenario() -> None:
+        engine = make()
+        (early,) = await started(engine, ask(max_new_tokens=LONG))
+        pausing = asyncio.create_task(engine.pause(PauseMode.ABORT))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(engine.generate(ask()))
+        await pausing
+        assert (await early).stop_reason is StopReason.ABORTED
+        assert not late.done()
+        await engine.resume()
+        assert (await late).stop_reason is StopReason.LENGTH
+
+    run(scenario())

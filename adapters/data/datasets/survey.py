@@ -8,7 +8,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import structlog
 from attrs import frozen
@@ -61,6 +61,16 @@ class Survey:
     def longest(self) -> int:
         """Number of tokens of the longest kept prompt."""
         return max(length for index, length in enumerate(self.lengths) if self.keeps(index))
+
+
+@runtime_checkable
+class Surveyed(Protocol):
+    """A source of prompts that were surveyed."""
+
+    @property
+    def survey(self) -> Survey:
+        """Returns the survey."""
+        ...
 
 
 def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Survey:

@@ -322,6 +322,7 @@ def test_requests_cancelled_while_paused_do_not_keep_it_awake(model: Any, passes
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await rollout.sleep()
+        await rollout.wake()
         await rollout.resume()
         assert len((await rollout.generate(request())).token_ids) == 12
 

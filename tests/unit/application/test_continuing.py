@@ -10,12 +10,10 @@ from attrs import evolve
 
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.resuming import ContinuingEngine
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 from rollgrad.testing.rollout_engine import FakeRolloutEngine
-from tests.fakes.fleet_member import FakeFleetMember
 
 REQUEST = GenerationRequest(prompt_token_ids=(65, 66, 67), params=SamplingParams(max_new_tokens=60, seed=3))
 
@@ -105,21 +103,3 @@ def test_a_stop_string_may_begin_before_the_abort(tiny_model_dir: Path) -> None:
         assert (list(rest.token_ids), rest.stop_reason) == ([whole[10]], StopReason.STOP)
 
     asyncio.run(scenario())
-
-
-def test_ending_it_ends_the_engine() -> None:
-    member = FakeFleetMember()
-    asyncio.run(ContinuingEngine(EngineFleet([member])).aclose())
-    assert member.closed
-
-    class Process(FakeRolloutEngine):
-        ended = False
-
-        def close(self) -> None:
-            self.ended = True
-
-    process = Process()
-    ContinuingEngine(process).close()
-    assert process.ended
-    ContinuingEngine(FakeRolloutEngine()).close()
-    asyncio.run(ContinuingEngine(FakeRolloutEngine()).aclose())

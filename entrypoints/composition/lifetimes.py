@@ -1,0 +1,59 @@
+"""How long the objects of a container live: what is closed with the event loop that used it, and what at the end.
+
+A provider says so by its kind: `providers.Resource(closed_at_end, MAKE, ...)` closes what `MAKE` made by its `close`,
+`LoopResource(MAKE, ...)` by its `aclose`; both only if it was made.
+"""
+
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from dependency_injector import containers, providers
+
+from rollgrad.domain.ports.closing import AsyncClosable, Closable
+
+Made = TypeVar("Made", bound=Closable)
+Result = TypeVar("Result")
+
+
+class LoopResource(providers.Resource[Any]):
+    """A resource that is closed in the event loop that used it."""
+
+
+def closed_at_end(make: Callable[..., Made], *arguments: Any, **keywords: Any) -> Iterator[Made]:
+    """Makes an object, and closes it when the container's resources are shut down."""
+    made = make(*arguments, **keywords)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def given(adapter: Any) -> providers.Provider[Any]:
+    """Returns a provider of an object that the caller made, which is closed as those are that a container makes."""
+    if isinstance(adapter, AsyncClosable):
+        return LoopResource(lambda: adapter)
+    if isinstance(adapter, Closable):
+        return providers.Resource(closed_at_end, lambda: adapter)
+    return providers.Object(adapter)
+
+
+async def closing(work: Coroutine[Any, Any, Result], container: containers.DeclarativeContainer) -> Result:
+    """Does `work`, then closes what belongs to this event loop."""
+    try:
+        return await work
+    finally:
+        for resource in list(container.traverse(types=[LoopResource])):
+            if resource.initialized:
+                try:
+                    await resource().aclose()
+                finally:
+                    resource.shutdown()
+
+
+def shut_down(container: containers.DeclarativeContainer) -> None:
+    """Closes all else that was made: each before what it was made from, and all of them whatever one raises."""
+    try:
+        container.shutdown_resources()
+    except Exception:
+        shut_down(container)  # the one that raised counts as closed
+        raise
