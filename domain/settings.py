@@ -50,7 +50,7 @@ class Condition:
 
 @frozen
 class Told:
-    """What a field says of itself besides its type and default."""
+    """Metadata of a setting's field, besides its type and default."""
 
     doc: str
     range: Range | None = None

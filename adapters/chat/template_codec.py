@@ -228,7 +228,7 @@ class TemplateCodec(ChatCodec):
         tools: Sequence[ToolSchema],
         render: Callable[[list[Message], list[ToolSchema] | None], Rendered],
     ) -> Rendered:
-        """What `render` makes of the messages in the form that the template takes."""
+        """Calls `render` with the messages in the form that the template accepts; returns its result."""
         from jinja2 import TemplateError
 
         written = list(messages) if self._knows_tools else as_text(messages, tools)

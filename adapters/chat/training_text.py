@@ -1,4 +1,4 @@
-"""From the messages of a conversation to tokens and the weight of each in the loss, for any chat template.
+"""Makes tokens and their loss weights from the messages of a conversation, for any chat template.
 
 The template itself says where a reply begins and ends: it writes the messages before a reply with the generation prompt
 (what the model is asked with), and the conversation up to the reply (what it should have answered). The text between is
@@ -193,10 +193,10 @@ class TrainingText:
 
     @cached_property
     def _ending(self) -> tuple[str, int]:
-        """What the template writes behind the text of a last reply, and how much of it ends the turn.
+        """Returns the text of the template after a last reply, and how much of it ends the turn.
 
-        What some templates write there only at the end of a conversation (Phi-3's eos) no model samples: the token that
-        ends the turn is the last one that stands there as well when the user goes on.
+        A model does not sample the text that some templates write only at the end of a conversation (Phi-3's eos): the
+        token that ends the turn is the last one that stands there as well when the user goes on.
         """
         last, between = self._turns
         shared = [match.end() for match in self._special.finditer(last, 0, common_prefix(last, between))]
@@ -207,7 +207,7 @@ class TrainingText:
 
     @cached_property
     def _turns(self) -> tuple[str, str]:
-        """What the template writes behind the text of a last reply, and between a reply and the user's next message."""
+        """Returns the text of the template after a last reply, and between a reply and the user's next message."""
         mark = unused_character([])
         user, reply = {"role": "user", "content": mark}, {"role": "assistant", "content": mark}
         try:

@@ -1,1 +1,1 @@
-"""What shuts code in that a model wrote, or that judges what a model wrote."""
+"""Isolation of code that a model wrote, and of code that judges a model's text."""

@@ -1,1 +1,1 @@
-"""Where metrics of a run go, and the report made of them."""
+"""Sinks of a run's metrics, and the report."""

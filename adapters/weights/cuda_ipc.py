@@ -18,7 +18,7 @@ from rollgrad.adapters.weights.transfer import Life, Passage, Update, sent
 from rollgrad.domain.ports.models import PolicyModel
 
 Handles = dict[str, tuple[Any, ...]]
-"""By GPU id, the arguments from which `torch.multiprocessing` rebuilds a tensor in that GPU's memory."""
+"""Arguments by GPU id, from which `torch.multiprocessing` rebuilds a tensor in that GPU's memory."""
 
 
 def cuda_ipc(policy: PolicyModel, engines: Sequence[Life], version: int) -> Passage:

@@ -1,1 +1,1 @@
-"""How one episode is played: one turn, several turns, or an agent that is a client."""
+"""Playing one episode: one turn, several turns, or an agent that is a client."""

@@ -1,1 +1,1 @@
-"""From trajectories to optimizer steps."""
+"""Learning: makes optimizer steps from trajectories."""

@@ -1,5 +1,5 @@
-"""What alternating and overlapping steps of reinforcement learning share: an update from groups of rollouts, and the
-way of the weights to the engines.
+"""Common part of alternating and overlapping steps of reinforcement learning: an update from groups of rollouts, and
+the way of the weights to the engines.
 
 Does not own: where groups come from, and when engines take new weights (the step sources).
 """

@@ -1,1 +1,1 @@
-"""How groups of episodes are played, chosen and measured."""
+"""Playing, choosing and measuring groups of episodes."""

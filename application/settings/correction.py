@@ -1,6 +1,6 @@
-"""Which off-policy correction acts in a run: a function of its settings alone, and the one place that decides it.
+"""Decides which off-policy correction a run uses, from its settings alone.
 
-Does not own: the weights themselves (`domain.losses.corrections`), and which settings go together (`validation`).
+Does not own: the weights themselves (`domain.algorithms.losses.corrections`), and rules across settings (`validation`).
 """
 
 from typing import Any

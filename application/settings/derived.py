@@ -1,4 +1,4 @@
-"""What several rules need. See `validation`."""
+"""Values that several rules compute from settings (`validation`)."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where a function of the user's is: a Python file, and its name there."""
+"""Path of a user's function: a Python file, and the function's name in it."""
 
 from attrs import frozen
 

@@ -1,4 +1,4 @@
-"""Where a run's memory goes, estimated from the shape of its models: arithmetic only, importable without torch.
+"""Memory plan of a run, estimated from the shape of its models: arithmetic only, importable without torch.
 
 Each number is an upper estimate of what one process of a role holds at its own peak. Roles that share a device are
 added up; what they hold at different times is not: models pass over their tokens one after the other, and where rollout
@@ -22,8 +22,8 @@ from rollgrad.domain.algorithms.settings import KLAgainst
 FLOAT32_BYTES = 4
 
 QUANTISED_BITS = 4 + 8 / 64 + 32 / (64 * 256)
-"""Of a number in NF4 with double quantisation: an 8-bit scale for 64 of them, a 32-bit one for 256 scales (Dettmers et
-al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", section 3)."""
+"""Bytes of a number in NF4 with double quantisation: an 8-bit scale for 64 of them, a 32-bit one for 256 scales
+(Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", section 3)."""
 
 ADAM_MOMENTS = 2
 
@@ -45,9 +45,9 @@ MIB = 2**20
 
 @frozen(kw_only=True)
 class ModelShape:
-    """What the memory of a decoder depends on. `parameters` counts tied tensors once, and no adapters; `adapters`
-    counts the numbers in these, which are then all that is trained; `quantised` those that are kept in 4 bits;
-    `embedding` those of the input embedding, which is `tied` to the output's if both are one."""
+    """Shape of a decoder, on which its memory depends. `parameters` counts tied tensors once, and no adapters;
+    `adapters` counts the numbers in these, which are then all that is trained; `quantised` those that are kept in 4
+    bits; `embedding` those of the input embedding, which is `tied` to the output's if both are one."""
 
     parameters: int
     layers: int
@@ -105,12 +105,12 @@ class RoleMemory:
 
     @property
     def kept(self) -> int:
-        """What does not come and go with passes."""
+        """Bytes that are kept between passes."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """Without what is offloaded."""
+        """Bytes on the device, without offloaded ones."""
         return self.kept + self.passes
 
 
@@ -197,7 +197,7 @@ def _at_once(rows: Iterable[tuple[RoleMemory, int]]) -> int:
 
 
 def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
-    """Of actor or critic. See `DeepSpeedModule` and `MasterOptimizer` for what they keep."""
+    """Returns the memory of actor or critic; `DeepSpeedModule` and `MasterOptimizer` keep the numbers counted here."""
     shape = _share(config, role, shape)
     where, trained, ds = _where(config, role), shape.trained, config.ds
     weights = shape.weights(compute_bytes)
@@ -241,7 +241,7 @@ def _trained(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
 
 
 def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int) -> RoleMemory:
-    """Not divided by ZeRO, and with one layer's activations at a time."""
+    """Returns the memory of the reference, which ZeRO does not divide, with one layer's activations at a time."""
     activations = shape.hidden * _activations_per_hidden(config)
     passes = math.ceil(_tokens(config, "reference") * activations * compute_bytes)
     return evolve(
@@ -252,7 +252,7 @@ def _reference(config: RLConfig, shape: ModelShape, compute_bytes: int) -> RoleM
 
 
 def _reward(config: RLConfig, shape: ModelShape, compute_bytes: int) -> RoleMemory:
-    """The same, and whole in every process; a pass has whole texts."""
+    """Returns the memory of the reward model, which is whole in every process; a pass has whole texts."""
     longest = longest_sample(config)
     samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     tokens = max(longest, min(REWARD_TOKENS, samples * longest))
@@ -318,8 +318,8 @@ def _tokens(config: RLConfig, role: str) -> int:
 
 
 def _share(config: RLConfig, role: str, shape: ModelShape) -> ModelShape:
-    """What a process has of a model whose layers are divided. See `adapters.deepspeed.tensor_parallel`: an input
-    embedding is divided only as the output's, which a critic has not; norms are too small to count."""
+    """Returns a process's share of a model whose layers are divided by `adapters.models.deepspeed.tensor_parallel`: an
+    input embedding is divided only as the output's, which a critic has not; norms are too small to count."""
     whole = shape.embedding if role == "critic" or not shape.tied else 0
     return evolve(shape, parameters=whole + math.ceil((shape.parameters - whole) / config.ds.tensor_parallel_size))
 

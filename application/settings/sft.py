@@ -18,7 +18,7 @@ from rollgrad.domain.settings import BELOW_ONE, section, setting
 
 
 class SupervisedLoss(StrEnum):
-    """How far each token is from what it should be."""
+    """Loss of each token."""
 
     NLL = "nll"
     """Cross-entropy."""
@@ -39,7 +39,7 @@ class SupervisedModelConfig(ModelConfig):
 
 @define(kw_only=True)
 class SupervisedTrainConfig(ExampleTrainConfig):
-    """How examples become optimizer steps, and the loss."""
+    """Optimizer steps from examples, and the loss."""
 
     loss: SupervisedLoss = setting(
         SupervisedLoss.NLL,

@@ -35,7 +35,7 @@ OTHER_SPELLINGS: Mapping[type[StrEnum], Mapping[str, str]] = {
     KLEstimator: {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
     Aggregation: {"seq_mean_token_mean": "sequence_mean"},
 }
-"""Of a setting's values, those of other tools and torch; each means the same as the value that it stands for."""
+"""Other tools' and torch's spellings of a setting's values, each with our value of the same meaning."""
 
 
 def choice(kind: type[Kind], value: Any) -> Kind:

@@ -44,7 +44,7 @@ def broken_rules(
 
 
 def range_problems(config: attrs.AttrsInstance) -> dict[str, str]:
-    """Which single settings of a run are out of range: their names, and why."""
+    """Returns the single settings of a run that are out of range, by name, each with the reason."""
     problems: dict[str, str] = {}
     for key, value, told in leaves(config):
         numbers = value if isinstance(value, tuple) else (value,)

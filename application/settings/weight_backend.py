@@ -1,4 +1,4 @@
-"""Which way weights go from the trainer to vLLM's engines, by who shares a GPU with whom."""
+"""Decides the way of weights from the trainer to vLLM's engines, by which of them share GPUs."""
 
 from rollgrad.application.settings.derived import ranks
 from rollgrad.application.settings.run import RLConfig
@@ -15,7 +15,7 @@ def shares_gpus(config: RLConfig) -> bool:
 
 
 def engines_without_actor(config: RLConfig) -> int:
-    """How many of the GPUs of engines that share GPUs have no process of the actor."""
+    """Returns the number of shared GPUs with an engine but without a process of the actor."""
     processes = ranks(config, "actor") if config.cluster.enable else 1
     return max(0, config.vllm.num_engines * config.vllm.gpus_per_engine - processes)
 

@@ -28,7 +28,7 @@ class KLEstimator(StrEnum):
 
 
 class KLAgainst(StrEnum):
-    """What the policy is kept near."""
+    """Policy from which KL is measured."""
 
     REFERENCE = "reference"
     ROLLOUT = "rollout"
@@ -79,7 +79,7 @@ class Whiten(StrEnum):
 
 @define(kw_only=True)
 class AdvantageSettings:
-    """From rewards to advantages."""
+    """Advantages from rewards."""
 
     estimator: str = setting(
         "gae",
@@ -104,7 +104,7 @@ class AdvantageSettings:
 
 
 class CorrectionLevel(StrEnum):
-    """Where the importance ratio of an off-policy correction is taken."""
+    """Scope of the importance ratio of an off-policy correction."""
 
     AUTO = "auto"
     """token where samples may be stale and nothing else corrects them, else off."""
@@ -115,7 +115,7 @@ class CorrectionLevel(StrEnum):
 
 
 class CorrectionMode(StrEnum):
-    """What becomes of a ratio outside the bounds."""
+    """Treatment of a ratio outside the bounds."""
 
     TRUNCATE = "truncate"
     CLIP = "clip"
@@ -123,7 +123,7 @@ class CorrectionMode(StrEnum):
 
 
 class CorrectionGate(StrEnum):
-    """What else leaves a token or a sequence out."""
+    """Further condition that leaves a token or a sequence out."""
 
     RATIO = "ratio"
     BINARY_KL = "binary_kl"
@@ -155,7 +155,7 @@ class CorrectionSettings:
 
 
 class Normalise(StrEnum):
-    """What rewards are centred and scaled by before any baseline."""
+    """Source of the mean and deviation by which rewards are centred and scaled before any baseline."""
 
     NONE = "none"
     RUNNING = "running"
@@ -164,7 +164,7 @@ class Normalise(StrEnum):
 
 
 class OldLogprobs(StrEnum):
-    """Where the log-probs of the policy before the update come from."""
+    """Source of the log-probs of the policy before the update."""
 
     RECOMPUTE = "recompute"
     ROLLOUT = "rollout"
@@ -172,7 +172,7 @@ class OldLogprobs(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How token losses become one number."""
+    """Aggregation of token losses into one number."""
 
     TOKEN_MEAN = "token_mean"
     SEQUENCE_MEAN = "sequence_mean"
@@ -276,7 +276,7 @@ BY_LENGTH = Condition(
 
 @define(kw_only=True)
 class ShapingSettings:
-    """What happens to rewards before any baseline sees them."""
+    """Shaping of rewards before any baseline."""
 
     pass_threshold: float = setting(1.0, "A reply passes when its score reaches this.")
     clip_range: tuple[float, float] | None = setting(

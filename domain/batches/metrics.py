@@ -76,8 +76,8 @@ class Mean(Metric):
 
 
 class Common(Metric):
-    """What every part of a step has alike, such as the norm of its gradient. Over steps it is the mean of those that
-    have it: a skipped step has no norm."""
+    """A metric that is equal in all parts of a step, such as the norm of its gradient. Over steps it is the mean of
+    those that have it: a skipped step has no norm."""
 
     def joined(self, other: Self) -> Self:
         """Returns either."""

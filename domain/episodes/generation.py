@@ -7,7 +7,7 @@ from attrs import field, frozen, validators
 
 
 class StopReason(StrEnum):
-    """Why a generation, and with it a turn or an episode, ended."""
+    """Reason for the end of a generation, and with it of a turn or an episode."""
 
     STOP = "stop"
     """The model emitted a stop token, or a stop string appeared."""

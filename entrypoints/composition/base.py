@@ -57,7 +57,7 @@ class BaseContainer(containers.DeclarativeContainer):
     actor_steps: providers.Provider[int] = providers.Dependency(instance_of=int)
     critic_steps: providers.Provider[int] = providers.Dependency(instance_of=int)
     temperature: providers.Provider[float] = providers.Object(1.0)
-    """Of the distribution whose log-probs the models score."""
+    """Temperature of the distribution whose log-probs the models compute."""
     correct: providers.Provider[bool] = providers.Object(False)
     """Whether the policy's scores say which tokens are the most likely ones."""
     extension: providers.Provider[None] = providers.Object(None)

@@ -1,4 +1,4 @@
-"""From the settings of `data` and `eval` to the examples of an offline trainer, prepared and reported."""
+"""Makes the examples of an offline trainer, prepared and reported, from the settings of `data` and `eval`."""
 
 import math
 import os

@@ -6,7 +6,7 @@ from attrs import frozen
 
 
 class Kind(Enum):
-    """What follows a flag."""
+    """Kind of a flag's value."""
 
     SWITCH = auto()
     INTEGER = auto()
@@ -48,7 +48,7 @@ SWITCH, INTEGER, NUMBER, TEXT, PAIR = Kind.SWITCH, Kind.INTEGER, Kind.NUMBER, Ki
 
 
 def _model(name: str) -> dict[str, Flag]:
-    """What actor and critic have in common."""
+    """Returns the flags that actor and critic have in common."""
     return {
         f"{name}.adam.lr": Flag(NUMBER, f"{name}.adam.lr"),
         f"{name}.adam.betas": Flag(PAIR, f"{name}.adam.betas"),
@@ -216,7 +216,7 @@ FLAGS: dict[str, Flag] = {
     "actor_init_on_gpu": Flag(SWITCH, reason=REMOVED),
     "perf": Flag(SWITCH, reason=REMOVED),
 }
-"""By the dotted name of the newer release; a few exist in the older one only."""
+"""Flags by the dotted name of the newer release; a few exist in the older one only."""
 
 
 def _same(section: str, *names: str) -> dict[str, tuple[str, ...]]:

@@ -1,6 +1,6 @@
-"""Which format a data set has, told by its columns, and how a row of each is read.
+"""Formats of data sets: recognises them by their columns, and parses rows of each.
 
-Invariant: of several formats that fit none is chosen: that is an error that names them. Does not own: what a message
+Invariant: if several formats fit, none is chosen: that is an error that names them. Does not own: what a message
 may be (`rows`), nor tokens (`preparation`).
 """
 
@@ -58,9 +58,10 @@ OTHER_TASKS: Mapping[str, tuple[str, ...]] = {
 
 @frozen(kw_only=True)
 class ReadingSettings:
-    """How rows are read: the format, the columns by name where they are not the format's own, whether texts become
-    messages of the chat template, a system message before every conversation, a text with {} around plain prompts, and
-    what is trained. The format of preference pairs is never told by columns: who learns from pairs sets it."""
+    """Settings of parsing rows: the format, the columns by name where they are not the format's own, whether texts
+    become messages of the chat template, a system message before every conversation, a text with {} around plain
+    prompts, and what is trained. The format of preference pairs is never told by columns: who learns from pairs sets
+    it."""
 
     format: ExampleFormat = ExampleFormat.AUTO
     input_key: str | None = None
@@ -130,7 +131,7 @@ def find_format(columns: Sequence[str], name: str, settings: ReadingSettings) ->
 
 
 def read_row(row: Mapping[str, Any], kind: ExampleFormat, settings: ReadingSettings) -> tuple[Sample, float]:
-    """What a row of format `kind` says, and the weight of the row in the loss (its column `weight`, or 1).
+    """Returns the content of a row of format `kind`, and the row's weight in the loss (its column `weight`, or 1).
 
     Raises:
         RowError: it cannot be used.
@@ -394,4 +395,4 @@ READERS: Mapping[ExampleFormat, Callable[[Mapping[str, Any], ReadingSettings], S
     ExampleFormat.TEXT: _text,
     ExampleFormat.PAIRS: _pair,
 }
-"""How a row of each format is read."""
+"""Functions that parse a row of each format."""

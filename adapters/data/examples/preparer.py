@@ -20,8 +20,8 @@ from rollgrad.domain.errors import ConfigurationError, DataError
 
 @frozen(kw_only=True)
 class PreparationSettings:
-    """How rows become tokens: how they are read, the longest branch, what becomes of longer ones, and the template's
-    variables."""
+    """Settings of making tokens from rows: how rows are parsed, the longest branch, the treatment of longer ones, and
+    the template's variables."""
 
     reading: ReadingSettings = field(factory=ReadingSettings)
     max_tokens: int = 4096

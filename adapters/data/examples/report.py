@@ -15,7 +15,7 @@ from rollgrad.adapters.data.examples.rows import Reason
 from rollgrad.domain.errors import DataError
 
 PERCENTILES = (50, 90, 99, 100)
-"""Of the rows' lengths; the last is the longest row's."""
+"""Percentiles of the rows' lengths; the last is the longest row's."""
 
 
 @frozen
@@ -29,7 +29,7 @@ class Dropped:
 
 @define(kw_only=True)
 class DataReport:
-    """What became of the rows of a data set. `lengths` are percentiles of the tokens of used rows (all branches of a
+    """Report on the rows of a data set. `lengths` are percentiles of the tokens of used rows (all branches of a
     row together), `over_limit` counts rows longer than the limit, whatever became of them."""
 
     rows: int = 0

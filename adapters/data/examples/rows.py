@@ -1,4 +1,4 @@
-"""What a row of a data set says, whatever its format: conversations, texts and tokens to learn from.
+"""The content of a row of a data set, whatever its format: conversations, texts and tokens to learn from.
 
 Invariant: a row that cannot be used raises `RowError`, which has the reason that the report counts it under; nothing
 of a row is ever guessed or left out silently. Does not own: which columns say what (`formats`), nor tokens
@@ -20,16 +20,16 @@ from rollgrad.domain.errors import DataError
 
 
 class Reason(StrEnum):
-    """Why a row is not trained on."""
+    """Reason why a row is not trained on."""
 
     BROKEN = "broken"
     """The row, or a value in it, is not what the format has there."""
     EMPTY = "empty"
-    """There is nothing to learn: no text, no messages, or a trained reply without content."""
+    """The row has nothing to learn: no text, no messages, or a trained reply without content."""
     REFUSED = "refused_by_template"
     """The chat template cannot write the messages."""
     UNTRAINED = "no_trained_token"
-    """Nothing in it has a weight in the loss."""
+    """The row has no token with a weight in the loss."""
     OVERLONG = "overlong"
     """It has more tokens than data.max_tokens."""
     EQUAL = "equal_replies"
@@ -115,7 +115,7 @@ SHAREGPT_ROLES: Mapping[str, str] = {
     "function_response": "tool",
     "function_call": "assistant",
 }
-"""Who speaks in `from`, as the sets on the hub have it, and the role that it is."""
+"""Roles by the speakers in `from`, as data sets on the hub name them."""
 
 
 def text_of(value: Any, column: str) -> str:

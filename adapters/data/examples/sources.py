@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, hub names, alone or mixed.
+"""Sources of rows: files, folders, hub names, alone or mixed.
 
 JSON lines are read one at a time and by Python: no column needs one type for all rows, no key is added that a row does
 not have, and a line that cannot be read is one row that cannot be used. Everything else is read as for prompts

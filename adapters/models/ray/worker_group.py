@@ -125,7 +125,7 @@ class WorkerGroup:
         self._end_reading: Callable[[], object] = lambda: None
         """Ends the current reading in all processes."""
         self._participants: dict[int, Any] = {}
-        """By rank, the call by which a process takes part in the reading."""
+        """Calls by which the other processes take part in the reading, by rank."""
         remote = ray.remote(RankWorker)
         self._workers = [
             remote.options(**slot.options(), max_restarts=0).remote(rank, self.size, threads)

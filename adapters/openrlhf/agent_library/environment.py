@@ -35,7 +35,7 @@ class Environment(ABC):
     @property
     @abstractmethod
     def system_prompt(self) -> str:
-        """What the model is told first."""
+        """System prompt of the model."""
 
     @abstractmethod
     def tools_manifest(self) -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ class ReActEnvironment(Environment):
 
     @property
     def system_prompt(self) -> str:
-        """What the model is told first."""
+        """System prompt of the model."""
         return SYSTEM_PROMPT
 
     def tools_manifest(self) -> list[dict[str, Any]]:

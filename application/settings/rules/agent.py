@@ -8,7 +8,7 @@ from rollgrad.application.settings.sections.agent import AgentConfig
 
 
 def agent_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
-    """What is wrong with the settings of `agent`. `has_environment`: an environment or agent file plays."""
+    """Yields the problems of the settings of `agent`. `has_environment`: an environment or agent file plays."""
     agent = config.agent
     changed = first_change(agent, AgentConfig())
     if has_environment and changed:

@@ -24,7 +24,7 @@ from rollgrad.domain.algorithms.settings import (
 
 
 def algorithm_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with the estimator, its settings, and what it needs."""
+    """Yields the problems of the estimator, its settings, and its needs."""
     if config.algo.preset is not None:
         yield (
             f"algo.preset is {config.algo.preset!r}, but a preset is expanded where a file or flags are read: in "
@@ -98,7 +98,7 @@ def brought_problems(config: RLConfig) -> Iterator[str]:
 
 
 def policy_loss_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with the policy loss and its settings."""
+    """Yields the problems of the policy loss and its settings."""
     actor, default = config.actor, ActorConfig()
     name = actor.policy_loss_type
     traits = policy_loss_traits(name)
@@ -121,7 +121,7 @@ def policy_loss_problems(config: RLConfig) -> Iterator[str]:
 
 
 def kl_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with the KL term."""
+    """Yields the problems of the KL term."""
     kl = config.algo.kl
     if kl.init_coef == 0 and config.ref.model_name_or_path is not None:
         yield (
@@ -152,7 +152,7 @@ def kl_problems(config: RLConfig) -> Iterator[str]:
 
 
 def correction_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with the off-policy correction."""
+    """Yields the problems of the off-policy correction."""
     correction, level = config.algo.correction, correction_level(config)
     default = CorrectionSettings(level=correction.level)
     if level is CorrectionLevel.OFF:

@@ -18,7 +18,7 @@ def correction_fix(config: RLConfig) -> str:
 
 
 def async_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with how updates and rollouts overlap."""
+    """Yields the problems of overlapping updates and rollouts."""
     train = config.train
     if not train.async_enable:
         return

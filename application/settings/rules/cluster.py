@@ -13,7 +13,7 @@ from rollgrad.domain.algorithms.catalogue import estimator_traits
 
 
 def cluster_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with where processes run."""
+    """Yields the problems of the places of processes."""
     if config.rollout.engine is Engine.VLLM:
         yield from _sync_problems(config)
     if not config.cluster.enable:
@@ -45,7 +45,7 @@ def engine_length_problems(config: RLConfig, *, has_environment: bool) -> Iterat
 
 
 def server_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with servers that sample."""
+    """Yields the problems of servers that sample."""
     urls = config.rollout.server_urls
     if config.rollout.engine is not Engine.SERVER:
         return

@@ -59,7 +59,7 @@ def required_eval_problems(config: RLConfig) -> Iterator[str]:
 
 
 def optimizer_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with optimizers, learning rates and the length of the run."""
+    """Yields the problems of optimizers, learning rates and the length of the run."""
     if config.train.max_steps is not None and config.train.num_episodes != TrainConfig().num_episodes:
         yield (
             f"train.max_steps is {config.train.max_steps} and train.num_episodes is {config.train.num_episodes}, but a "
@@ -68,7 +68,7 @@ def optimizer_problems(config: RLConfig) -> Iterator[str]:
 
 
 def data_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with the datasets and how they are mixed."""
+    """Yields the problems of the datasets and their mixture."""
     data = config.data
     names = dataset_names(data.prompt_dataset)
     if data.prompt_probs is not None:
@@ -93,7 +93,7 @@ def data_problems(config: RLConfig) -> Iterator[str]:
 
 
 def prompt_form_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with how prompts are written, and how long they may be."""
+    """Yields the problems of rendering prompts, and of their length."""
     data = config.data
     if data.max_len is not None and data.prompt_limit >= data.max_len:
         yield (
@@ -119,7 +119,7 @@ def prompt_form_problems(config: RLConfig) -> Iterator[str]:
 
 
 def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Iterator[str]:
-    """What is wrong with where rewards come from."""
+    """Yields the problems of the source of rewards."""
     reward = config.reward
     sources = [
         text
@@ -177,7 +177,7 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
 
 
 def eval_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with evaluation."""
+    """Yields the problems of evaluation."""
     evaluation = config.eval
     changed = first_change(evaluation, EvalConfig())
     if not evaluation.dataset and changed:

@@ -13,7 +13,7 @@ VLLM_RANK = 512
 
 
 def lora_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with the adapters."""
+    """Yields the problems of the adapters."""
     lora = config.actor.lora
     if lora.sync is LoraSync.ADAPTER and config.rollout.engine is not Engine.VLLM:
         yield (

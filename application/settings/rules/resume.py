@@ -1,4 +1,4 @@
-"""What of a run's description may be another one when the run continues.
+"""Rules about the parts of a run's description that may change when the run continues.
 
 Invariant: every setting is either in `MAY_DIFFER` or refused by name with both values; what a name leads to (models,
 data) counts by its content. Importable without torch.
@@ -53,7 +53,7 @@ MAY_DIFFER = (
 """Settings that may change between a run's beginning and its continuation; .* stands for a whole section."""
 
 OF_EXAMPLES = ("train.num_epochs", "data.num_workers", "data.cache_dir", "data.max_dropped")
-"""The same of runs over examples, besides those: how long they go on, and how data are prepared."""
+"""Further settings of runs over examples that may change: their length, and the preparation of data."""
 
 MODELS = (
     "actor.model_name_or_path",
@@ -107,7 +107,7 @@ def refusals(begun: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping
 
 
 def changes(begun: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:
-    """What is another one and may be: names, and both values."""
+    """Returns the changes that are allowed: names, and both values."""
     pairs = {
         name: (begun["settings"].get(name, defaults[name]), value)
         for name, value in now["settings"].items()

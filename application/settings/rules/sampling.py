@@ -13,7 +13,7 @@ from rollgrad.domain.algorithms.settings import CorrectionLevel, KLAgainst, Norm
 
 
 def sampling_problems(config: RLConfig) -> Iterator[str]:
-    """Which groups are played and kept."""
+    """Yields the problems of playing and keeping groups."""
     algo, rollout = config.algo, config.rollout
     filtering = algo.dynamic_filtering_enable or algo.dynamic_filtering_spread
     if filtering and rollout.n_samples_per_prompt < 2:
@@ -57,7 +57,7 @@ def sampling_problems(config: RLConfig) -> Iterator[str]:
 
 
 def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
-    """What is wrong with how rewards are shaped."""
+    """Yields the problems of reward shaping."""
     reward, default = config.reward, RewardConfig()
     plays = has_environment or config.agent.plays
     if (reward.normalize is Normalise.DATASET) != (reward.normalize_mean_std is not None):
@@ -139,7 +139,7 @@ def _negative_problems(config: RLConfig) -> Iterator[str]:
 
 
 def rollout_problems(config: RLConfig) -> Iterator[str]:
-    """What is wrong with the size of optimizer steps."""
+    """Yields the problems of the size of optimizer steps."""
     rollout = config.rollout
     samples = samples_per_rollout(config)
     if (config.train.batch_size or 0) > samples:
@@ -151,7 +151,7 @@ def rollout_problems(config: RLConfig) -> Iterator[str]:
 
 
 def turn_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
-    """What is wrong with episodes of several turns."""
+    """Yields the problems of episodes of several turns."""
     for key in ("max_turns", "max_episode_tokens", "max_episode_seconds"):
         value = getattr(config.rollout, key)
         if value != getattr(RolloutConfig(), key) and not (has_environment or config.agent.plays):

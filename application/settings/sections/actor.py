@@ -37,7 +37,7 @@ class DType(StrEnum):
 
 
 class LoraSync(StrEnum):
-    """What of a model with adapters goes to engines."""
+    """Weights of a model with adapters that go to engines."""
 
     MERGED = "merged"
     ADAPTER = "adapter"

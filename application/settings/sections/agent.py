@@ -8,7 +8,7 @@ from rollgrad.domain.settings import COUNT, Condition, setting
 
 
 class PythonIsolation(StrEnum):
-    """What the python tool's code is shut in with."""
+    """Isolation of the python tool's code."""
 
     NAMESPACES = "namespaces"
     """Linux namespaces, besides limits: no network, no other processes, no files of yours."""

@@ -25,7 +25,7 @@ class Resume(StrEnum):
 
 @define(kw_only=True)
 class CheckpointConfig:
-    """What is written where."""
+    """Output of a run, and its places."""
 
     output_dir: str = setting(
         "./runs/rollgrad",

@@ -8,7 +8,7 @@ from rollgrad.domain.settings import COUNT, INTERVAL, Condition, Range, setting
 
 
 class Overlong(StrEnum):
-    """What becomes of prompts that are longer than allowed."""
+    """Treatment of prompts that are longer than allowed."""
 
     DROP = "drop"
     ERROR = "error"

@@ -10,7 +10,7 @@ from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, PERIOD, SHA
 
 
 class ExampleFormat(StrEnum):
-    """What the rows of a data set are."""
+    """Form of the rows of a data set."""
 
     AUTO = "auto"
     """Told by the columns."""
@@ -31,20 +31,20 @@ class ExampleFormat(StrEnum):
 
 
 class TrainOn(StrEnum):
-    """Which tokens carry loss."""
+    """Tokens that carry loss."""
 
     ASSISTANT = "assistant"
     """Every reply; of a prompt and a completion the completion."""
     LAST = "last"
     """The last reply."""
     COMPLETION = "completion"
-    """What follows the last user message; of a prompt and a completion the completion."""
+    """The messages after the last user message; of a prompt and a completion the completion."""
     ALL = "all"
     """All tokens but the one that begins the sequence."""
 
 
 class LongRows(StrEnum):
-    """What becomes of rows that are longer than data.max_tokens."""
+    """Treatment of rows that are longer than data.max_tokens."""
 
     DROP = "drop"
     """They are not trained on, and counted."""
@@ -143,7 +143,7 @@ class PairDataConfig(RowsConfig):
 
 @define(kw_only=True)
 class ExampleTrainConfig:
-    """How examples become optimizer steps."""
+    """Optimizer steps from examples."""
 
     batch_size: int = setting(128, "Examples per optimizer step, each with all its branches.", COUNT)
     num_epochs: int = setting(1, "Passes over the examples when max_steps is not set.", COUNT)

@@ -7,7 +7,7 @@ from rollgrad.domain.settings import NOT_NEGATIVE, setting
 
 @define(kw_only=True)
 class LoggerConfig:
-    """Where metrics go besides metrics.jsonl in the output directory."""
+    """Sinks of metrics besides metrics.jsonl in the output directory."""
 
     tensorboard_dir: str | None = setting(None, "TensorBoard log directory (extra: tracking).")
     console: bool = setting(True, "Progress bar on a terminal and a table at the end.")

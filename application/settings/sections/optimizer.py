@@ -1,4 +1,4 @@
-"""How weights are stepped: AdamW, Muon, and the learning rate."""
+"""Optimizers: AdamW, Muon, and the learning rate."""
 
 from enum import StrEnum
 
@@ -8,7 +8,7 @@ from rollgrad.domain.settings import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Conditio
 
 
 class Optim(StrEnum):
-    """What steps hidden matrices; embeddings, head, norms and biases are AdamW's either way."""
+    """Optimizer of hidden matrices; embeddings, head, norms and biases are AdamW's either way."""
 
     ADAM = "adam"
     MUON = "muon"

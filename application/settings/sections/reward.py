@@ -19,7 +19,7 @@ class Verifier(StrEnum):
 
 
 class JudgeIsolation(StrEnum):
-    """What judges of replies are shut in with, where parsing a reply could run it."""
+    """Isolation of judges, if parsing a reply could run it."""
 
     SANDBOX = "sandbox"
     """No network, no file but installed packages, no environment; Linux namespaces, or else Landlock."""
@@ -49,7 +49,7 @@ BY_FORMAT = Condition(
 
 @define(kw_only=True, field_transformer=own_first)
 class RewardConfig(ShapingSettings):
-    """What a reply is worth."""
+    """Rewards of replies."""
 
     function_path: str | None = setting(
         None,

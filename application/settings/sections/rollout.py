@@ -8,7 +8,7 @@ from rollgrad.domain.settings import COUNT, NOT_NEGATIVE, POSITIVE, SOME_SHARE, 
 
 
 class Engine(StrEnum):
-    """What samples."""
+    """Engine that samples."""
 
     EMBEDDED = "embedded"
     """In this process, from the trained model itself where nothing samples during an update."""
@@ -25,7 +25,7 @@ OF_SERVERS = Condition(
 
 @define(kw_only=True)
 class RolloutConfig:
-    """How episodes are sampled."""
+    """Sampling of episodes."""
 
     batch_size: int = setting(128, "Prompts per rollout.", COUNT)
     n_samples_per_prompt: int = setting(1, "Samples of each prompt: one group.", COUNT)

@@ -10,7 +10,7 @@ from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, Condition, 
 
 
 class PartialRollout(StrEnum):
-    """What becomes of replies in flight when the weights change."""
+    """Treatment of replies in flight when the weights change."""
 
     NONE = "none"
     """They are finished first, under the weights that they began with."""
@@ -34,7 +34,7 @@ WITH_EMA = Condition(lambda here, run: here.enable_ema, "no moving average is ke
 
 @define(kw_only=True)
 class TrainConfig:
-    """How samples become optimizer steps."""
+    """Optimizer steps from samples."""
 
     agent_func_path: str | None = setting(
         None,

@@ -9,14 +9,14 @@ from rollgrad.domain.settings import COUNT, SOME_SHARE, setting
 
 
 class SyncBackend(StrEnum):
-    """How weights get from the trainer to vLLM's engines."""
+    """Way of weights from the trainer to vLLM's engines."""
 
     AUTO = "auto"
     """cuda_ipc where each engine shares its GPU with the trainer, nccl where none does, else shared_memory."""
     SHARED_MEMORY = "shared_memory"
     """Through the CPU's memory; over the network to engines on other machines."""
     NCCL = "nccl"
-    """From GPU to GPU."""
+    """Broadcast from GPU to GPU."""
     CUDA_IPC = "cuda_ipc"
     """Within the GPU that trainer and engine share."""
     DISK = "disk"

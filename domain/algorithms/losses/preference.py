@@ -257,7 +257,7 @@ class PreferenceObjective:
         return LossOutput(loss=loss, metrics={name: value.detach() for name, value in metrics.items()})
 
     def _columns(self, pairs: Pairs) -> dict[str, Tensor]:
-        """What is reported of each pair."""
+        """Returns the metrics of the pairs."""
         first = next((name for name in self.settings.loss if name != IMITATION), "sigmoid")
         scale = self.beta(first)
         with_reference = pairs.ref_logprobs_P2 is not None
