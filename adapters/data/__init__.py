@@ -1,1 +1,1 @@
-"""Prompts: data sets and procedural tasks."""
+"""Prompts from data sets and procedural tasks, and the examples of offline trainers."""
