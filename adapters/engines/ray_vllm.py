@@ -22,20 +22,20 @@ from rollgrad.domain.errors import EngineError, RollgradError
 from rollgrad.domain.ports.rollout_engine import PauseMode
 
 CALLS = 100_000
-"""At once in one actor: more than vLLM is ever given, and each is a coroutine."""
+"""Largest number of simultaneous calls of one actor: more than vLLM ever gets, and each is a coroutine."""
 
 CLOSE_SECONDS = 20.0
 """Longest that an actor may take to end vLLM's processes before it is killed."""
 
 
 class EngineHost:
-    """What runs in the actor; its methods are those of `VLLMEngine`."""
+    """The object in the actor; its methods are those of `VLLMEngine`."""
 
     _engine: Any = None
     _memory: SharedMemory
 
     async def start(self, settings: Mapping[str, Any]) -> tuple[int | None, str]:
-        """Starts vLLM, which blocks the actor; (tokens of a prompt and its reply at most, Ray's id of the machine)."""
+        """Starts vLLM, which blocks the actor; returns its largest number of tokens, and Ray's id of the machine."""
         gc.disable()  # as in `RankWorker`
         try:
             from rollgrad.adapters.engines.vllm.engine import VLLMEngine
@@ -47,11 +47,11 @@ class EngineHost:
         return engine.max_tokens, _machine()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """The result of one of the engine's coroutine methods."""
+        """Returns the result of one of the engine's coroutine methods."""
         return await getattr(self._engine, method)(*arguments)
 
     async def begin_copied(self, bucket_bytes: int) -> EngineModel:
-        """`begin_weights` with memory of this machine."""
+        """Runs `begin_weights` with memory of this machine."""
         self._memory = SharedMemory(bucket_bytes=bucket_bytes)
         try:
             model: EngineModel = await self._engine.begin_weights(
@@ -62,7 +62,7 @@ class EngineHost:
         return model
 
     async def take_copied(self, update: Mapping[str, Any], run: Any) -> None:
-        """`take_weights` of a bucket that begins with the bytes of `run`, an array."""
+        """Runs `take_weights` on a bucket that begins with the bytes of `run`, an array."""
         self._memory.bucket(update["bucket"])[: len(run)].numpy()[:] = run
         await self._engine.take_weights(update)
 
@@ -80,7 +80,7 @@ class _Actor:
 
     @property
     def id(self) -> str:
-        """Ray's, which its logs and its dashboard know it by."""
+        """Ray's id, which its logs and its dashboard show."""
         return str(self.handle._actor_id.hex())
 
 
@@ -128,7 +128,7 @@ class RayVLLMEngine(FleetMember, WeightTaker):
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
     ) -> Generation:
-        """See `RolloutEngine.generate`."""
+        """Implements `RolloutEngine.generate`."""
         generation: Generation = await self._call("generating", "generate", request)
         if on_token is not None:
             for token in generation.token_ids:
@@ -136,27 +136,27 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         return generation
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`."""
+        """Implements `RolloutEngine.pause`."""
         await self._call("pausing", "pause", mode)
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
+        """Implements `RolloutEngine.resume`."""
         await self._call("resuming", "resume")
 
     async def sleep(self) -> None:
-        """See `RolloutEngine.sleep`."""
+        """Implements `RolloutEngine.sleep`."""
         await self._call("going to sleep", "sleep")
 
     async def wake(self) -> None:
-        """See `RolloutEngine.wake`."""
+        """Implements `RolloutEngine.wake`."""
         await self._call("waking", "wake")
 
     async def ping(self) -> None:
-        """See `FleetMember.ping`."""
+        """Implements `FleetMember.ping`."""
         await self._call("answering a ping", "ping")
 
     async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
-        """See `WeightTaker.begin_weights`."""
+        """Implements `WeightTaker.begin_weights`."""
         doing = "beginning to take weights"
         if self._near or info is None or "bucket_bytes" not in info:
             self._source = None
@@ -167,7 +167,7 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         return model
 
     async def take_weights(self, update: Mapping[str, Any]) -> None:
-        """See `WeightTaker.take_weights`."""
+        """Implements `WeightTaker.take_weights`."""
         if self._source is None:
             await self._call("taking weights", "take_weights", update)
             return
@@ -176,26 +176,26 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         await self._await("taking weights", self._actor.handle.take_copied.remote(update, run))
 
     async def finish_weights(self, version: int) -> None:
-        """See `WeightTaker.finish_weights`."""
+        """Implements `WeightTaker.finish_weights`."""
         await self._call("finishing to take weights", "finish_weights", version)
 
     async def prove_weights(self, probe: Probe) -> None:
-        """See `WeightTaker.prove_weights`."""
+        """Implements `WeightTaker.prove_weights`."""
         await self._call("comparing log-probs", "prove_weights", probe)
 
     async def abandon_weights(self, reason: str) -> None:
-        """See `WeightTaker.abandon_weights`."""
+        """Implements `WeightTaker.abandon_weights`."""
         await self._call("ending a transfer of weights", "abandon_weights", reason)
 
     async def restart(self) -> None:
-        """See `FleetMember.restart`; the new actor has the same options."""
+        """Implements `FleetMember.restart`; the new actor has the same options."""
         await self.close()
         self._actor = self._new_actor(self._actor.restarts + 1)
         with waiting_for(f"engine {self._actor.name} to start"):
             await self.ready()
 
     async def close(self) -> None:
-        """See `FleetMember.close`; a process that does not end by itself is killed."""
+        """Implements `FleetMember.close`; a process that does not end by itself is killed."""
         import ray
 
         handle = self._actor.handle
@@ -218,10 +218,10 @@ class RayVLLMEngine(FleetMember, WeightTaker):
         return await self._await(doing, self._actor.handle.call.remote(method, *arguments))
 
     async def _await(self, doing: str, reference: Any) -> Any:
-        """What the actor returns.
+        """Waits for the actor; returns its result.
 
         Raises:
-            EngineError: it has died, or fails otherwise; errors of ours are raised as they are.
+            EngineError: it has died, or failed in another way; rollgrad's own errors are raised unchanged.
         """
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -236,17 +236,17 @@ class RayVLLMEngine(FleetMember, WeightTaker):
             cause = error.cause
             if isinstance(cause, RollgradError):
                 raise cause from None
-            raise EngineError(f"{_who(actor)} failed at {doing}: {type(cause).__name__}: {cause}") from error
+            raise EngineError(f"{_actor_name(actor)} failed at {doing}: {type(cause).__name__}: {cause}") from error
         except RayError as error:
             raise EngineError(
-                f"{_who(actor)} died at {doing}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                f"{_actor_name(actor)} died at {doing}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             ) from error
 
 
 async def start_engines(
     count: int, settings: Mapping[str, Any], *, options: Sequence[Mapping[str, Any]] = (), seconds: float = 600.0
 ) -> list[RayVLLMEngine]:
-    """Engines that are ready, started side by side; `options` has those of each, or nothing.
+    """Starts engines at the same time, and waits until they are ready; `options` has those of each, or nothing.
 
     Raises:
         EngineError: one of them did not start within `seconds`; then all are ended.
@@ -271,5 +271,5 @@ def _machine() -> str:
     return str(ray_module().get_runtime_context().get_node_id())
 
 
-def _who(actor: _Actor) -> str:
+def _actor_name(actor: _Actor) -> str:
     return f"Engine {actor.name} (actor {actor.id})"

@@ -1,9 +1,9 @@
-"""Several engines behind one: requests go to the least loaded, an engine that dies is replaced, and what it was playing
-is played again on another.
+"""Several engines behind one: requests go to the least loaded, an engine that dies is replaced, and its requests are
+played again on others.
 
 Invariants: every `generate` ends once, with an answer or an error, and within `wait_seconds` if no engine serves; an
-engine that serves has the current weights (`domain.fleet`). While the fleet is paused or asleep, new requests wait here
-and not in the engines, so that replacements need not be told.
+engine that serves has the current weights (`domain.control.engine_health`). While the fleet is paused or asleep, new
+requests wait here and not in the engines, so that replacements need not be paused too.
 Does not own: how engines run (`FleetMember`), and how weights reach them (`refresh`, installed by the weight channel).
 """
 
@@ -34,23 +34,23 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 LONGEST_ROUND = 2.0
-"""Of the time between two rounds of pings, in multiples of `ping_seconds`, that counts as the engines' silence: in the
-rest this process itself stood still."""
+"""Longest time between two rounds of pings that counts as the engines' silence, in multiples of `ping_seconds`; in any
+longer time this process itself stood still."""
 
 
 class EngineFleet(RolloutEngine):
-    """See `RolloutEngine`. Serves one event loop; the members are started.
+    """A `RolloutEngine` for one event loop; the members have been started.
 
-    A request whose engine dies is played again from its beginning with the same seed, so it is sampled anew only where
-    the weights have changed or products are rounded otherwise; `on_token` then hears only the positions that it has
-    not heard before, and the generation that is returned counts. A request that begins or is replayed during a pause
+    A request whose engine dies is played again from its beginning with the same seed, so its tokens differ only if the
+    weights have changed or products are rounded differently; `on_token` is then called only for new positions, and the
+    returned generation counts. A request that begins or is replayed during a pause
     waits for `resume`, in which `pause(WAIT)` does not wait for it; `pause(ABORT)` ends it at once, unless `on_token`
     has heard more of it than there is to return: it is then played again after `resume`.
 
     Args:
         members: the engines, all with the same weights.
         bounds: of silence and restarts.
-        ping_seconds: how often members that say nothing are asked whether they are well, and dead ones replaced.
+        ping_seconds: seconds between rounds in which silent members are pinged, and dead ones replaced.
         call_seconds: longest that a member may take to pause (but for a pause that waits), resume, sleep and wake.
         wait_seconds: longest that a request waits for an engine that serves, pauses not counted.
         restart_seconds: longest that a member may take to start again.
@@ -70,7 +70,7 @@ class EngineFleet(RolloutEngine):
         self.health = FleetHealth(bounds or FleetBounds(), len(self._members))
         self.max_tokens = self._members[0].max_tokens
         self.replayed = 0
-        """Requests played again because their engine died."""
+        """Number of requests played again because their engine died."""
         self.refresh: Callable[[Taker], Awaitable[None]] | None = None
         """Brings the current weights to a member that has restarted, and says so by `took` or `lost`; without it, or if
         it does neither, the member waits for the next push."""
@@ -82,25 +82,25 @@ class EngineFleet(RolloutEngine):
         for number in range(len(self._members)):
             self._loads.offer(number, True)
         self._seen = Recent()
-        """Hash of a prompt's opening: the engine that saw it last."""
+        """Engine that had a prompt's opening last, by the opening's hash."""
         self._calls = [MemberCalls() for _ in self._members]
         self._background: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Task[None] | None = None
         self._flow = RequestFlow()
         self._changes = Changes()
         self._now = 0.0
-        """Seconds of rounds of pings."""
+        """Clock of the rounds of pings, in seconds."""
         self._defect: EngineError | None = None
-        """Why nobody watches the engines any more."""
+        """Error that ended the rounds of pings."""
         self._closed = False
 
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
     ) -> Generation:
-        """See `RolloutEngine.generate`.
+        """Implements `RolloutEngine.generate`.
 
         Raises:
-            EngineError: no engine served it in time or ever will, or one that is well refused it.
+            EngineError: no engine served it in time or ever will, or a healthy one refused it.
         """
         self._watch()
         listener = Listener(on_token)
@@ -110,7 +110,7 @@ class EngineFleet(RolloutEngine):
                 engine = await self._assigned(request, arrived, ends=not listener.told)
                 if engine is None:
                     return Generation(token_ids=[], logprobs=[], versions=[], stop_reason=StopReason.ABORTED)
-                part = await self._play(engine, request, listener)
+                part = await self._run(engine, request, listener)
                 if part is not None and not (
                     part.stop_reason is StopReason.ABORTED and len(part.token_ids) < listener.told
                 ):
@@ -121,31 +121,32 @@ class EngineFleet(RolloutEngine):
             self._flow.end(arrived)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`; a member that fails at it is replaced."""
+        """Implements `RolloutEngine.pause`; a member that fails at it is replaced."""
         self._flow.pause(mode)
         self._changes.tell()
         seconds = None if mode is PauseMode.WAIT else self._call_seconds
-        await self._all("pause", lambda member: member.pause(mode), seconds)
+        await self._call_all("pause", lambda member: member.pause(mode), seconds)
         self._flow.drained()
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`; a member that fails at it is replaced."""
-        await self._all("resume", lambda member: member.resume(), self._call_seconds)
+        """Implements `RolloutEngine.resume`; a member that fails at it is replaced."""
+        await self._call_all("resume", lambda member: member.resume(), self._call_seconds)
         self._flow.resume()
         self._changes.tell()
 
     async def sleep(self) -> None:
-        """See `RolloutEngine.sleep`; a member that fails at it is replaced. Dead ones are replaced after `wake`."""
+        """Implements `RolloutEngine.sleep`; a member that fails at it is replaced. Dead ones are replaced after
+        `wake`."""
         self._flow.sleep()
         while self.health.states[EngineState.RESTARTING]:  # it would start awake; its own deadline ends this
-            await self._change("replacements of engines before they sleep", None)
-        if await self._all("sleep", lambda member: member.sleep(), self._call_seconds, may_refuse=True):
+            await self._wait_for_change("replacements of engines before they sleep", None)
+        if await self._call_all("sleep", lambda member: member.sleep(), self._call_seconds, may_refuse=True):
             await self.wake()
             raise EngineError("A member cannot sleep while requests are in flight: pause with abort or wait first.")
 
     async def wake(self) -> None:
-        """See `RolloutEngine.wake`; a member that fails at it is replaced."""
-        await self._all("wake", lambda member: member.wake(), self._call_seconds)
+        """Implements `RolloutEngine.wake`; a member that fails at it is replaced."""
+        await self._call_all("wake", lambda member: member.wake(), self._call_seconds)
         self._flow.wake()
         self._changes.tell()
 
@@ -162,7 +163,7 @@ class EngineFleet(RolloutEngine):
         await asyncio.gather(*(self._end(number) for number in range(len(self._members))))
 
     def new_weights(self, version: int) -> None:
-        """Weights of `version` are on their way: no member serves until it `took` them.
+        """Records that weights of `version` are being sent: no member serves until it `took` them.
 
         Raises:
             EngineError: requests are in flight and generation is not paused, or the engines sleep.
@@ -173,20 +174,21 @@ class EngineFleet(RolloutEngine):
             self._offer(number)
 
     async def takers(self) -> list[Taker]:
-        """The members that new weights go to: those that live, as soon as one does.
+        """Waits for a living member; returns all living members, to which new weights go.
 
         Raises:
-            EngineError: none did in time, or ever will.
+            EngineError: none lived in time, or ever will.
         """
         self._watch()
-        until = self._until()
+        until = self._deadline()
         while not self.health.living:
-            self._hope()
-            await self._change("an engine that takes weights", until)
+            self._raise_if_hopeless()
+            await self._wait_for_change("an engine that takes weights", until)
         return [self._taker(number) for number in self.health.living]
 
     def took(self, takers: Sequence[Taker], version: int) -> None:
-        """These have weights of `version`; those that still live, and whose weights are still current, serve."""
+        """Records that members have weights of `version`; those that still live serve, if the version is still
+        current."""
         for taker in takers:
             if self._lives(taker) and version == self.health.version:
                 self.health.took(taker.number, version, self._now)
@@ -194,9 +196,9 @@ class EngineFleet(RolloutEngine):
         self._changes.tell()
 
     def lost(self, taker: Taker, reason: str) -> None:
-        """It failed to take weights."""
+        """Records that a member failed to take weights."""
         if self._lives(taker):
-            self._bury(taker.number, Death.WEIGHTS, f"engine {taker.number}: {reason}")
+            self._mark_dead(taker.number, Death.WEIGHTS, f"engine {taker.number}: {reason}")
 
     def _taker(self, number: int) -> Taker:
         return Taker(self._members[number], number, self.health.restarts(number))
@@ -210,7 +212,7 @@ class EngineFleet(RolloutEngine):
         opening = hash(request.prompt_token_ids[: len(request.prompt_token_ids) - request.begun])
         until = None
         while True:
-            self._hope()
+            self._raise_if_hopeless()
             if ends and self._flow.aborted(arrived):
                 return None
             if not self._flow.may_begin:
@@ -221,25 +223,25 @@ class EngineFleet(RolloutEngine):
                     self._seen.put(opening, engine)
                     self._flow.begin(arrived)
                     return engine
-                until = until or self._until()
-            await self._change("an engine that serves", until)
+                until = until or self._deadline()
+            await self._wait_for_change("an engine that serves", until)
 
-    async def _play(self, engine: int, request: GenerationRequest, listener: Listener) -> Generation | None:
-        """What a member makes of a request; None if it died."""
+    async def _run(self, engine: int, request: GenerationRequest, listener: Listener) -> Generation | None:
+        """Plays a request on a member; returns None if the member died."""
         member = self._members[engine]
         try:
             return await self._ask(engine, member.generate(request, on_token=listener.attempt()))
         except GaveUpError:
             return None
         except EngineError as error:
-            if await self._is_well(engine, str(error)):
+            if await self._is_healthy(engine, str(error)):
                 raise
             return None
         finally:
             listener.over()
             self._loads.release(engine)
 
-    async def _all(
+    async def _call_all(
         self,
         doing: str,
         call: Callable[[FleetMember], Coroutine[Any, Any, None]],
@@ -247,7 +249,7 @@ class EngineFleet(RolloutEngine):
         *,
         may_refuse: bool = False,
     ) -> bool:
-        """Has all living members do something; whether one that is well refused, where it may."""
+        """Calls all living members; returns whether a healthy one refused, if it may."""
         self._watch()
 
         async def one(engine: int) -> bool:
@@ -257,17 +259,17 @@ class EngineFleet(RolloutEngine):
             except GaveUpError:
                 pass
             except TimeoutError:
-                self._bury(engine, Death.SILENT, f"engine {engine} took more than {seconds:g} s to {doing}")
+                self._mark_dead(engine, Death.SILENT, f"engine {engine} took more than {seconds:g} s to {doing}")
             except EngineError as error:
-                if may_refuse and await self._is_well(engine, str(error)):
+                if may_refuse and await self._is_healthy(engine, str(error)):
                     return True
-                self._bury(engine, Death.FAILED, f"engine {engine} could not {doing}: {error}")
+                self._mark_dead(engine, Death.FAILED, f"engine {engine} could not {doing}: {error}")
             return False
 
         return any(await asyncio.gather(*map(one, self.health.living)))
 
     async def _ask(self, engine: int, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a member's `work`; `GaveUpError` if it died meanwhile."""
+        """Returns the result of a member's `work`; `GaveUpError` if it died meanwhile."""
         result = await self._calls[engine].ask(work)
         if self.health.alive(engine):
             suspect = not self.health.serves(engine)
@@ -277,8 +279,8 @@ class EngineFleet(RolloutEngine):
                 self._changes.tell()
         return result
 
-    async def _is_well(self, engine: int, error: str) -> bool:
-        """Whether a member that raised `error` is well all the same; otherwise it is given up."""
+    async def _is_healthy(self, engine: int, error: str) -> bool:
+        """Returns whether a member that raised `error` is healthy all the same; otherwise it is given up."""
         try:
             async with asyncio.timeout(self._call_seconds):
                 await self._ask(engine, self._members[engine].ping())
@@ -286,16 +288,16 @@ class EngineFleet(RolloutEngine):
         except GaveUpError:
             return False
         except (EngineError, TimeoutError):
-            self._bury(engine, Death.FAILED, f"engine {engine}: {error}")
+            self._mark_dead(engine, Death.FAILED, f"engine {engine}: {error}")
             return False
 
-    def _bury(self, engine: int, kind: Death, reason: str) -> None:
+    def _mark_dead(self, engine: int, kind: Death, reason: str) -> None:
         """Gives a member up, unless it is dead already."""
         if self.health.alive(engine):
             self.health.died(engine, kind, reason)
-            self._buried(engine)
+            self._note_death(engine)
 
-    def _buried(self, engine: int) -> None:
+    def _note_death(self, engine: int) -> None:
         log.warning("fleet.engine_died", engine=engine, reason=self.health.last_reason, fleet=self.health.summary())
         self._offer(engine)
         self._calls[engine].give_up()
@@ -306,7 +308,7 @@ class EngineFleet(RolloutEngine):
     def _offer(self, engine: int) -> None:
         self._loads.offer(engine, self.health.serves(engine))
 
-    def _hope(self) -> None:
+    def _raise_if_hopeless(self) -> None:
         if self._closed:
             raise EngineError("The engines are closed: no request can be made of them.")
         if self._defect is not None:
@@ -314,14 +316,14 @@ class EngineFleet(RolloutEngine):
         if (failure := self.health.failure) is not None:
             raise EngineError(failure)
 
-    def _until(self) -> float:
+    def _deadline(self) -> float:
         return asyncio.get_running_loop().time() + self._wait_seconds
 
-    async def _change(self, what: str, until: float | None) -> None:
-        """Waits for anything to change, on the way to `what`, until that time of the event loop.
+    async def _wait_for_change(self, what: str, until: float | None) -> None:
+        """Waits for any change, for the sake of `what`, until that time of the event loop.
 
         Raises:
-            EngineError: nothing did.
+            EngineError: nothing changed.
         """
         if not await self._changes.next(at=until):
             raise EngineError(f"Waited {self._wait_seconds:g} s for {what}; the fleet is: {self.health.summary()}.")
@@ -338,8 +340,8 @@ class EngineFleet(RolloutEngine):
             self._watching.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A task that looks after the engines ended. By an error: nobody would find a dead engine any more, so all who
-        wait for one learn of it."""
+        """Handles the end of a background task. After an error dead engines would not be found any more, so all
+        requests that wait for an engine fail."""
         self._background.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -359,7 +361,7 @@ class EngineFleet(RolloutEngine):
             except GaveUpError:
                 pass
             except EngineError as error:
-                self._bury(engine, Death.FAILED, f"engine {engine}: {error}")
+                self._mark_dead(engine, Death.FAILED, f"engine {engine}: {error}")
             finally:
                 asked.discard(engine)
 
@@ -372,7 +374,7 @@ class EngineFleet(RolloutEngine):
                     asked.add(engine)
                     self._spawn(ping(engine))
             for engine in self.health.tick(self._now):
-                self._buried(engine)
+                self._note_death(engine)
             for engine in range(len(self._members)):
                 self._offer(engine)
             for engine in () if self._flow.asleep else self.health.to_restart:
@@ -388,7 +390,7 @@ class EngineFleet(RolloutEngine):
             slow = f"it took more than {self._restart_seconds:g} s"
             reason = f"engine {engine} did not start again: {slow if isinstance(error, TimeoutError) else error}"
             self.health.died(engine, Death.START, reason)
-            self._buried(engine)
+            self._note_death(engine)
             return
         self.health.restarted(engine, self._now)
         log.info("fleet.engine_restarted", engine=engine, fleet=self.health.summary())
@@ -402,7 +404,7 @@ class EngineFleet(RolloutEngine):
             log.warning("fleet.no_refresh", engine=engine, reason=f"{type(error).__name__}: {error}")
 
     async def _end(self, engine: int) -> None:
-        """Closes a member that nothing more is asked of; one that does not close is left to itself."""
+        """Closes a member that is not used any more; one that does not close is abandoned."""
         try:
             async with asyncio.timeout(self._call_seconds):
                 await self._members[engine].close()

@@ -1,4 +1,4 @@
-"""One engine of a fleet: what it must be able to do, and calls to it that end when it is given up."""
+"""One engine of a fleet: its protocol, and calls to it that end when it is given up."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,11 +18,11 @@ class FleetMember(RolloutEngine, Protocol):
     """An engine that can be replaced; all its methods raise `EngineError` when it has died."""
 
     async def ping(self) -> None:
-        """Returns if the engine is well."""
+        """Returns normally if the engine is healthy."""
         ...
 
     async def restart(self) -> None:
-        """Ends what is left of the engine and starts it anew, with the weights that it began with."""
+        """Ends the rest of the engine and starts it again, with its initial weights."""
         ...
 
     async def close(self) -> None:
@@ -32,8 +32,8 @@ class FleetMember(RolloutEngine, Protocol):
 
 @frozen(eq=False)
 class Taker:
-    """A member that is to take weights, in one of its lives: which restart it has behind it. What happens in one life
-    says nothing of the next."""
+    """A member that takes weights, in one of its lives, which are counted by restarts. Events of one life have no
+    effect on the next."""
 
     member: FleetMember
     number: int
@@ -41,11 +41,11 @@ class Taker:
 
 
 class GaveUpError(Exception):
-    """The engine that was asked has been given up."""
+    """The engine of a call has been given up."""
 
 
 async def engine_work(work: Awaitable[T]) -> T:
-    """The result of `work`, of whose errors Ray's, a library's and those of a strange answer are made rollgrad's."""
+    """Returns the result of `work`; errors of Ray, of a library or of an unexpected answer become rollgrad's."""
     with foreign_code(lambda words: EngineError(f"The engine raised {words}")):
         return await work
 
@@ -56,10 +56,10 @@ class MemberCalls:
 
     _waiting: dict[asyncio.Future[Any], None] = field(factory=dict)
     _lives: int = 1
-    """Of the member, this one included."""
+    """Number of the member's lives, this one included."""
 
     async def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of the member's `work`.
+        """Returns the result of the member's `work`.
 
         Raises:
             GaveUpError: `give_up` was called meanwhile.
@@ -82,7 +82,7 @@ class MemberCalls:
         try:
             return await answer
         except EngineError as error:
-            if life != self._lives:  # the error came first, but nobody had heard it when the member was given up
+            if life != self._lives:  # the error came first, but had not been seen when the member was given up
                 raise GaveUpError from error
             raise
         finally:
@@ -99,15 +99,15 @@ class MemberCalls:
 
 @define
 class Listener:
-    """Tells `on_token`, where there is one, each position of a reply once, however often the reply is played."""
+    """Calls `on_token`, if there is one, once for each position of a reply, however often the reply is played."""
 
     on_token: Callable[[int], None] | None
     told: int = 0
-    """Positions told."""
+    """Number of positions for which it has been called."""
     _attempt: int = 0
 
     def attempt(self) -> Callable[[int], None] | None:
-        """What hears the tokens of an attempt until it is `over`."""
+        """Returns the `on_token` of an attempt, which has an effect until the attempt is `over`."""
         if (on_token := self.on_token) is None:
             return None
         mine, heard = self._attempt, 0
@@ -123,5 +123,5 @@ class Listener:
         return hear
 
     def over(self) -> None:
-        """What an engine that was given up may still say is ignored."""
+        """Ends an attempt: tokens that its engine still sends are ignored."""
         self._attempt += 1

@@ -1,7 +1,7 @@
-"""Requests that an engine aborts go on where they were: what "recompute" means when weights change in flight.
+"""Continues requests that an engine aborts, which is "recompute" when weights change in flight.
 
-The tokens so far become part of the prompt, so that their keys and values are computed anew under the weights that are
-then in place; each token keeps the log-prob and the version that it was drawn with.
+The tokens so far become part of the prompt, so that their keys and values are computed again under the new weights;
+each token keeps the log-prob and the version with which it was sampled.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
 
 class ContinuingEngine(RolloutEngine):
-    """`engine`, but a request that `pause(ABORT)` ends is continued after `resume` and returned whole."""
+    """An engine that continues a request of `engine` that `pause(ABORT)` ends, after `resume`, and returns it whole."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -22,12 +22,12 @@ class ContinuingEngine(RolloutEngine):
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
     ) -> Generation:
-        """See `RolloutEngine.generate`; never ends with ABORTED."""
+        """Implements `RolloutEngine.generate`; never ends with ABORTED."""
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
         while True:
-            part = await self._engine.generate(_rest(request, tokens), on_token=on_token)
+            part = await self._engine.generate(_remaining(request, tokens), on_token=on_token)
             tokens.extend(part.token_ids)
             logprobs.extend(part.logprobs)
             versions.extend(part.versions)
@@ -35,24 +35,24 @@ class ContinuingEngine(RolloutEngine):
                 return Generation(token_ids=tokens, logprobs=logprobs, versions=versions, stop_reason=part.stop_reason)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`."""
+        """Implements `RolloutEngine.pause`."""
         await self._engine.pause(mode)
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
+        """Implements `RolloutEngine.resume`."""
         await self._engine.resume()
 
     async def sleep(self) -> None:
-        """See `RolloutEngine.sleep`."""
+        """Implements `RolloutEngine.sleep`."""
         await self._engine.sleep()
 
     async def wake(self) -> None:
-        """See `RolloutEngine.wake`."""
+        """Implements `RolloutEngine.wake`."""
         await self._engine.wake()
 
 
-def _rest(request: GenerationRequest, tokens: list[int]) -> GenerationRequest:
-    """What is still to be sampled of `request` after `tokens`."""
+def _remaining(request: GenerationRequest, tokens: list[int]) -> GenerationRequest:
+    """Returns the rest of `request`, which follows `tokens`."""
     if not tokens:
         return request
     params = request.params

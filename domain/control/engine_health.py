@@ -1,5 +1,5 @@
-"""The health of several rollout engines, and who of them gets the next request, as pure state machines: no clock, no
-thread, no I/O.
+"""The health of several rollout engines, and the choice of the engine for the next request, as pure state machines: no
+clock, no thread, no I/O.
 
 Times are seconds of any clock that does not go back; engines are numbered from 0. Invariants: an engine that serves
 has the current weights; deaths = restarts + engines that are dead now; an engine never starts again more often than
@@ -13,11 +13,11 @@ from enum import StrEnum
 from attrs import define, field, frozen, validators
 
 RECENT = 65536
-"""Keys remembered: a few megabytes."""
+"""Number of keys that are remembered, which take a few megabytes."""
 
 
 class EngineState(StrEnum):
-    """What is known of an engine."""
+    """State of an engine."""
 
     HEALTHY = "healthy"
     """It answers and has the current weights: it serves."""
@@ -26,13 +26,13 @@ class EngineState(StrEnum):
     STALE = "stale"
     """It answers, but lacks the current weights: it gets no requests."""
     DEAD = "dead"
-    """It is given up; its requests are others' now."""
+    """It is given up; other engines have its requests."""
     RESTARTING = "restarting"
-    """Its replacement is on the way."""
+    """Its replacement is starting."""
 
 
 class Death(StrEnum):
-    """Why an engine was given up."""
+    """Kind of reason why an engine was given up."""
 
     SILENT = "silent"
     """It did not answer in time."""
@@ -50,7 +50,8 @@ ALIVE = frozenset({EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE})
 
 @frozen(kw_only=True)
 class FleetBounds:
-    """`suspect_after`, `dead_after`: seconds of silence. `max_restarts`: of each engine, over the whole run."""
+    """Bounds of a fleet. `suspect_after`, `dead_after`: seconds of silence. `max_restarts`: restarts of each engine in
+    the whole run."""
 
     suspect_after: float = field(default=10.0, validator=validators.gt(0.0))
     dead_after: float = field(default=60.0, validator=validators.gt(0.0))
@@ -61,13 +62,13 @@ class FleetBounds:
 class _Engine:
     state: EngineState = EngineState.HEALTHY
     heard: float = 0.0
-    """When it answered last."""
+    """Time of its last answer."""
     restarts: int = 0
 
 
 @define
 class FleetHealth:
-    """Hears what happens to `size` engines, which are healthy at time `began`, and says which of them may serve.
+    """Records events of `size` engines, which are healthy at time `began`, and decides which of them may serve.
 
     Every method raises ValueError if its event cannot happen in the engine's state, or there is no such engine.
     """
@@ -76,15 +77,15 @@ class FleetHealth:
     size: int
     began: float = 0.0
     version: int | None = field(default=None, init=False)
-    """Of the current weights; None while they are those that engines start with."""
+    """Version of the current weights; None while they are those that engines start with."""
     deaths: Counter[Death] = field(factory=Counter, init=False)
     last_reason: str = field(default="", init=False)
-    """Of the latest death, in words."""
+    """Reason for the latest death."""
     states: Counter[EngineState] = field(factory=Counter, init=False)
-    """Engines in each state."""
+    """Number of engines in each state."""
     _engines: list[_Engine] = field(init=False)
     _lost: int = field(default=0, init=False)
-    """Dead engines that have no restart left."""
+    """Number of dead engines that have no restart left."""
 
     def __attrs_post_init__(self) -> None:
         if self.size < 1:
@@ -132,7 +133,7 @@ class FleetHealth:
 
     @property
     def failure(self) -> str | None:
-        """Why no engine will ever serve again, in one sentence; None while there is hope."""
+        """Sentence that says why no engine will ever serve again; None if one may."""
         if self._lost < self.size:
             return None
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.deaths.items()))
@@ -142,22 +143,22 @@ class FleetHealth:
         )
 
     def summary(self) -> str:
-        """Returns how many engines are in which state."""
+        """Returns the number of engines in each state, as text."""
         return ", ".join(f"{self.states[state]} {state}" for state in EngineState if self.states[state])
 
     def answered(self, engine: int, now: float) -> None:
-        """A living engine answered something."""
+        """Records an answer of a living engine."""
         one = self._require(engine, ALIVE, "answer")
         one.heard = max(one.heard, now)
         if one.state is EngineState.SUSPECT:
             self._move(one, EngineState.HEALTHY)
 
     def silence(self, engine: int, now: float) -> float:
-        """Returns seconds since an engine answered last."""
+        """Returns the seconds since an engine's last answer."""
         return now - self._engine(engine).heard
 
     def tick(self, now: float) -> list[int]:
-        """Time has passed; returns the engines that have died of silence."""
+        """Updates states for time `now`; returns the engines that died because of silence."""
         died = []
         for number, one in enumerate(self._engines):
             silence = now - one.heard
@@ -169,7 +170,7 @@ class FleetHealth:
         return died
 
     def died(self, engine: int, kind: Death, reason: str) -> None:
-        """A living engine, or one on its way, is given up."""
+        """Records that a living or starting engine is given up."""
         one = self._require(engine, {*ALIVE, EngineState.RESTARTING}, "die")
         self._move(one, EngineState.DEAD)
         self.deaths[kind] += 1
@@ -177,7 +178,7 @@ class FleetHealth:
         self._lost += one.restarts >= self.bounds.max_restarts
 
     def restarting(self, engine: int) -> None:
-        """A dead engine is started again."""
+        """Records that a dead engine is being started again."""
         one = self._require(engine, {EngineState.DEAD}, "be restarted")
         if not self.restartable(engine):
             raise ValueError(f"Engine {engine} has had its {one.restarts} restarts and cannot be restarted.")
@@ -185,13 +186,14 @@ class FleetHealth:
         self._move(one, EngineState.RESTARTING)
 
     def restarted(self, engine: int, now: float) -> None:
-        """It runs, with the weights that engines start with."""
+        """Records that an engine runs again, with the weights that engines start with."""
         one = self._require(engine, {EngineState.RESTARTING}, "have restarted")
         one.heard = now
         self._move(one, EngineState.HEALTHY if self.version is None else EngineState.STALE)
 
     def weights(self, version: int) -> None:
-        """There are new weights, which no engine has yet; the same version again means that it is sent again."""
+        """Records that there are new weights, which no engine has yet; the same version again means that it is sent
+        again."""
         if self.version is not None and version < self.version:
             raise ValueError(f"Version {version} cannot follow {self.version}: versions only grow.")
         self.version = version
@@ -200,7 +202,7 @@ class FleetHealth:
                 self._move(one, EngineState.STALE)
 
     def took(self, engine: int, version: int, now: float) -> None:
-        """A living engine has taken the current weights."""
+        """Records that a living engine has the current weights."""
         one = self._require(engine, ALIVE, "take weights")
         if version != self.version:
             raise ValueError(f"Engine {engine} took version {version}, but the current one is {self.version}.")
@@ -226,31 +228,31 @@ class FleetHealth:
 
 @define
 class LeastLoaded:
-    """Counts the requests of `size` engines and names the one on offer that has the fewest; every call takes constant
-    time on average."""
+    """Counts the requests of `size` engines and finds the available one with the fewest, in constant time on
+    average."""
 
     size: int
     _loads: list[int] = field(init=False)
     _on_offer: dict[int, dict[int, None]] = field(factory=dict, init=False)
-    """Requests: the engines on offer that have so many, those that came to it first in front."""
+    """Available engines by number of requests, oldest first."""
     _offers: set[int] = field(factory=set, init=False)
     _least: int = field(default=0, init=False)
-    """No engine on offer has fewer."""
+    """Lower bound of the available engines' requests."""
 
     def __attrs_post_init__(self) -> None:
         self._loads = [0] * self.size
 
     @property
     def total(self) -> int:
-        """Requests of all engines."""
+        """Number of requests of all engines."""
         return sum(self._loads)
 
     def load(self, engine: int) -> int:
-        """Requests of an engine."""
+        """Returns the number of an engine's requests."""
         return self._loads[engine]
 
     def offer(self, engine: int, offered: bool) -> None:
-        """Whether an engine takes requests from now on; it counts those that it has in any case."""
+        """Sets whether an engine takes requests from now on; the requests that it has count in any case."""
         if offered and engine not in self._offers:
             self._offers.add(engine)
             self._enter(engine)
@@ -259,7 +261,8 @@ class LeastLoaded:
             self._offers.discard(engine)
 
     def acquire(self, preferred: int | None = None) -> int | None:
-        """Gives a request to an engine on offer with the fewest, `preferred` among equals; None if none is on offer."""
+        """Gives a request to an available engine with the fewest, `preferred` among equals; returns it, None without
+        any."""
         if not self._offers:
             return None
         while self._least not in self._on_offer:
@@ -270,7 +273,7 @@ class LeastLoaded:
         return engine
 
     def release(self, engine: int) -> None:
-        """A request of an engine has ended."""
+        """Records the end of an engine's request."""
         self._change(engine, -1)
 
     def _change(self, engine: int, by: int) -> None:
@@ -304,7 +307,7 @@ class Recent:
         return self._engines.get(key)
 
     def put(self, key: int, engine: int) -> None:
-        """A key goes to an engine."""
+        """Records the engine of a key."""
         self._engines[key] = engine
         self._engines.move_to_end(key)
         if len(self._engines) > RECENT:

@@ -1,5 +1,5 @@
-"""Whether the requests of an engine begin, go on, wait or end, as it is paused, resumed, put to sleep and woken: a pure
-state machine, which every engine follows.
+"""A pure state machine that decides whether an engine's requests begin, go on, wait or end, as the engine is paused,
+resumed, put to sleep and woken. Every engine follows it.
 
 | phase    | requests that have begun | requests that have not | pause(WAIT)  | drained | resume  |
 |----------|--------------------------|------------------------|--------------|---------|---------|
@@ -16,7 +16,7 @@ wait for `resume`.
 Sleep is independent of the phase: an engine falls asleep only without requests, those that arrive meanwhile wait for
 `wake`, and weights do not change. Awake, weights change only while nothing goes on: with no request begun, or paused.
 
-Does not own: tokens, memory and processes, nor who waits for what (`application.engines.changes`).
+Does not own: tokens, memory and processes, nor waiting coroutines (`application.engines.changes`).
 """
 
 from enum import StrEnum
@@ -30,7 +30,7 @@ SAMPLING = "Weights changed while requests were in flight: pause the engine firs
 
 
 class Phase(StrEnum):
-    """What an engine does with the requests that have begun, and with the others."""
+    """Treatment of an engine's requests, those that have begun and the others."""
 
     RUNNING = "running"
     DRAINING = "draining"
@@ -48,7 +48,7 @@ class ArrivedRequest:
 
 @define
 class RequestFlow:
-    """Hears what happens to an engine, and says what its requests may do.
+    """Records events of an engine, and decides what its requests may do.
 
     `begin` alone may be called in another thread: an engine that samples in steps may begin requests in the step that a
     pause finds under way.
@@ -90,44 +90,44 @@ class RequestFlow:
         return [request for request in self._requests if request.begun]
 
     def holds(self, request: ArrivedRequest) -> bool:
-        """Whether it has not ended."""
+        """Returns whether a request has not ended."""
         return request in self._requests
 
     def arrive(self, name: str = "") -> ArrivedRequest:
-        """A request comes, and waits."""
+        """Records the arrival of a request, which waits; returns it."""
         request = ArrivedRequest(name, self._aborts)
         self._requests[request] = None
         return request
 
     def begin(self, request: ArrivedRequest) -> None:
-        """It is sampled from now on; ask `may_begin` before."""
+        """Records that a request is sampled from now on; `may_begin` must hold."""
         request.begun = True
 
     def wait_again(self, request: ArrivedRequest) -> None:
-        """It has lost what sampled it, and waits as if it had just come."""
+        """Records that the sampler of a request was lost; the request waits as if it had just arrived."""
         request.begun = False
 
     def end(self, request: ArrivedRequest) -> None:
-        """It ends, however; idempotent."""
+        """Records the end of a request, in any way; idempotent."""
         self._requests.pop(request, None)
 
     def aborted(self, request: ArrivedRequest) -> bool:
-        """Whether an abort has come since its arrival."""
+        """Returns whether an abort has come since a request's arrival."""
         return request.aborts_before != self._aborts
 
     def pause(self, mode: PauseMode) -> None:
-        """See the table; idempotent."""
+        """Pauses, as in the table; idempotent."""
         if mode is PauseMode.ABORT:
             self._aborts += 1
         self.phase = Phase.DRAINING if mode is PauseMode.WAIT and self.has_begun else Phase.PAUSED
 
     def drained(self) -> None:
-        """Those have ended that a pause waited for; no event unless one does."""
+        """Records that the requests have ended for which a pause waits; no effect if none waits."""
         if self.draining:
             self.phase = Phase.PAUSED
 
     def resume(self) -> None:
-        """Everything goes on; idempotent."""
+        """Lets requests go on; idempotent."""
         self.phase = Phase.RUNNING
 
     def sleep(self) -> None:
@@ -144,7 +144,7 @@ class RequestFlow:
         self.asleep = False
 
     def restarted(self) -> None:
-        """The engine has begun anew: awake, not paused. Requests stay those that wait for it."""
+        """Records that the engine has started again: awake, not paused. Its waiting requests stay."""
         self.phase, self.asleep = Phase.RUNNING, False
 
     def require_no_requests(self) -> None:

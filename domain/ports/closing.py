@@ -17,7 +17,7 @@ class Closable(Protocol):
 
 @runtime_checkable
 class AsyncClosable(Protocol):
-    """What belongs to the event loop that used it. Promises: idempotent."""
+    """An object that belongs to the event loop that used it. Promises: `aclose` is idempotent."""
 
     async def aclose(self) -> None:
         """Releases what it holds, in that event loop."""

@@ -1,4 +1,4 @@
-"""How long the objects of a container live: what is closed with the event loop that used it, and what at the end.
+"""Lifetimes of a container's objects: some are closed with the event loop that used them, others at the end.
 
 A provider says so by its kind: `providers.Resource(closed_at_end, MAKE, ...)` closes what `MAKE` made by its `close`,
 `LoopResource(MAKE, ...)` by its `aclose`; both only if it was made.

@@ -88,7 +88,7 @@ class Decoder:
         self.cache = KVCache()
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], rows: Sequence[Sequence[int]]) -> Tensor:
-        """Runs each prompt once and stores its keys in each of its rows; what all prompts begin with is run once.
+        """Runs each prompt once and stores its keys in each of its rows; their common beginning is run once.
 
         Args:
             prompts: distinct prompts.
@@ -176,7 +176,8 @@ class _Cached:
         self._calls = 0
 
     def _stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(keys, values) of this call's own, whichever layer calls: some call several times, some run several times."""
+        """Returns the keys and values of this call. Calls are counted, not layers: some layers attend or run several
+        times."""
         self._calls += 1
         return self._cache.pair(self._calls - 1, key, value)
 
@@ -227,7 +228,7 @@ class _Decode(_Cached):
         return out.reshape(count, 1, heads, values.shape[3])
 
     def _mask(self, window: int | None) -> Tensor:
-        """Additive mask [A, 1, 1, time]."""
+        """Returns the additive mask [A, 1, 1, time]."""
         if window not in self._masks:
             k = torch.arange(self._time, device=self._lengths_A.device)[None]
             hidden = k > self._lengths_A[:, None]
@@ -270,7 +271,7 @@ class _Extend(_Cached):
         return out.transpose(1, 2)
 
     def _mask(self, window: int | None) -> Tensor:
-        """Additive mask [A, 1, T, time]."""
+        """Returns the additive mask [A, 1, T, time]."""
         if window not in self._masks:
             k = torch.arange(self._time, device=self._position_AT.device)
             hidden = k > self._position_AT[:, :, None]

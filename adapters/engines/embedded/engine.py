@@ -45,7 +45,7 @@ class _Row:
     on_token: Callable[[int], None] | None = None
     arrived: ArrivedRequest = field(init=False)
     heard: int = 0
-    """Tokens that `on_token` has heard."""
+    """Number of tokens for which `on_token` has been called."""
     tokens: list[int] = field(factory=list)
     logprobs: list[float] = field(factory=list)
     versions: list[int] = field(factory=list)
@@ -68,28 +68,28 @@ class _Row:
         return (*self.request.prompt_token_ids, *self.tokens[:-1])
 
     def tell(self) -> None:
-        """Lets the listener hear what it has not heard."""
+        """Calls `on_token` for new tokens."""
         if self.on_token is None or self.future.done():
             return
         try:
             while self.heard < len(self.tokens):
                 self.heard += 1
                 self.on_token(self.tokens[self.heard - 1])
-        except BaseException as error:  # the listener's own fault must not stop the others' replies
+        except BaseException as error:  # an error of one caller's `on_token` must not stop other replies
             self.on_token = None
             self.future.set_exception(harmless(error))
 
     def generation(self) -> Generation:
-        """What the caller gets."""
+        """Returns the generation for the caller."""
         reason = self.stop_reason or StopReason.ABORTED
         return Generation(token_ids=self.tokens, logprobs=self.logprobs, versions=self.versions, stop_reason=reason)
 
 
 class EmbeddedEngine(RolloutEngine):
-    """See `RolloutEngine`.
+    """A `RolloutEngine` in this process.
 
     Args:
-        model: causal language model with packed attention installed, from which `check_decoding` lets sample.
+        model: causal language model with packed attention installed, which `check_decoding` accepts.
         eos_token_ids: tokens that end every reply.
         max_batch_size: sequences decoded together.
         decode: token ids to text; needed for stop strings only.
@@ -111,7 +111,7 @@ class EmbeddedEngine(RolloutEngine):
         self.max_tokens: int | None = usable_positions(model.config)
         """Tokens of a prompt and its reply at most; None if the model does not say."""
         self._unanswered: set[_Row] = set()
-        """Rows whose callers wait, wherever the rows are: what fails tells all of them."""
+        """Rows whose callers wait, in whatever state; a failure is reported to all of them."""
         self._waiting: deque[_Row] = deque()
         self._active: list[_Row] = []
         self._kept = KeptSequences(KEPT_BYTES)
@@ -167,7 +167,7 @@ class EmbeddedEngine(RolloutEngine):
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
     ) -> Generation:
-        """See `RolloutEngine.generate`."""
+        """Implements `RolloutEngine.generate`."""
         self._check(request)
         row = _Row(request, asyncio.get_running_loop().create_future(), on_token)
         row.arrived = self._flow.arrive()
@@ -181,7 +181,7 @@ class EmbeddedEngine(RolloutEngine):
             self._flow.end(row.arrived)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`."""
+        """Implements `RolloutEngine.pause`."""
         flow = self._flow
         flow.pause(mode)
         if mode is PauseMode.WAIT and flow.paused:
@@ -199,12 +199,12 @@ class EmbeddedEngine(RolloutEngine):
             self._resolve(ended)
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
+        """Implements `RolloutEngine.resume`."""
         self._flow.resume()
         self._start()
 
     async def sleep(self) -> None:
-        """See `RolloutEngine.sleep`."""
+        """Implements `RolloutEngine.sleep`."""
         self._flow.sleep()
         await self._loop_ended()
         self._active.clear()  # cancelled requests that a pause left behind
@@ -213,7 +213,7 @@ class EmbeddedEngine(RolloutEngine):
         self._kept.clear()
 
     async def wake(self) -> None:
-        """See `RolloutEngine.wake`; the cache grows back with the next request."""
+        """Implements `RolloutEngine.wake`; the cache grows back with the next request."""
         self._flow.wake()
         self._start()
 
@@ -249,7 +249,7 @@ class EmbeddedEngine(RolloutEngine):
         loop = asyncio.get_running_loop()
         try:
             while self._busy:
-                finished = await loop.run_in_executor(self._worker, self._told_step)
+                finished = await loop.run_in_executor(self._worker, self._safe_step)
                 for row in (*self._active, *finished):
                     row.tell()
                 self._resolve(finished)
@@ -266,24 +266,24 @@ class EmbeddedEngine(RolloutEngine):
                 row.future.set_result(row.generation())
 
     def _fail(self, error: BaseException) -> None:
-        """Every request in flight learns of the failure; the engine is empty afterwards."""
+        """Fails every request in flight; the engine is empty afterwards."""
         self._active.clear()
         self._waiting.clear()
-        self._kept.clear()  # the step may have ended in the midst of a copy
+        self._kept.clear()  # the step may have failed in the middle of a copy
         for row in self._unanswered:
             if not row.future.done():
                 failure = EngineError(f"Generation failed: {told(error)}")
                 failure.__cause__ = error
                 row.future.set_exception(error if isinstance(error, RollgradError) else failure)
 
-    def _told_step(self) -> list[_Row]:
-        """`_step`, whose errors are such as a future takes (it takes no StopIteration)."""
+    def _safe_step(self) -> list[_Row]:
+        """Runs `_step`; a StopIteration, which a future does not accept, becomes another error."""
         with foreign_code(lambda words: EngineError(f"Generation failed: {words}")):
             return self._step()
 
     @torch.inference_mode()
     def _step(self) -> list[_Row]:
-        """Admits what fits, then appends one token to every active row; returns the rows that finished."""
+        """Admits waiting requests that fit, then appends one token to every active row; returns the finished rows."""
         self._drop_cancelled()
         finished = self._admit()
         if self._active:
@@ -336,7 +336,7 @@ class EmbeddedEngine(RolloutEngine):
         return self._append(members, logits.repeat_interleave(repeats, dim=0))
 
     def _continue(self, continued: Sequence[tuple[_Row, StoredKeys]]) -> list[_Row]:
-        """Takes up sequences whose beginning is stored."""
+        """Continues sequences whose beginning is stored."""
         first, rows = len(self._active), [row for row, _ in continued]
         prompts = [row.request.prompt_token_ids for row in rows]
         lengths = [stored.length for _, stored in continued]
@@ -380,7 +380,10 @@ class EmbeddedEngine(RolloutEngine):
         return StopReason.LENGTH if len(row.tokens) >= params.max_new_tokens else None
 
     def _remove_finished(self) -> None:
-        """Fills the places of finished rows with the last active ones, so that rows stay contiguous."""
+        """Fills the places of finished rows with the last active ones, so that active rows stay contiguous.
+
+        For example, of rows [a, b, c, d] a and c finish: 2 rows stay, b at its place, and d is copied to row 0.
+        """
         sources, targets = [], []
         remaining = len(self._active)
         for index, row in enumerate(self._active):

@@ -27,8 +27,8 @@ class StoredKeys:
 
 
 class KVCache:
-    """For each attention of a forward pass, in the order in which the model calls them, its keys and its values, both
-    [rows, heads, time, width]. Heads and widths are those of the first that are seen: they may differ from attention
+    """Keys and values of each attention of a forward pass, in the order in which the model calls them, both [rows,
+    heads, time, width]. Heads and widths are those of the first that are seen: they may differ from attention
     to attention, and keys may be wider than values."""
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class KVCache:
         return grown
 
     def _room(self, like: Tensor) -> Tensor:
-        """Zeros for tensors with the heads and the width of `like`, [.., heads, .., width]."""
+        """Returns zeros for tensors with the heads and the width of `like`, [.., heads, .., width]."""
         return like.new_zeros(self._rows, like.shape[1], self._length, like.shape[3])
 
     def pair(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """(keys, values) of the attention that is called as the `index`-th of a pass with `key` and `value`, each
-        [.., heads, .., width]."""
+        """Returns the keys and values of the `index`-th attention of a pass, which is called with `key` and `value`,
+        each [.., heads, .., width]."""
         if index == len(self._pairs):
             self._pairs.append((self._room(key), self._room(value)))
         return self._pairs[index]
@@ -67,12 +67,12 @@ class KVCache:
                     part[targets] = part[sources]
 
     def copy_out(self, row: int, length: int) -> StoredKeys:
-        """A copy of the first `length` tokens of a row."""
+        """Returns a copy of the first `length` tokens of a row."""
         pairs = tuple((k[row, :, :length].clone(), v[row, :, :length].clone()) for k, v in self._pairs)
         return StoredKeys(pairs, length)
 
     def copy_in(self, row: int, stored: StoredKeys) -> None:
-        """Puts what `copy_out` gave at the beginning of a row."""
+        """Copies the result of `copy_out` to the beginning of a row."""
         for index, pair in enumerate(stored.pairs):
             places = self.pair(index, *(part[None] for part in pair))
             for place, part in zip(places, pair, strict=True):
@@ -101,7 +101,7 @@ class KeptSequences:
         self._kept: OrderedDict[tuple[int, ...], StoredKeys] = OrderedDict()
 
     def keep(self, tokens: tuple[int, ...], stored: StoredKeys) -> None:
-        """Keeps what `KVCache.copy_out` gave for `tokens`."""
+        """Keeps the result of `KVCache.copy_out` for `tokens`."""
         self._remove(tokens)
         self._kept[tokens] = stored
         self._bytes += stored.nbytes

@@ -1,6 +1,8 @@
 """Draws one token a row from logits, with the exact log-prob of each draw.
 
-A draw depends on the row's logits and its own uniform number alone, so neighbours in the batch cannot change it.
+A draw depends on the row's logits and its own uniform number alone, so neighbours in the batch cannot change it. It
+inverts the cumulative distribution: with probabilities (0.2, 0.5, 0.3) and the uniform number 0.6, sums are (0.2, 0.7,
+1.0), and the first above 0.6 is that of token 1, whose log-prob is log 0.5.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ cumulative sum over the whole vocabulary."""
 
 
 def sample(logits_AV: Tensor, params: Sequence[SamplingParams], uniforms_A: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row.
+    """Samples one token for each row.
 
     Args:
         logits_AV: float32; overwritten.
@@ -61,7 +63,7 @@ def _truncate(logits_AV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _inverse_cdf(probs_AV: Tensor, uniforms_A: Tensor) -> Tensor:
-    """The token at which the running sum of `probs` passes the uniform number, in float64."""
+    """Returns the token at which the running sum of `probs` passes the uniform number, in float64."""
     rows, vocabulary = probs_AV.shape
     if vocabulary % BLOCK:
         probs_AV = torch.nn.functional.pad(probs_AV, (0, BLOCK - vocabulary % BLOCK))

@@ -1,4 +1,4 @@
-"""How the embedded engine comes by the trainer's weights: it reads the same tensors, or has copies of its own."""
+"""Weight channels to the embedded engine, which reads the trainer's tensors, or has copies of its own."""
 
 import time
 
@@ -14,7 +14,7 @@ class SharedWeights(WeightChannel):
         self._engine = engine
 
     async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
-        """See `WeightChannel.push`."""
+        """Implements `WeightChannel.push`."""
         self._engine.set_version(version)
         return {"seconds": 0.0, "bytes": 0.0}
 
@@ -26,7 +26,7 @@ class CopiedWeights(WeightChannel):
         self._engine = engine
 
     async def push(self, policy: PolicyModel, version: int) -> dict[str, float]:
-        """See `WeightChannel.push`."""
+        """Implements `WeightChannel.push`."""
         started = time.perf_counter()
         copied = await self._engine.load_weights(policy.weights(), version)
         return {"seconds": time.perf_counter() - started, "bytes": float(copied)}

@@ -1,6 +1,6 @@
 """vLLM in processes of its own on this machine, over an `AsyncLLM`.
 
-`AsyncLLM` is deaf to the death of its processes in all calls but `generate`, so every other call is watched.
+Only `AsyncLLM.generate` notices dead processes, so all other calls are watched.
 """
 
 import asyncio
@@ -16,23 +16,23 @@ from rollgrad.domain.errors import EngineError
 T = TypeVar("T")
 
 STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
-"""vLLM's words for why a reply ended."""
+"""Stop reasons by vLLM's names."""
 
 
 def cache_salt(part: int) -> str:
-    """vLLM's name for a part of its prefix cache: requests share blocks with those of the same salt alone."""
+    """Returns vLLM's name of a part of its prefix cache: only requests with the same salt share blocks."""
     return f"rollgrad-{part}"
 
 
 class LocalCore(Core):
-    """See `Core`.
+    """A `Core` in processes of this machine.
 
     Args:
-        llm: an `AsyncLLM`, as `starting.start` makes them.
+        llm: an `AsyncLLM` from `launch.start`.
     """
 
     _lora_request: Any = None
-    """Goes with everything that is generated."""
+    """vLLM's request for the adapter, part of every generation; None without an adapter."""
     _part = 0
     """Part of the prefix cache that requests read and write."""
 
@@ -49,7 +49,7 @@ class LocalCore(Core):
         eos_token_ids: frozenset[int],
         on_token: Callable[[int], None] | None,
     ) -> Generation:
-        """See `Core.sample`."""
+        """Implements `Core.sample`."""
         tokens: list[int] = []
         logprobs: list[float] = []
 
@@ -69,7 +69,7 @@ class LocalCore(Core):
         )
 
     async def next_logprob(self, name: str, prompt: Sequence[int], token: int, temperature: float) -> float:
-        """See `Core.next_logprob`."""
+        """Implements `Core.next_logprob`."""
         from vllm import SamplingParams as Params
 
         params = Params(
@@ -84,43 +84,43 @@ class LocalCore(Core):
         return float(output.outputs[0].logprobs[0][token].logprob)
 
     async def abort(self, names: Sequence[str]) -> None:
-        """See `Core.abort`."""
+        """Implements `Core.abort`."""
         await self._call(self._llm.abort(list(names)))
 
     async def freeze(self) -> None:
-        """See `Core.freeze`."""
+        """Implements `Core.freeze`."""
         await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
 
     async def thaw(self) -> None:
-        """See `Core.thaw`."""
+        """Implements `Core.thaw`."""
         await self._call(self._llm.resume_generation())
 
     async def announce(self, version: int) -> None:
-        """See `Core.announce`."""
+        """Implements `Core.announce`."""
         await self._call(self._llm.update_weight_version(str(version)))
 
     async def forget(self) -> None:
-        """See `Core.forget`."""
+        """Implements `Core.forget`."""
         await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
 
     def set_apart(self) -> None:
-        """See `Core.set_apart`."""
+        """Implements `Core.set_apart`."""
         self._part += 1
 
     async def sleep(self) -> None:
-        """See `Core.sleep`."""
+        """Implements `Core.sleep`."""
         await self._call(self._llm.sleep(level=1))
 
     async def wake(self, part: str) -> None:
-        """See `Core.wake`."""
+        """Implements `Core.wake`."""
         await self._call(self._llm.wake_up(tags=[part]))
 
     async def ping(self) -> None:
-        """See `Core.ping`."""
+        """Implements `Core.ping`."""
         await self._call(self._llm.is_sleeping())
 
     async def begin_update(self, info: Mapping[str, Any] | None) -> None:
-        """See `Core.begin_update`."""
+        """Implements `Core.begin_update`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if info is not None:
@@ -129,17 +129,17 @@ class LocalCore(Core):
         await self._call(self._llm.start_weight_update())
 
     async def take_update(self, update: Mapping[str, Any]) -> None:
-        """See `Core.take_update`."""
+        """Implements `Core.take_update`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._call(self._llm.update_weights(WeightTransferUpdateRequest(dict(update))))
 
     async def finish_update(self) -> None:
-        """See `Core.finish_update`."""
+        """Implements `Core.finish_update`."""
         await self._call(self._llm.finish_weight_update())
 
     async def _call(self, work: Awaitable[T]) -> T:
-        """The result of a call to vLLM.
+        """Returns the result of a call to vLLM.
 
         Raises:
             EngineError: it failed, or vLLM's processes died.

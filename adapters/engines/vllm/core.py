@@ -1,7 +1,7 @@
-"""vLLM as an engine sees it: a model that samples, stops and takes weights, told in values of ours.
+"""vLLM as the engine uses it: a model that samples, stops and takes weights, with rollgrad's own values.
 
-One is in processes of this machine (`adapters.vllm.local`), which may take adapters alone (`adapters.vllm.adapter`),
-another behind a URL (`adapters.served.core`).
+One implementation is in processes of this machine (`async_llm`), which may take adapters alone (`lora`), another behind
+a URL (`adapters.engines.vllm_server.core`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +11,16 @@ from rollgrad.adapters.weights.receiver_port import EngineModel
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest
 
 LIVENESS_SECONDS = 0.5
-"""How often a call that waits looks whether vLLM's processes are alive."""
+"""Seconds between checks whether vLLM's processes are alive, during a call that waits."""
 
 
 class Core(Protocol):
-    """All methods raise `EngineError` if vLLM fails or has died."""
+    """A vLLM. All methods raise `EngineError` if it fails or has died."""
 
     max_tokens: int | None
     """Tokens of a prompt and its reply at most; None if vLLM does not say."""
     model: EngineModel
-    """What it runs."""
+    """Facts about its model."""
 
     async def sample(
         self,
@@ -33,23 +33,23 @@ class Core(Protocol):
         ...
 
     async def next_logprob(self, name: str, prompt: Sequence[int], token: int, temperature: float) -> float:
-        """Log-prob of `token` after `prompt`, as sampling at `temperature` sees it."""
+        """Returns the log-prob of `token` after `prompt`, under sampling at `temperature`."""
         ...
 
     async def abort(self, names: Sequence[str]) -> None:
-        """These requests end with the tokens so far; one that only comes after the call may go on."""
+        """Ends requests with the tokens so far; a request that arrives after the call may go on."""
         ...
 
     async def freeze(self) -> None:
-        """Takes no more steps; requests in flight wait. May be called again."""
+        """Stops taking steps; requests in flight wait. Idempotent."""
         ...
 
     async def thaw(self) -> None:
-        """Takes steps again. May be called again."""
+        """Takes steps again; idempotent."""
         ...
 
     async def announce(self, version: int) -> None:
-        """Tokens drawn from now on carry `version`."""
+        """Sets the version of tokens sampled from now on."""
         ...
 
     async def forget(self) -> None:
@@ -57,11 +57,11 @@ class Core(Protocol):
         ...
 
     def set_apart(self) -> None:
-        """Requests from now on read no keys and values of those before, which keep theirs."""
+        """Separates new requests from earlier ones: they do not read their keys and values, which those keep."""
         ...
 
     async def sleep(self) -> None:
-        """Releases what can be rebuilt."""
+        """Releases memory that can be rebuilt."""
         ...
 
     async def wake(self, part: str) -> None:
@@ -69,7 +69,7 @@ class Core(Protocol):
         ...
 
     async def ping(self) -> None:
-        """Returns if vLLM is well."""
+        """Returns normally if vLLM is healthy."""
         ...
 
     async def begin_update(self, info: Mapping[str, Any] | None) -> None:
@@ -77,9 +77,9 @@ class Core(Protocol):
         ...
 
     async def take_update(self, update: Mapping[str, Any]) -> None:
-        """Loads what an update brings (vLLM's update info)."""
+        """Loads the weights of an update (vLLM's update info)."""
         ...
 
     async def finish_update(self) -> None:
-        """The layers are loaded, or what came of them is put up with."""
+        """Ends an update: the layers are complete, or stay as they are after a failed transfer."""
         ...

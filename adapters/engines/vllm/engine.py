@@ -27,12 +27,12 @@ from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
 
 class CoreEngine(RolloutEngine, WeightTaker):
-    """See `RolloutEngine` and `WeightTaker`; serves one event loop.
+    """A `RolloutEngine` and `WeightTaker` over vLLM, for one event loop.
 
     Requests that a pause froze go on after a change of weights with the keys and values that they have, unless vLLM has
-    to preempt them for want of memory: it then computes theirs anew. Those made later share none with them. A reply
-    that another request began goes on with random numbers of its own, not with those that an uninterrupted request
-    would have drawn; a stop string must not begin in the part that is the prompt.
+    to preempt them for lack of memory: it then computes them again. Later requests share none with them. A reply that
+    another request began goes on with random numbers of its own, not with those of an uninterrupted request; a stop
+    string must not begin in the part that is the prompt.
 
     Args:
         core: vLLM.
@@ -55,9 +55,9 @@ class CoreEngine(RolloutEngine, WeightTaker):
         self._taking = False
         """Whether a transfer of weights has begun; it holds `_changing`."""
         self._broken: str | None = None
-        """Why every request fails: the weights are not those of any policy."""
+        """Reason why every request fails: the weights are those of no policy. None if they are whole."""
         self._probe: Probe | None = None
-        """What is to be compared when frozen requests go on."""
+        """Comparison that is still to be made when frozen requests go on."""
 
     @property
     def version(self) -> int:
@@ -76,7 +76,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
     async def generate(
         self, request: GenerationRequest, *, on_token: Callable[[int], None] | None = None
     ) -> Generation:
-        """See `RolloutEngine.generate`."""
+        """Implements `RolloutEngine.generate`."""
         self._check(request)
         flow = self._flow
         arrived = flow.arrive(f"rollgrad-{next(self._ids)}")
@@ -95,7 +95,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
             self._changes.tell()
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `RolloutEngine.pause`."""
+        """Implements `RolloutEngine.pause`."""
         flow = self._flow
         frozen = flow.paused
         flow.pause(mode)
@@ -104,20 +104,20 @@ class CoreEngine(RolloutEngine, WeightTaker):
             await self._end(flow.begun)
         elif flow.draining:
             if frozen:
-                await self._go_on()
+                await self._continue_frozen()
             await self._changes.until(lambda: not (flow.draining and flow.has_begun))  # each fails if vLLM dies
             flow.drained()
         if flow.paused and not flow.asleep:
             await self._core.freeze()
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
+        """Implements `RolloutEngine.resume`."""
         self._flow.resume()
         if not self._flow.asleep:
-            await self._go_on()
+            await self._continue_frozen()
 
     async def sleep(self) -> None:
-        """See `RolloutEngine.sleep`."""
+        """Implements `RolloutEngine.sleep`."""
         self._flow.require_no_requests()  # before it waits for a transfer of weights
         async with self._changing:
             asleep = self._flow.asleep
@@ -127,8 +127,8 @@ class CoreEngine(RolloutEngine, WeightTaker):
                 await self._core.sleep()
 
     async def wake(self) -> None:
-        """See `RolloutEngine.wake`. Keys and values get their memory back when the engine has taken weights or is asked
-        for tokens: until then a transfer has it."""
+        """Implements `RolloutEngine.wake`. Keys and values get their memory back when the engine has taken weights or
+        gets a request; until then a transfer may use it."""
         if not self._flow.asleep:
             return
         await self._core.wake("weights")
@@ -137,7 +137,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
         self._changes.tell()
 
     async def _wake_cache(self) -> None:
-        """Gives keys and values their memory, after which vLLM schedules again by itself."""
+        """Allocates the memory of keys and values, after which vLLM schedules again by itself."""
         if self._without_cache:
             self._without_cache = False
             await self._core.wake("kv_cache")
@@ -145,7 +145,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
                 await self._core.freeze()
 
     async def ping(self) -> None:
-        """Returns if vLLM answers.
+        """Returns normally if vLLM answers.
 
         Raises:
             EngineError: it does not.
@@ -153,7 +153,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
         await self._core.ping()
 
     async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
-        """See `WeightTaker`."""
+        """Implements `WeightTaker.begin_weights`."""
         await self._changing.acquire()
         self._taking = True
         try:
@@ -171,11 +171,11 @@ class CoreEngine(RolloutEngine, WeightTaker):
         return self._core.model
 
     async def take_weights(self, update: Mapping[str, Any]) -> None:
-        """See `WeightTaker`."""
+        """Implements `WeightTaker.take_weights`."""
         await self._core.take_update(update)
 
     async def finish_weights(self, version: int) -> None:
-        """See `WeightTaker`."""
+        """Implements `WeightTaker.finish_weights`."""
         await self._core.finish_update()
         await self._wake_cache()
         if self._flow.has_begun:  # frozen by a pause that keeps their keys and values
@@ -186,7 +186,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
         self.set_version(version)
 
     async def prove_weights(self, probe: Probe) -> None:
-        """See `WeightTaker`."""
+        """Implements `WeightTaker.prove_weights`."""
         try:
             if self._flow.has_begun:
                 self._probe = probe
@@ -201,7 +201,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
             self._end_transfer()
 
     async def abandon_weights(self, reason: str) -> None:
-        """See `WeightTaker`."""
+        """Implements `WeightTaker.abandon_weights`."""
         if not self._taking:
             return
         self._broken = reason
@@ -212,7 +212,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
             self._end_transfer()
 
     def _forget_state(self) -> None:
-        """vLLM has begun anew, and nothing is in flight."""
+        """Resets the state after a restart of vLLM, when nothing is in flight."""
         self._flow.restarted()
         self._without_cache = False
         self._announced = self._probe = None
@@ -231,7 +231,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
             raise WeightsDifferError(self._broken)
 
     async def _next_logprobs(self, tokens: Sequence[int], temperature: float) -> list[float]:
-        """Log-probs of `tokens[1:]`, each given those before it, as sampling at `temperature` sees them."""
+        """Returns the log-probs of `tokens[1:]`, each given the tokens before it, under sampling at `temperature`."""
         if self._broken is not None:
             raise EngineError(self._broken)
         asked = [
@@ -266,7 +266,7 @@ class CoreEngine(RolloutEngine, WeightTaker):
                 lambda: not any(map(self._flow.holds, requests)), at=loop.time() + LIVENESS_SECONDS
             )
 
-    async def _go_on(self) -> None:
+    async def _continue_frozen(self) -> None:
         async with self._changing:
             if self._broken is not None:
                 await self._end(

@@ -21,9 +21,9 @@ PREFILL_TOKENS = 8192
 
 @waiting_for("vLLM to start")
 def start(sync_backend: SyncBackend, *, longest: int | None = None, threads: int | None = None, **settings: Any) -> Any:
-    """An `AsyncLLM` that takes weights by `sync_backend` and holds sequences of up to `longest` tokens, but no more
-    than the model has positions for, which None stands for. Log-probs are of the distribution that is sampled from;
-    prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
+    """Returns an `AsyncLLM` that takes weights by `sync_backend` and holds sequences of up to `longest` tokens, but no
+    more than the model has positions for, which None stands for. Log-probs are of the distribution that is sampled
+    from; prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
     `threads` of the processes that share a model on a CPU; None leaves it to OMP_NUM_THREADS how many each has.
 
     Raises:
@@ -88,8 +88,8 @@ def start(sync_backend: SyncBackend, *, longest: int | None = None, threads: int
 
 
 def _cache_bytes(model: Any, sequences: int) -> int:
-    """What keys and values of as many sequences of the greatest length take, CPU_CACHE_BYTES at most; vLLM writes to
-    all of it at its start."""
+    """Returns the bytes of keys and values of so many sequences of the greatest length, CPU_CACHE_BYTES at most,
+    because vLLM writes to all of it at its start."""
     layers, heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
     token = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
     wanted = sequences * (model.max_model_len + CACHE_BLOCK) * token
@@ -104,7 +104,7 @@ def shut_down(llm: Any) -> None:
 
 @contextmanager
 def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
-    """Processes started here have these environment variables; this one has read its own."""
+    """Gives processes started inside the block these environment variables; this process has read its own already."""
     import torch._dynamo  # noqa: F401 (which reads one)
 
     before = {name: os.environ.get(name) for name in variables}

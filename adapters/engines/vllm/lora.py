@@ -1,7 +1,7 @@
-"""vLLM that takes an adapter (LoRA) and no weights: it computes it beside those that it has loaded, which stay.
+"""A vLLM that takes an adapter (LoRA) and no weights: it computes the adapter beside the weights that it has loaded.
 
-vLLM takes adapters as peft's files, so what a transfer brings is put together here and handed on in a directory of
-shared memory, for as long as that takes. The adapter keeps its id and its slot: requests in flight go on with the new
+vLLM loads adapters from peft's files, so the tensors of a transfer are written to a directory in shared memory, for as
+long as the loading takes. The adapter keeps its id and its slot: requests in flight go on with the new
 one. Until the first comes it is an empty one, which like fresh adapters changes nothing.
 """
 
@@ -23,19 +23,19 @@ from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import ConfigurationError, EngineError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's `max_lora_rank` may be; it fills a rank in between up with zeros."""
+"""Values of vLLM's `max_lora_rank`; a rank in between is padded with zeros."""
 
 ADAPTER_ID = 1
-"""Of the only adapter, in vLLM's first slot."""
+"""Id of the only adapter, in vLLM's first slot."""
 
 ADAPTER_NAME = "rollgrad"
 
 PREFIX = "rollgrad-adapter-"
-"""Of directories."""
+"""Prefix of the directories' names."""
 
 
 def lora_settings(lora: LoraConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What `starting.start` has to be told for adapters of that rank in an engine that computes in `dtype`.
+    """Returns the arguments of `launch.start` for adapters of that rank in an engine that computes in `dtype`.
 
     Raises:
         ConfigurationError: vLLM computes no adapters there in that format.
@@ -50,11 +50,11 @@ def lora_settings(lora: LoraConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 class AdapterCore(LocalCore):
-    """See `Core`. Updates are those of `shared_memory_adapter`.
+    """A `Core` that takes adapters; updates are those of `shared_memory_adapter`.
 
     Args:
         llm: an `AsyncLLM` that was started with `lora_settings`.
-        lora: the rank and alpha of what comes.
+        lora: the rank and alpha of the adapters.
     """
 
     def __init__(self, llm: Any, lora: LoraConfig) -> None:
@@ -70,13 +70,13 @@ class AdapterCore(LocalCore):
         self._lora_request = LoRARequest(ADAPTER_NAME, ADAPTER_ID, str(self._empty))  # loaded by who has no adapter
 
     async def begin_update(self, info: Mapping[str, Any] | None) -> None:
-        """See `Core.begin_update`."""
+        """Implements `Core.begin_update`."""
         self._memory = SharedMemory(**(info or {}))
         self._assembler = Assembler(torch.device("cpu"))
         self._tensors, self._complete = {}, False
 
     async def take_update(self, update: Mapping[str, Any]) -> None:
-        """See `Core.take_update`.
+        """Implements `Core.take_update`.
 
         Raises:
             EngineError: it was the last, and no whole adapter came.
@@ -90,7 +90,7 @@ class AdapterCore(LocalCore):
             self._complete = True
 
     async def finish_update(self) -> None:
-        """See `Core.finish_update`; without the last update vLLM keeps the adapter it has.
+        """Implements `Core.finish_update`; without the last update vLLM keeps the adapter it has.
 
         Raises:
             ConfigurationError: /dev/shm has no room for the adapter.
@@ -116,7 +116,7 @@ class AdapterCore(LocalCore):
         shutil.rmtree(self._empty, ignore_errors=True)  # who loses the adapter from now on must fail
 
     def _write(self, tensors: dict[str, Tensor], path: Path) -> None:
-        """As peft does."""
+        """Writes an adapter in peft's format."""
         from safetensors.torch import save_file
 
         size = sum(tensor.nbytes for tensor in tensors.values())

@@ -1,4 +1,4 @@
-"""What vLLM loads in each of its processes: the entry point `rollgrad` of `vllm.general_plugins`."""
+"""The plugin that vLLM loads in each of its processes: the entry point `rollgrad` of `vllm.general_plugins`."""
 
 from rollgrad.application.settings.sections.vllm import SyncBackend
 
@@ -11,7 +11,7 @@ VLLM_BACKENDS = {
     SyncBackend.NCCL: "nccl",
     SyncBackend.CUDA_IPC: "ipc",
 }
-"""What vLLM calls them."""
+"""vLLM's names of the backends."""
 
 _registered = False
 

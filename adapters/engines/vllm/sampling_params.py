@@ -1,4 +1,4 @@
-"""What vLLM is told of a request."""
+"""vLLM's sampling parameters of a request."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ SEEDS = 2**63
 """vLLM's seeds are 63 bits."""
 
 BEGUN_STRIDE = 2**31
-"""Between the seeds of one reply's parts: vLLM cannot go on with the random numbers of another request."""
+"""Distance between the seeds of one reply's parts: vLLM cannot continue the random numbers of another request."""
 
 
 def plain_parameters(request: GenerationRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-    """Fields that vLLM's `SamplingParams` and the bodies of its server have in common."""
+    """Returns the fields that vLLM's `SamplingParams` and the bodies of its server have in common."""
     params = request.params
     return {
         "temperature": params.temperature,
@@ -29,7 +29,7 @@ def plain_parameters(request: GenerationRequest, eos_token_ids: frozenset[int]) 
 
 
 def parameters(request: GenerationRequest, eos_token_ids: frozenset[int], *, streamed: bool) -> Any:
-    """vLLM's `SamplingParams`; its outputs are whole replies, or, `streamed`, their parts as they come."""
+    """Returns vLLM's `SamplingParams`; outputs are whole replies, or, if `streamed`, their parts as they come."""
     from vllm import SamplingParams as Params
     from vllm.sampling_params import RequestOutputKind
 

@@ -1,8 +1,8 @@
-"""The end of the weight channel that lives in vLLM's workers: takes tensors out of shared memory, or out of files, and
+"""The end of the weight channel in vLLM's workers: it copies tensors from shared memory, or reads them from files, and
 loads them.
 
-vLLM keeps the tensors of a fused layer until all its parts are there, so a tensor never stays in a bucket: the next one
-would overwrite it.
+vLLM fuses layers (query, key and value into one), and keeps the tensors of a fused layer until all its parts are there.
+So a tensor is copied out of its bucket, which the next one overwrites: a part that vLLM still kept would change.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from rollgrad.adapters.weights.shared_buckets import Assembler, Piece, SharedMem
 
 @define
 class ReceiverSettings:
-    """What the trainer says once: where the shared memory is, and the bytes of a bucket."""
+    """Message of the trainer before all buckets: the path of the shared memory, and the bytes of a bucket."""
 
     path: str
     bucket_bytes: int
@@ -24,8 +24,8 @@ class ReceiverSettings:
 
 @define
 class FullBucket:
-    """What the trainer says for each bucket: which one, and what lies in it, or the file that it is; and, with neither,
-    that it was the last."""
+    """Message of the trainer about each bucket: its index and contents, or its file; with neither, that it was the
+    last."""
 
     bucket: int = 0
     pieces: list[Piece] = field(factory=list)
@@ -34,12 +34,13 @@ class FullBucket:
 
 
 def receiver_class() -> type:
-    """The class that vLLM's factory makes one of in each worker; a function, for the base class takes vLLM's import."""
+    """Returns the class of which vLLM's factory makes an object in each worker. It is made in a function because the
+    base class needs vLLM's import."""
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     class Receiver(WeightTransferEngine):  # type: ignore[misc]
-        """See the module."""
+        """Takes buckets of shared memory, or files, in one worker."""
 
         init_info_cls = ReceiverSettings
         update_info_cls = FullBucket
@@ -79,19 +80,19 @@ def receiver_class() -> type:
             return self._assembler.take(self._memory.bucket(update.bucket), update.pieces)
 
         def finish_weight_update(self) -> None:
-            """Repacks what waited."""
+            """Repacks the loaded layers."""
             finalize_layerwise_reload(self.model, self.model_config)
             _repack_tied(self.model)
             self._begun = False
 
         def shutdown(self) -> None:
-            """Nothing to do: the memory goes with the process."""
+            """Does nothing: the memory is freed with the process."""
 
     return Receiver
 
 
 def read_shard(path: str, device: str) -> Iterable[tuple[str, Tensor]]:
-    """The tensors of a file.
+    """Returns the tensors of a file.
 
     Raises:
         FileNotFoundError: it is not on this machine.
@@ -108,8 +109,8 @@ def read_shard(path: str, device: str) -> Iterable[tuple[str, Tensor]]:
 
 
 def _repack_tied(model: Any) -> None:
-    """A layer whose weight is another's loads none, so vLLM does not repack it: on a CPU its product would go on with
-    the packed copy of the old weights."""
+    """Repacks layers whose weight is another layer's. They load no weights, so vLLM does not repack them, and on a CPU
+    their product would still use the packed copy of the old weights."""
     seen: set[int] = set()
     for layer in model.modules():
         weight, method = layer._parameters.get("weight"), getattr(layer, "quant_method", None)

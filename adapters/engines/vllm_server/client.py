@@ -15,19 +15,19 @@ TOKEN_VARIABLE = "ROLLGRAD_ENGINE_TOKEN"
 """Environment variable whose value, if set, is sent as a bearer token."""
 
 CONNECT_SECONDS = 10.0
-"""Longest that a server may take to accept a connection."""
+"""Longest time of a server to accept a connection."""
 
 CALL_SECONDS = 300.0
-"""Longest that a server may take for a call that samples no reply. To repack a large model takes seconds."""
+"""Longest time of a server for a call that samples no reply. Repacking a large model takes seconds."""
 
 ATTEMPTS = 3
-"""Times that a call is made at most which may be repeated."""
+"""Largest number of attempts of a call that may be repeated."""
 
 BACKOFF = 0.2
 """Seconds before the second attempt, and their random part; the third waits twice as long."""
 
 PASSING = frozenset({429, 502, 503, 504})
-"""Statuses of servers, and of proxies before them, that may be gone the next moment."""
+"""Statuses of servers and proxies that may be temporary."""
 
 QUOTED = 300
 """Characters of an answer that an error quotes."""
@@ -47,7 +47,7 @@ class ServerClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        """What stands before all paths, without a slash at its end."""
+        """Address before all paths, without a slash at its end."""
         self._client: httpx2.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -59,7 +59,7 @@ class ServerClient:
         seconds: float | None = CALL_SECONDS,
         repeat: bool = False,
     ) -> tuple[int, Any]:
-        """(status, JSON or text) of a GET, or with a body of a POST; query parameters are part of the path.
+        """Makes a GET, or with a body a POST; returns status, and JSON or text. Query parameters are part of the path.
 
         `seconds` None waits for as long as the connection stands. `repeat`: the call may be made twice, and is made
         again where it fails in passing.
@@ -91,7 +91,7 @@ class ServerClient:
         seconds: float | None = CALL_SECONDS,
         repeat: bool = False,
     ) -> Any:
-        """The JSON that `ask` gets with status 200.
+        """Returns the JSON that `ask` gets with status 200.
 
         Raises:
             EngineError: there was no answer, or another status.
@@ -102,7 +102,7 @@ class ServerClient:
         return answer
 
     def refusal(self, path: str, status: int, answer: Any) -> str:
-        """What an answer that is no 200 means, in one sentence."""
+        """Returns one sentence about an answer other than 200."""
         if status in (401, 403):
             return (
                 f"The server {self.url} refuses its callers ({status}): set the environment variable {TOKEN_VARIABLE} "
@@ -113,7 +113,7 @@ class ServerClient:
         return f"The server {self.url} answered {path.partition('?')[0]} with {status}: {str(said)[:QUOTED]}"
 
     async def aclose(self) -> None:
-        """Ends connections; the next call opens new ones."""
+        """Closes the connections; the next call opens new ones."""
         client, self._client = self._client, None
         if client is not None and self._loop is asyncio.get_running_loop():
             await client.aclose()

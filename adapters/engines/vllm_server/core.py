@@ -1,8 +1,8 @@
 """vLLM behind a URL, as `vllm serve` starts it; and, for sampling alone, any server with OpenAI's completions in token
 ids.
 
-What a server can do is found out, not configured: `probe` has it sample, `require_weights` has it map this machine's
-shared memory. Does not own: the state of a rollout engine (`adapters.vllm.engine`).
+The abilities of a server are tested, not configured: `probe` lets it sample, `require_weights` lets it map this
+machine's shared memory. Does not own: the state of a rollout engine (`adapters.engines.vllm.engine`).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ PROBE_SECONDS = 120.0
 """Longest that a server may take for one call of the probe: its first reply may have to warm up."""
 
 PROBE_TOKENS = 8
-"""Of the reply that is looked at."""
+"""Number of tokens of the probe's reply."""
 
 NO_SUCH_PATH = frozenset({404, 405})
 """Statuses of an endpoint that a server does not have."""
@@ -35,7 +35,7 @@ SERVER_INFO = "/server_info?config_format=json"
 
 
 class ServedCore(Core):
-    """See `Core`. `probe` has to be called before anything else; without `require_weights` it only samples.
+    """A `Core` behind a URL. `probe` must be called before anything else; without `require_weights` it only samples.
 
     Args:
         url: of the server.
@@ -45,7 +45,7 @@ class ServedCore(Core):
 
     def __init__(self, url: str, *, vocabulary: int, max_requests: int) -> None:
         self.http = ServerClient(url)
-        """Whom it calls."""
+        """Client of the server."""
         self.max_tokens = None
         self.model = EngineModel(torch.float32, vocabulary)
         self._wire: Wire = TokensWire()
@@ -77,7 +77,7 @@ class ServedCore(Core):
                 return
 
     async def _samples_by(self, wire: Wire) -> bool:
-        """Whether it has this endpoint, which is then used."""
+        """Returns whether it has this endpoint, which is then used."""
         self._wire = wire
         params = SamplingParams(top_k=1, max_new_tokens=PROBE_TOKENS)
         request = GenerationRequest(prompt_token_ids=(self.model.vocabulary // 2,), params=params)
@@ -152,7 +152,7 @@ class ServedCore(Core):
     async def _require_shared_memory(self) -> None:
         memory = SharedMemory(bucket_bytes=ALIGNMENT)
         try:
-            await self._tell({"path": memory.path, "bucket_bytes": memory.bucket_bytes})
+            await self._announce_memory({"path": memory.path, "bucket_bytes": memory.bucket_bytes})
         except EngineError as error:
             raise ConfigurationError(
                 f"rollout.server_urls names {self.http.url}, which cannot be trained with, for it does not see this "
@@ -168,7 +168,7 @@ class ServedCore(Core):
         eos_token_ids: frozenset[int],
         on_token: Callable[[int], None] | None,
     ) -> Generation:
-        """See `Core.sample`; `on_token` hears the tokens all at once when the reply ends."""
+        """Implements `Core.sample`; `on_token` is called for all tokens when the reply ends."""
         aborts = self._aborts
         async with self._slots:
             if aborts != self._aborts:
@@ -185,7 +185,7 @@ class ServedCore(Core):
         return generation
 
     async def next_logprob(self, name: str, prompt: Sequence[int], token: int, temperature: float) -> float:
-        """See `Core.next_logprob`."""
+        """Implements `Core.next_logprob`."""
         wire = self._tokens_wire()
         body = wire.probe_body(name, prompt, token, temperature)
         answer = await self.http.call(wire.path, body, repeat=True)
@@ -193,67 +193,67 @@ class ServedCore(Core):
             return wire.read_probe(answer, token)
 
     async def abort(self, names: Sequence[str]) -> None:
-        """See `Core.abort`; all that the server samples ends, and it takes no more steps."""
+        """Implements `Core.abort`; all requests of the server end, and it takes no more steps."""
         self._aborts += 1
         await self._control("/pause?mode=abort&clear_cache=false")
 
     async def freeze(self) -> None:
-        """See `Core.freeze`."""
+        """Implements `Core.freeze`."""
         await self._control("/pause?mode=keep&clear_cache=false")
 
     async def thaw(self) -> None:
-        """See `Core.thaw`."""
+        """Implements `Core.thaw`."""
         await self._control("/resume")
 
     async def announce(self, version: int) -> None:
-        """See `Core.announce`."""
+        """Implements `Core.announce`."""
         self._version = version
         if self._controlled:
             await self._control("/update_weight_version", {"new_version": str(version)})
 
     async def forget(self) -> None:
-        """See `Core.forget`."""
+        """Implements `Core.forget`."""
         await self._control("/reset_prefix_cache?reset_running_requests=true")
 
     def set_apart(self) -> None:
-        """See `Core.set_apart`."""
+        """Implements `Core.set_apart`."""
         self._part += 1
 
     async def sleep(self) -> None:
-        """See `Core.sleep`."""
+        """Implements `Core.sleep`."""
         await self._control("/sleep?level=1")
 
     async def wake(self, part: str) -> None:
-        """See `Core.wake`."""
+        """Implements `Core.wake`."""
         await self._control(f"/wake_up?tags={part}")
 
     async def ping(self) -> None:
-        """See `Core.ping`."""
+        """Implements `Core.ping`."""
         await self.http.call(self._health)
 
     async def begin_update(self, info: Mapping[str, Any] | None) -> None:
-        """See `Core.begin_update`."""
+        """Implements `Core.begin_update`."""
         if info is not None:
-            await self._tell(info)
+            await self._announce_memory(info)
         status, _ = await self.http.ask("/start_weight_update", {})
-        if status != 200:  # another run left a transfer half-way
+        if status != 200:  # another run left an incomplete transfer
             await self.http.ask("/finish_weight_update", {})
             await self._control("/start_weight_update")
 
     async def take_update(self, update: Mapping[str, Any]) -> None:
-        """See `Core.take_update`."""
+        """Implements `Core.take_update`."""
         await self._control("/update_weights", {"update_info": update})
 
     async def finish_update(self) -> None:
-        """See `Core.finish_update`."""
+        """Implements `Core.finish_update`."""
         await self._control("/finish_weight_update", {})
 
-    async def _tell(self, info: Mapping[str, Any]) -> None:
-        """Tells vLLM's backend for weights where they will be."""
+    async def _announce_memory(self, info: Mapping[str, Any]) -> None:
+        """Passes the place of the weights to vLLM's backend."""
         await self._control("/init_weight_transfer_engine", {"init_info": info})
 
     async def _control(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """A call of those that vLLM has in its development mode."""
+        """Calls a path of vLLM's development mode."""
         await self.http.call(path, body or {})
 
     def _tokens_wire(self) -> TokensWire:

@@ -1,4 +1,4 @@
-"""How a reply is asked for in token ids, and read back in token ids: the two endpoints that can.
+"""The two endpoints that take and return token ids.
 
 `TokensWire` is vLLM's own, which also says which weights drew each token. `CompletionsWire` is that of OpenAI with the
 field `return_token_ids`, which vLLM and others know. Neither side makes tokens out of text.
@@ -21,11 +21,11 @@ class Wire(Protocol):
     path: str
 
     def body(self, name: str, request: GenerationRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-        """What is posted."""
+        """Returns the body of a request."""
         ...
 
     def read(self, answer: Any, version: int) -> Generation:
-        """What came back; `version` is that of the weights, for a wire that does not carry it.
+        """Parses an answer; `version` is that of the weights, for a wire that does not carry it.
 
         Raises:
             EngineError: it is no reply in token ids with log-probs.
@@ -40,7 +40,7 @@ class TokensWire(Wire):
     path: str = "/inference/v1/generate"
 
     def body(self, name: str, request: GenerationRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-        """See `Wire.body`."""
+        """Implements `Wire.body`."""
         params = plain_parameters(request, eos_token_ids)
         return {
             "request_id": name,
@@ -49,7 +49,7 @@ class TokensWire(Wire):
         }
 
     def read(self, answer: Any, version: int) -> Generation:
-        """See `Wire.read`."""
+        """Implements `Wire.read`."""
         choice = _choice(answer)
         logprobs = [one["logprob"] for one in (choice.get("logprobs") or {}).get("content") or ()]
         spans = choice.get("weight_versions") or ()
@@ -57,7 +57,7 @@ class TokensWire(Wire):
         return _generation(choice, logprobs, versions)
 
     def probe_body(self, name: str, prompt: Sequence[int], token: int, temperature: float) -> dict[str, Any]:
-        """Asks for the log-prob of `token` after `prompt`."""
+        """Returns the body of a request for the log-prob of `token` after `prompt`."""
         return {
             "request_id": name,
             "token_ids": list(prompt),
@@ -72,7 +72,7 @@ class TokensWire(Wire):
         }
 
     def read_probe(self, answer: Any, token: int) -> float:
-        """The log-prob that `probe_body` asked for.
+        """Returns the log-prob that `probe_body` asked for.
 
         Raises:
             EngineError: it is not there.
@@ -92,7 +92,7 @@ class CompletionsWire(Wire):
     path: str = "/v1/completions"
 
     def body(self, name: str, request: GenerationRequest, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-        """See `Wire.body`."""
+        """Implements `Wire.body`."""
         return {
             "model": self.model,
             "prompt": list(request.prompt_token_ids),
@@ -102,7 +102,7 @@ class CompletionsWire(Wire):
         }
 
     def read(self, answer: Any, version: int) -> Generation:
-        """See `Wire.read`."""
+        """Implements `Wire.read`."""
         choice = _choice(answer)
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
         return _generation(choice, logprobs, [version] * len(choice.get("token_ids") or ()))
@@ -116,7 +116,7 @@ def _choice(answer: Any) -> Mapping[str, Any]:
 
 
 def _version(label: str) -> int:
-    """A version that was announced; what a server calls its first weights is 0."""
+    """Returns the version in a label; the label of a server's first weights is 0."""
     return int(label) if label.isdecimal() else 0
 
 

@@ -1,7 +1,7 @@
-"""A rollout engine that somebody else started: `vllm serve`, or another server of token ids, by its URL.
+"""A rollout engine on a running server, `vllm serve` or another server of token ids, by its URL.
 
-It is never started nor ended here. One that is lost is waited for, and used again when it answers; while a run trains
-it then gets the current weights first (`application.fleet`).
+It is neither started nor ended here. A lost server is used again when it answers; in a training run it then gets the
+current weights first (`application.engines.fleet`).
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from rollgrad.domain.errors import EngineError
 log = structlog.get_logger(__name__)
 
 RETRY_SECONDS = 1.0
-"""Between two looks whether a lost server answers again."""
+"""Seconds between checks whether a lost server answers again."""
 
 
 class ServedEngine(CoreEngine, FleetMember):
