@@ -53,5 +53,5 @@ class FakeCheckpointStore(CheckpointStore):
 
     @property
     def training(self) -> dict[str, Any] | None:
-        """What the last training state consists of."""
+        """Parts of the last training state."""
         return None if self.saved is None else dict(self.saved.state)

@@ -36,5 +36,6 @@ def test_docstrings_begin_with_their_subject(layer: str) -> None:
 
 
 def test_docstrings_of_all_kinds_are_seen() -> None:
-    source = '"""What a."""\nclass A:\n    """Of b."""\n    x: int = 1\n    """See c."""\n    def f(self):\n        "Where d."\n'
+    function = '    def f(self):\n        "Where d."\n'
+    source = '"""What a."""\nclass A:\n    """Of b."""\n    x: int = 1\n    """See c."""\n' + function
     assert [text for _, text in docstrings(source)] == ["What a.", "Of b.", "See c.", "Where d."]
