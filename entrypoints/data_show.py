@@ -10,6 +10,7 @@ from rich.text import Text
 from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.application.settings.dpo import DPORun
+from rollgrad.application.settings.sections.examples import PairDataConfig
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.entrypoints.composition.chat import make_codec, make_tokenizer
 from rollgrad.entrypoints.composition.examples import make_examples
@@ -33,6 +34,8 @@ def show_rows(run: SFTRun | DPORun, *, count: int, console: Console | None = Non
         example = examples[index]
         for number, branch in enumerate(example.branches, 1):
             of = f", branch {number} of {len(example.branches)}" if len(example.branches) > 1 else ""
+            if isinstance(run.data, PairDataConfig):
+                of = ", chosen" if number == 1 else ", rejected"
             console.print(
                 f"row {example.row + 1}{of}: {len(branch)} tokens, {branch.trained_length} trained", style="bold"
             )

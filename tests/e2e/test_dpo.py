@@ -224,6 +224,8 @@ def test_the_command_line(
     assert main([*words, "--dry_run", "--ckpt.output_dir", str(tmp_path / "other")]) == 0
     shown = capsys.readouterr().out
     assert "⟦The answer is 0.<|im_end|>⟧" in shown
+    assert "row 1, chosen: " in shown
+    assert "row 1, rejected: " in shown
     assert not (tmp_path / "other").exists()
     wrong = ["--dpo.loss", "dpo", "--dpo.beta", "-1", "--train.batch_size", "0"]
     assert main([*words, *wrong]) == 2
