@@ -1,16 +1,8 @@
 """Parts of every trainer, whether it samples or not: models, tokenizer, checkpoints, sinks, clock, processes.
 
-A run's own container inherits from `BaseContainer`, or from `EngineContainer` (`engines.py`) if it samples, and adds
-what its steps do; a function makes it from the settings, and provides what its bases ask for (`providers.Dependency`):
-
-    class OfflineContainer(BaseContainer):
-        examples = providers.Singleton(make_examples, BaseContainer.config, BaseContainer.codec)
-        run = providers.Singleton(Run, ..., BaseContainer.sink, BaseContainer.checkpoints)
-
-    def offline_container(config: SFTRun) -> OfflineContainer:
-        container = OfflineContainer(config=config, make=providers.Object(offline_container))
-        container.override_providers(total_steps=..., actor_steps=...)
-        return container
+A run's own container inherits from `BaseContainer`, from `OfflineContainer` (`offline.py`) if it learns from examples,
+or from `EngineContainer` (`engines.py`) if it samples, and adds what its steps do; a function makes it from the
+settings, and provides what its bases ask for (`providers.Dependency`). `sft.py` is the shortest.
 
 The settings, `config`, need the sections that the providers used read: `actor`, `ref`, `train`, `cluster`, `ds`, `data`
 (its template), `ckpt`, `logger`.

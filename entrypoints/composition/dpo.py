@@ -11,29 +11,20 @@ from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.preparation import PreparedExamples, PreparedPairs
 from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
-from rollgrad.application.learning.examples import ExampleEvaluation, ExampleLearner
 from rollgrad.application.learning.reference import check_start, with_reference
-from rollgrad.application.pipelines.epochs import Epochs
-from rollgrad.application.pipelines.run import Run, Schedule
 from rollgrad.application.settings.dpo import DPORun, has_reference
 from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.batches.examples import pack_preferences
-from rollgrad.domain.control.findings import LearningSettings, LearningWatch
 from rollgrad.domain.episodes.examples import Preference
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel
-from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.cluster import Role
 from rollgrad.entrypoints.composition.examples import (
     cache_directory,
-    make_eval_examples,
-    make_examples,
-    make_total_examples,
     make_total_steps,
 )
-from rollgrad.entrypoints.composition.sft import LESS_MEMORY, evaluation_kind, make_roles, tokens_per_pass
-from rollgrad.entrypoints.description import describe_run
+from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles, tokens_per_pass
 from rollgrad.entrypoints.run_directory import continues
 
 START_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -107,90 +98,27 @@ def make_pairs(
     return made
 
 
-class DPOContainer(BaseContainer):
+class DPOContainer(OfflineContainer):
     """All objects of a run over preference pairs; `config` is the validated `DPORun`. `dpo_container` makes it."""
 
-    examples = providers.Singleton(
-        make_examples,
-        BaseContainer.config.provided.data,
-        BaseContainer.config.provided.train,
-        BaseContainer.config.provided.actor.model_name_or_path,
-        BaseContainer.tokenizer,
-        BaseContainer.codec,
-    )
-    eval_examples = providers.Selector(
-        providers.Callable(evaluation_kind, BaseContainer.config.provided.eval.dataset),
-        examples=providers.Singleton(
-            make_eval_examples,
-            BaseContainer.config.provided.data,
-            BaseContainer.config.provided.eval,
-            BaseContainer.config.provided.actor.model_name_or_path,
-            BaseContainer.tokenizer,
-            BaseContainer.codec,
-        ),
-        none=providers.Object(None),
-    )
-    unload = providers.Callable(lambda reference: reference.reset(), BaseContainer.local_reference.provider)
+    unload = providers.Callable(lambda reference: reference.reset(), OfflineContainer.local_reference.provider)
     pairs = providers.Singleton(
         make_pairs,
-        BaseContainer.config,
-        examples,
-        BaseContainer.policy.provider,
-        BaseContainer.loaded_reference.provider,
+        OfflineContainer.config,
+        OfflineContainer.examples,
+        OfflineContainer.policy.provider,
+        OfflineContainer.loaded_reference.provider,
         unload.provider,
         "data.dataset",
     )
     eval_pairs = providers.Singleton(
         make_pairs,
-        BaseContainer.config,
-        eval_examples,
-        BaseContainer.policy.provider,
-        BaseContainer.loaded_reference.provider,
+        OfflineContainer.config,
+        OfflineContainer.eval_examples,
+        OfflineContainer.policy.provider,
+        OfflineContainer.loaded_reference.provider,
         unload.provider,
         "eval.dataset",
-    )
-    learner = providers.Singleton(
-        ExampleLearner,
-        BaseContainer.policy,
-        pack=providers.Object(pack_preferences),
-        objective=providers.Singleton(PreferenceObjective, settings=BaseContainer.config.provided.dpo),
-        max_tokens=providers.Callable(tokens_per_pass, BaseContainer.config),
-    )
-    steps = providers.Singleton(
-        Epochs,
-        learner,
-        pairs,
-        batch_size=BaseContainer.config.provided.train.batch_size,
-        total=providers.Callable(make_total_examples, BaseContainer.config.provided.train, examples),
-        seed=BaseContainer.config.provided.train.seed,
-        clock=BaseContainer.clock,
-    )
-    evaluation = providers.Selector(
-        providers.Callable(evaluation_kind, BaseContainer.config.provided.eval.dataset),
-        examples=providers.Singleton(ExampleEvaluation, learner, eval_pairs),
-        none=providers.Object(None),
-    )
-    description = providers.Singleton(describe_run, BaseContainer.config, examples.provided.fingerprint)
-    run = providers.Singleton(  # the schedule first: data that cannot be used are refused before the model is loaded
-        Run,
-        schedule=providers.Callable(
-            Schedule,
-            steps=BaseContainer.total_steps,
-            eval_steps=BaseContainer.config.provided.eval.steps,
-            save_steps=BaseContainer.config.provided.ckpt.save_steps,
-            state_steps=BaseContainer.config.provided.ckpt.state_steps,
-            state_minutes=BaseContainer.config.provided.ckpt.state_minutes,
-        ),
-        steps=steps,
-        models=learner,
-        evaluation=evaluation,
-        sink=BaseContainer.sink,
-        sample_log=providers.Object(None),
-        checkpoints=BaseContainer.checkpoints,
-        clock=BaseContainer.clock,
-        watch=providers.Callable(LearningWatch, providers.Callable(LearningSettings, steps=BaseContainer.total_steps)),
-        description=description,
-        less_memory=LESS_MEMORY,
     )
 
 
@@ -198,6 +126,10 @@ def dpo_container(config: DPORun) -> DPOContainer:
     """Returns the container of a run with these settings."""
     container = DPOContainer(config=config, make=providers.Object(dpo_container))
     container.override_providers(
+        pack=providers.Object(pack_preferences),
+        objective=providers.Singleton(PreferenceObjective, settings=config.dpo),
+        learned=container.pairs,
+        held_out=container.eval_pairs,
         total_steps=providers.Callable(make_total_steps, config.train, container.examples),
         actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
         roles=providers.Callable(make_dpo_roles, config),

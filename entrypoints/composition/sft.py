@@ -2,118 +2,21 @@
 
 from dependency_injector import providers
 
-from rollgrad.application.learning.examples import ExampleEvaluation, ExampleLearner
-from rollgrad.application.pipelines.epochs import Epochs
-from rollgrad.application.pipelines.run import Run, Schedule
-from rollgrad.application.settings.rules.examples import ExampleRun
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.algorithms.losses.supervised import SupervisedObjective
 from rollgrad.domain.batches.examples import pack_demonstrations
-from rollgrad.domain.control.findings import LearningSettings, LearningWatch
-from rollgrad.entrypoints.composition.base import BaseContainer
-from rollgrad.entrypoints.composition.cluster import Role
-from rollgrad.entrypoints.composition.examples import (
-    make_eval_examples,
-    make_examples,
-    make_total_examples,
-    make_total_steps,
-)
-from rollgrad.entrypoints.description import describe_run
-
-LESS_MEMORY = (
-    "lower --train.max_tokens_per_micro_batch or --data.max_tokens, or turn on --actor.gradient_checkpointing."
-)
+from rollgrad.entrypoints.composition.examples import make_total_steps
+from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles
 
 
-def tokens_per_pass(run: ExampleRun) -> int:
-    """Returns the token budget of one forward and backward pass, over all processes of the model."""
-    return run.train.max_tokens_per_micro_batch * run.actor.num_nodes * run.actor.num_gpus_per_node
-
-
-def make_roles(run: ExampleRun) -> dict[str, Role]:
-    """Returns the processes of the model in a cluster."""
-    actor = run.actor
-    processes = actor.num_nodes * actor.num_gpus_per_node
-    return {"actor": Role(processes, actor.num_gpus_per_node)}
-
-
-def evaluation_kind(dataset: str | None) -> str:
-    """Returns whether there is something to evaluate on."""
-    return "none" if dataset is None else "examples"
-
-
-class SFTContainer(BaseContainer):
-    """All objects of a run of supervised fine-tuning; `config` is the validated `SFTRun`. `sft_container` makes it."""
-
-    examples = providers.Singleton(
-        make_examples,
-        BaseContainer.config.provided.data,
-        BaseContainer.config.provided.train,
-        BaseContainer.config.provided.actor.model_name_or_path,
-        BaseContainer.tokenizer,
-        BaseContainer.codec,
-    )
-    eval_examples = providers.Selector(
-        providers.Callable(evaluation_kind, BaseContainer.config.provided.eval.dataset),
-        examples=providers.Singleton(
-            make_eval_examples,
-            BaseContainer.config.provided.data,
-            BaseContainer.config.provided.eval,
-            BaseContainer.config.provided.actor.model_name_or_path,
-            BaseContainer.tokenizer,
-            BaseContainer.codec,
-        ),
-        none=providers.Object(None),
-    )
-    learner = providers.Singleton(
-        ExampleLearner,
-        BaseContainer.policy,
-        pack=providers.Object(pack_demonstrations),
-        objective=providers.Singleton(SupervisedObjective, loss=BaseContainer.config.provided.train.loss),
-        max_tokens=providers.Callable(tokens_per_pass, BaseContainer.config),
-    )
-    steps = providers.Singleton(
-        Epochs,
-        learner,
-        examples,
-        batch_size=BaseContainer.config.provided.train.batch_size,
-        total=providers.Callable(make_total_examples, BaseContainer.config.provided.train, examples),
-        seed=BaseContainer.config.provided.train.seed,
-        clock=BaseContainer.clock,
-    )
-    evaluation = providers.Selector(
-        providers.Callable(evaluation_kind, BaseContainer.config.provided.eval.dataset),
-        examples=providers.Singleton(ExampleEvaluation, learner, eval_examples),
-        none=providers.Object(None),
-    )
-    description = providers.Singleton(describe_run, BaseContainer.config, examples.provided.fingerprint)
-    run = providers.Singleton(  # the schedule first: data that cannot be used are refused before the model is loaded
-        Run,
-        schedule=providers.Callable(
-            Schedule,
-            steps=BaseContainer.total_steps,
-            eval_steps=BaseContainer.config.provided.eval.steps,
-            save_steps=BaseContainer.config.provided.ckpt.save_steps,
-            state_steps=BaseContainer.config.provided.ckpt.state_steps,
-            state_minutes=BaseContainer.config.provided.ckpt.state_minutes,
-        ),
-        steps=steps,
-        models=learner,
-        evaluation=evaluation,
-        sink=BaseContainer.sink,
-        sample_log=providers.Object(None),
-        checkpoints=BaseContainer.checkpoints,
-        clock=BaseContainer.clock,
-        watch=providers.Callable(LearningWatch, providers.Callable(LearningSettings, steps=BaseContainer.total_steps)),
-        description=description,
-        less_memory=LESS_MEMORY,
-    )
-
-
-def sft_container(config: SFTRun) -> SFTContainer:
-    """Returns the container of a run with these settings."""
-    container = SFTContainer(config=config, make=providers.Object(sft_container))
+def sft_container(config: SFTRun) -> OfflineContainer:
+    """Returns the container of a validated run of supervised fine-tuning."""
+    container = OfflineContainer(config=config, make=providers.Object(sft_container))
     container.override_providers(
+        pack=providers.Object(pack_demonstrations),
+        objective=providers.Singleton(SupervisedObjective, loss=config.train.loss),
+        learned=container.examples,
+        held_out=container.eval_examples,
         total_steps=providers.Callable(make_total_steps, config.train, container.examples),
         actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
         correct=providers.Object(True),

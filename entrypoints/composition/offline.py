@@ -1,0 +1,114 @@
+"""What the trainers that learn from examples have in common: examples, epochs over them, and the run."""
+
+from typing import Any
+
+from dependency_injector import providers
+
+from rollgrad.application.learning.examples import ExampleEvaluation, ExampleLearner
+from rollgrad.application.pipelines.epochs import Epochs
+from rollgrad.application.pipelines.run import Run, Schedule
+from rollgrad.application.settings.rules.examples import ExampleRun
+from rollgrad.domain.control.findings import LearningSettings, LearningWatch
+from rollgrad.entrypoints.composition.base import BaseContainer
+from rollgrad.entrypoints.composition.cluster import Role
+from rollgrad.entrypoints.composition.examples import (
+    make_eval_examples,
+    make_examples,
+    make_total_examples,
+)
+from rollgrad.entrypoints.description import describe_run
+
+LESS_MEMORY = (
+    "lower --train.max_tokens_per_micro_batch or --data.max_tokens, or turn on --actor.gradient_checkpointing."
+)
+
+
+def tokens_per_pass(run: ExampleRun) -> int:
+    """Returns the token budget of one forward and backward pass, over all processes of the model."""
+    return run.train.max_tokens_per_micro_batch * run.actor.num_nodes * run.actor.num_gpus_per_node
+
+
+def make_roles(run: ExampleRun) -> dict[str, Role]:
+    """Returns the processes of the model in a cluster."""
+    actor = run.actor
+    processes = actor.num_nodes * actor.num_gpus_per_node
+    return {"actor": Role(processes, actor.num_gpus_per_node)}
+
+
+def evaluation_kind(dataset: str | None) -> str:
+    """Returns whether there is something to evaluate on."""
+    return "none" if dataset is None else "examples"
+
+
+class OfflineContainer(BaseContainer):
+    """All objects of a run over examples. A trainer says how they become a batch (`pack`), what their loss is
+    (`objective`), and in which form they are learned from and evaluated on (`learned`, `held_out`)."""
+
+    pack: providers.Provider[Any] = providers.Dependency()
+    objective: providers.Provider[Any] = providers.Dependency()
+    learned: providers.Provider[Any] = providers.Dependency()
+    held_out: providers.Provider[Any] = providers.Dependency()
+
+    examples = providers.Singleton(
+        make_examples,
+        BaseContainer.config.provided.data,
+        BaseContainer.config.provided.train,
+        BaseContainer.config.provided.actor.model_name_or_path,
+        BaseContainer.tokenizer,
+        BaseContainer.codec,
+    )
+    eval_examples = providers.Selector(
+        providers.Callable(evaluation_kind, BaseContainer.config.provided.eval.dataset),
+        examples=providers.Singleton(
+            make_eval_examples,
+            BaseContainer.config.provided.data,
+            BaseContainer.config.provided.eval,
+            BaseContainer.config.provided.actor.model_name_or_path,
+            BaseContainer.tokenizer,
+            BaseContainer.codec,
+        ),
+        none=providers.Object(None),
+    )
+    learner = providers.Singleton(
+        ExampleLearner,
+        BaseContainer.policy,
+        pack=pack,
+        objective=objective,
+        max_tokens=providers.Callable(tokens_per_pass, BaseContainer.config),
+    )
+    steps = providers.Singleton(
+        Epochs,
+        learner,
+        learned,
+        batch_size=BaseContainer.config.provided.train.batch_size,
+        total=providers.Callable(make_total_examples, BaseContainer.config.provided.train, examples),
+        seed=BaseContainer.config.provided.train.seed,
+        clock=BaseContainer.clock,
+    )
+    evaluation = providers.Selector(
+        providers.Callable(evaluation_kind, BaseContainer.config.provided.eval.dataset),
+        examples=providers.Singleton(ExampleEvaluation, learner, held_out),
+        none=providers.Object(None),
+    )
+    description = providers.Singleton(describe_run, BaseContainer.config, examples.provided.fingerprint)
+    run = providers.Singleton(  # the schedule first: data that cannot be used are refused before the model is loaded
+        Run,
+        schedule=providers.Callable(
+            Schedule,
+            steps=BaseContainer.total_steps,
+            eval_steps=BaseContainer.config.provided.eval.steps,
+            save_steps=BaseContainer.config.provided.ckpt.save_steps,
+            state_steps=BaseContainer.config.provided.ckpt.state_steps,
+            state_minutes=BaseContainer.config.provided.ckpt.state_minutes,
+        ),
+        steps=steps,
+        models=learner,
+        evaluation=evaluation,
+        sink=BaseContainer.sink,
+        sample_log=providers.Object(None),
+        checkpoints=BaseContainer.checkpoints,
+        clock=BaseContainer.clock,
+        watch=providers.Callable(LearningWatch, providers.Callable(LearningSettings, steps=BaseContainer.total_steps)),
+        description=description,
+        less_memory=LESS_MEMORY,
+    )
