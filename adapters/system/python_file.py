@@ -19,7 +19,11 @@ def load_python_file(path: str, *, flag: str) -> ModuleType:
         ConfigurationError: there is no such file, it is not Python, or it cannot be imported.
     """
     file = Path(path)
-    if not file.is_file():
+    try:
+        there = file.is_file()
+    except OSError:  # such as a name that is too long
+        there = False
+    if not there:
         raise ConfigurationError(f"{flag} is {path!r}, but there is no such file.")
     name = f"{USER_MODULE}{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
 import cloudpickle
 import pytest
 import torch
@@ -13,8 +14,10 @@ import yaml
 from rollgrad.adapters.ray.session import send_users_classes_whole
 from rollgrad.application.settings.brought import with_brought
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.algorithms import catalogue
 from rollgrad.domain.algorithms.catalogue import EstimatorTraits
 from rollgrad.domain.algorithms.estimators import Advantages, EstimatorInput, EstimatorParams, estimate, estimator
+from rollgrad.domain.algorithms.losses.contract import PolicyLoss, PolicyLossInput, PolicyLossParams, policy_loss
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import TokenScores
 from rollgrad.domain.settings import setting
@@ -50,7 +53,7 @@ def toy(inputs, params, settings):
     return PolicyLoss(loss_N=loss_N, ratio_N=torch.ones_like(loss_N), clipped_low_N=never_N, clipped_high_N=never_N)
 """
 STRENGTH = "algo.losses.toy.strength"
-NEEDED = ["--actor.model_name_or_path", "m", "--data.prompt_dataset", "d.jsonl", "--reward.verifier", "last_number"]
+NEEDED = ["--actor.model_name_or_path", "org/m", "--data.prompt_dataset", "org/d", "--reward.verifier", "last_number"]
 
 
 @pytest.fixture
@@ -125,6 +128,13 @@ def test_ranges_and_use_are_checked_with_all_other_problems(plugin: str, capsys:
     assert "actor.policy_loss_type is ppo: set --actor.policy_loss_type toy" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("path", ["nowhere.py", "x" * 5000])
+def test_a_file_that_is_not_there_is_a_sentence_among_others(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "rl", *NEEDED, "--algo.extension_path", path, "--rollout.top_p", "2"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [error.partition(" is ")[0] for error in errors] == ["error: --algo.extension_path", "error: rollout.top_p"]
+
+
 def test_without_the_file_the_flag_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "rl", *NEEDED, f"--{STRENGTH}", "2"]) == 2
     assert f"--{STRENGTH} is not a flag" in capsys.readouterr().err
@@ -157,8 +167,6 @@ def test_the_settings_travel_to_processes_that_have_not_read_the_file(plugin: st
 
 
 def test_an_estimator_brings_settings_too(algorithms_as_before: None) -> None:
-    import attrs
-
     @attrs.define(kw_only=True)
     class ScaleSettings:
         """How rewards are scaled."""
@@ -187,6 +195,30 @@ def test_an_estimator_brings_settings_too(algorithms_as_before: None) -> None:
     ]
     torch.testing.assert_close(found[1], 3 * found[0])
     assert found[0].abs().sum() > 0
+
+
+def test_a_catalogue_entry_brings_the_settings_of_a_built_in_loss(algorithms_as_before: None) -> None:
+    """Two places: the entry, which help and checks read without torch, and the function."""
+
+    @attrs.define(kw_only=True)
+    class GateSettings:
+        """The gate."""
+
+        slope: float = setting(1.0, "Slope of the gate.")
+
+    catalogue.POLICY_LOSSES["gate"] = catalogue.PolicyLossTraits(settings=GateSettings)
+    assert "algo.losses.gate.slope" in list(setting_names(with_brought(RLConfig)))
+
+    @policy_loss("gate")
+    def gate(inputs: PolicyLossInput, params: PolicyLossParams, settings: GateSettings) -> PolicyLoss:
+        loss_N = settings.slope * inputs.logprobs_N
+        never_N = torch.zeros_like(inputs.action_mask_N)
+        return PolicyLoss(loss_N=loss_N, ratio_N=loss_N.detach(), clipped_low_N=never_N, clipped_high_N=never_N)
+
+    chosen = ["--actor.policy_loss_type", "gate"]
+    torch.testing.assert_close(
+        gradient(parsed(*chosen, "--algo.losses.gate.slope", "3")), 3 * gradient(parsed(*chosen))
+    )
 
 
 @pytest.mark.parametrize(
