@@ -1,7 +1,7 @@
 """The boundary around code that is not rollgrad's: users' files and functions, environments, tools, servers, libraries.
 
-Invariant: whatever such code raises reaches the run as one sentence, and never as the end of an event loop or thread
-that somebody waits for. Does not own: deadlines, which belong to who calls.
+Invariant: an exception of such code reaches the run as one sentence, and never ends an event loop or thread that others
+wait for. Does not own: deadlines, which belong to the caller.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rollgrad.domain.errors import ForeignError, RollgradError
 
 LONGEST = 1000
-"""Characters of a foreign error or value that a sentence quotes at most."""
+"""Largest number of characters of a foreign error or value in a sentence."""
 
 
 def told(error: BaseException) -> str:
@@ -45,7 +45,7 @@ def _cut(text: str) -> str:
 
 
 class foreign_code(AbstractContextManager[object]):  # noqa: N801 (it is read as a statement)
-    """A block that raises `refusal(words)` in place of whatever is raised in it; `words` are the error's (`told`).
+    """A block that raises `refusal(words)` instead of any exception inside it; `words` are the exception's (`told`).
 
     Three things pass: rollgrad's own errors, which are sentences already; KeyboardInterrupt and GeneratorExit; and the
     cancellation of the task that runs the block, though not a CancelledError that the code raised by itself.
@@ -64,7 +64,7 @@ class foreign_code(AbstractContextManager[object]):  # noqa: N801 (it is read as
 
 
 def _is_being_cancelled() -> bool:
-    """Whether someone asked to cancel the running task. A thread without an event loop has none that could be."""
+    """Returns whether the running task is being cancelled; false in a thread without an event loop."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

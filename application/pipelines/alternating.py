@@ -22,7 +22,7 @@ class Alternating(StepSource[RolloutGroup]):
         learner: learns from groups.
         sampler: plays the groups of each step.
         sleeper: the engine, if it is to sleep while models train (hybrid engine), or None.
-        steps: of the whole run, beyond which no prompts are played.
+        steps: number of steps of the whole run; no prompts are played for later ones.
         clock: measures.
     """
 
@@ -36,7 +36,7 @@ class Alternating(StepSource[RolloutGroup]):
         self._clock = clock
 
     async def start(self, done: int) -> None:
-        """Gives the engine the weights, whatever it began with."""
+        """Sends the weights to the engine."""
         await self._learner.push(done)
 
     async def step(self, done: int) -> StepReport[RolloutGroup]:
@@ -50,7 +50,7 @@ class Alternating(StepSource[RolloutGroup]):
             await self._sleeper.sleep()
         try:
             metrics = self._learner.learn(groups, done) | sampling_metrics
-        except BaseException:  # nobody has learned from these groups: who resumes plays them again, but for those kept
+        except BaseException:  # these groups were not trained on: a resumed run plays them again, except kept ones
             self._sampler.load_state_dict(position, kept)
             raise
         updated = clock.monotonic()
@@ -73,7 +73,7 @@ class Alternating(StepSource[RolloutGroup]):
         """Does nothing: between two steps nothing is in flight."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the prompts and what the learner steers."""
+        """Returns the position in the prompts and the state of the learner."""
         return {**self._sampler.state_dict(), **self._learner.state_dict()}
 
     def kept_samples(self) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ from rollgrad.domain.ports.example_source import ExampleSource
 
 
 class Epochs(StepSource[Example], Generic[Example]):
-    """A `StepSource` over examples. A step that reaches the end of an epoch goes on in the next; the last step of the
-    run has what is left.
+    """A `StepSource` over examples. A step that reaches the end of an epoch continues in the next; the last step of the
+    run has the remaining examples.
 
     Args:
         learner: learns from them.
@@ -65,11 +65,11 @@ class Epochs(StepSource[Example], Generic[Example]):
         """Does nothing: between two steps nothing is in flight."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the examples."""
+        """Returns the position in the examples."""
         return self._cursor.state_dict()
 
     def kept_samples(self) -> list[dict[str, Any]]:
-        """Returns nothing: the place in the examples gives all of them back."""
+        """Returns an empty list, because the position in the examples is enough to continue."""
         return []
 
     def load_state_dict(self, state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]] = ()) -> None:

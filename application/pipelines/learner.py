@@ -24,7 +24,7 @@ class ObjectiveFactory(Protocol):
     """Makes the policy's loss for the current weights of its terms and the version under training."""
 
     def __call__(self, *, kl_coef: float, entropy_coef: float, version: int) -> PolicyObjective[RolloutBatch]:
-        """The objective of one update."""
+        """Returns the objective of one update."""
         ...
 
 
@@ -34,12 +34,12 @@ class RLLearner:
     Args:
         experience: makes batches with advantages from trajectories.
         update: takes the optimizer steps.
-        policy: whose weights engines get.
-        channel: brings them there.
+        policy: the policy whose weights engines get.
+        channel: brings the weights to the engines.
         objective: the policy's loss.
         value_objective: the critic's loss, None without one.
-        kl: steers the weight of the KL term.
-        entropy: steers the weight of the entropy term.
+        kl: controls the weight of the KL term.
+        entropy: controls the weight of the entropy term.
         clock: measures.
         freezing_steps: updates at the beginning that train the critic alone.
         pass_threshold: score from which a sample passes.
@@ -73,8 +73,8 @@ class RLLearner:
         self._pass_threshold = pass_threshold
 
     def learn(self, groups: Sequence[RolloutGroup], done: int) -> dict[str, float]:
-        """Takes the update after `done` ones, which `groups` feed; returns what is to report about it and them. One
-        that fails before its first optimizer step leaves everything as it was.
+        """Takes the update after `done` ones, which `groups` feed; returns its metrics and theirs. An update
+        that fails before its first optimizer step changes nothing.
 
         Raises:
             RewardError: every episode of the groups failed.
@@ -116,7 +116,7 @@ class RLLearner:
         return metrics | {"time/experience_s": prepared - started, "time/update_s": ended - prepared}
 
     async def push(self, version: int) -> dict[str, float]:
-        """Hands the weights of `version` to the engines; returns what it took, to be reported."""
+        """Sends the weights of `version` to the engines; returns metrics of the transfer."""
         moved = await self._channel.push(self._policy, version)
         if not moved["bytes"]:
             return {}

@@ -1,5 +1,5 @@
-"""Asynchronous steps of reinforcement learning: groups are played without end while a worker thread learns from those
-that are ready.
+"""Asynchronous steps of reinforcement learning: groups are played continuously while a worker thread learns from ready
+ones.
 
 Invariants: at most `max_staleness` updates lie between the weights that a group began under and those that train on it
 (`domain.control.staleness`); weights change only while the engine is paused; an update that has begun is finished and
@@ -24,8 +24,8 @@ class Overlapping(StepSource[RolloutGroup]):
     Args:
         learner: learns from groups.
         stream: plays the groups.
-        engine: what samples them; its weights must not be the trainer's own tensors.
-        pause: what becomes of requests in flight while the weights change.
+        engine: samples them; its weights must not be the trainer's own tensors.
+        pause: treatment of requests in flight while the weights change.
         clock: measures.
     """
 
@@ -39,11 +39,11 @@ class Overlapping(StepSource[RolloutGroup]):
         self._clock = clock
 
     async def start(self, done: int) -> None:
-        """Gives the engine the weights, whatever it began with."""
+        """Sends the weights to the engine."""
         await self._learner.push(done)
 
     async def step(self, done: int) -> StepReport[RolloutGroup]:
-        """Takes one update from the groups that are ready, and hands the weights to the engine."""
+        """Takes one update from ready groups, and sends the weights to the engine."""
         clock = self._clock
         started, idle = clock.monotonic(), self._stream.idle_s
         groups, sampling_metrics = await self._stream.take()
@@ -82,7 +82,7 @@ class Overlapping(StepSource[RolloutGroup]):
         await self._stream.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the prompts, the groups in flight, and what the learner steers."""
+        """Returns the position in the prompts, the groups in flight, and the state of the learner."""
         return {**self._stream.state_dict(), **self._learner.state_dict()}
 
     def kept_samples(self) -> list[dict[str, Any]]:

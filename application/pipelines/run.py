@@ -35,8 +35,8 @@ SampleCo = TypeVar("SampleCo", covariant=True)
 
 @frozen(kw_only=True)
 class Schedule:
-    """`steps` in all; evaluation and model checkpoints every so many of them (-1: only at the ends). The state from
-    which training continues is saved every `state_steps` steps (-1: not by steps), when the one before is
+    """Schedule of `steps` steps; evaluation and model checkpoints every so many of them (-1: only at the ends). The
+    state from which training continues is saved every `state_steps` steps (-1: not by steps), when the one before is
     `state_minutes` old (None: not by time), and at the end; never if neither is set."""
 
     steps: int
@@ -47,13 +47,13 @@ class Schedule:
 
     @property
     def saves_state(self) -> bool:
-        """Whether the run leaves a training state."""
+        """Whether the run saves training states."""
         return self.state_steps > 0 or self.state_minutes is not None
 
 
 @frozen(kw_only=True)
 class RunOutcome:
-    """`steps` finished; held-out metrics `before` and `after`; whether someone interrupted the run."""
+    """Outcome of a run: `steps` finished; held-out metrics `before` and `after`; whether it was interrupted."""
 
     steps: int
     before: Mapping[str, float] = field(factory=dict)
@@ -65,8 +65,8 @@ class RunOutcome:
 class StepReport(Generic[SampleCo]):
     """A finished step: its `metrics` (`group/name`) and the `samples` it learned from, for people to read.
 
-    `ended_by`: what went wrong after the update was complete (the weights did not reach an engine), or the interruption
-    that had to wait for the update. The step counts and is reported; then the run raises it.
+    `ended_by`: an error after the update was complete (the weights did not reach an engine), or the interruption that
+    had to wait for the update. The step counts and is reported; then the run raises it.
     """
 
     metrics: Mapping[str, float]
@@ -75,15 +75,15 @@ class StepReport(Generic[SampleCo]):
 
 
 class StepSource(Protocol[SampleCo]):
-    """Makes the steps of a run: plays or reads what is learned from, and learns from it.
+    """Makes the steps of a run: gets samples by playing or reading, and learns from them.
 
     A new source (a trainer) has to keep these promises:
 
-    * **State.** `state_dict` is the place in the data and all that steers later steps, JSON-serialisable, without the
-      models: the run saves those by `TrainedModels`. What no place in the data gives back (samples of older weights) is
-      in `kept_samples`, nested mappings and lists of numbers, texts and tensors. After `load_state_dict` the next step
-      is the one that the uninterrupted run would have taken. The keys `step`, `update`, `before`, `groups` and
-      `evaluated` are the run's own.
+    * **State.** `state_dict` is the position in the data and everything else that affects later steps,
+      JSON-serialisable, without the models: the run saves those by `TrainedModels`. Samples that the position cannot
+      restore (of older weights) are in `kept_samples`, nested mappings and lists of numbers, texts and tensors. After
+      `load_state_dict` the next step is the one that the uninterrupted run would have taken. The keys `step`, `update`,
+      `before`, `groups` and `evaluated` are the run's own.
     * **Interruption.** The run's task is cancelled at any await of `step`. Before the update that means: give back what
       was taken, so that `state_dict` is that of the last finished step, and let the `CancelledError` through. An update
       that has begun is finished (`uninterrupted` waits for one in a thread), and `ended_by` has the `CancelledError`.
@@ -100,15 +100,15 @@ class StepSource(Protocol[SampleCo]):
         ...
 
     async def stop(self) -> None:
-        """Ends what is in flight when the steps are over, however they ended."""
+        """Ends everything in flight after the last step, however the steps ended."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the source stands, JSON-serialisable."""
+        """Returns the state of the source, JSON-serialisable."""
         ...
 
     def kept_samples(self) -> list[dict[str, Any]]:
-        """Returns samples that were drawn and are not learned from yet, if later steps begin with them."""
+        """Returns samples that are not learned from yet, if later steps begin with them."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -120,7 +120,7 @@ class TrainedModels(Protocol):
     """The models under training with their optimizers; `UpdateService` is one."""
 
     under_way: bool
-    """Whether an update has taken some of its optimizer steps, and not all: after an error, that it ended there."""
+    """Whether an update has taken some of its optimizer steps, but not all; after an error it stays so."""
 
     def save(self, checkpoints: CheckpointStore, name: str) -> None:
         """Writes the models under `name`."""
@@ -147,16 +147,16 @@ class Run(Generic[Sample]):
     """Takes the steps of a schedule.
 
     Args:
-        schedule: how many, and what happens every so many.
-        steps: makes them.
-        models: what is trained, saved and restored.
+        schedule: number of steps, and intervals of evaluations and checkpoints.
+        steps: makes the steps.
+        models: the models that are trained, saved and restored.
         evaluation: None without held-out data.
-        sink: where metrics go.
+        sink: records metrics.
         sample_log: receives the number of each step and its samples; None keeps none.
-        checkpoints: where models and training states go.
-        clock: tells the age of the last training state.
-        watch: looks for reasons why the run cannot learn.
-        description: says in a training state which run it is of.
+        checkpoints: keeps models and training states.
+        clock: measures the age of the last training state.
+        watch: finds reasons why the run cannot learn.
+        description: identifies the run in its training states.
         less_memory: what a user may do if memory runs out, as the end of a sentence.
     """
 
@@ -196,7 +196,7 @@ class Run(Generic[Sample]):
         """Trains to the end of the schedule, or until the task is cancelled (Ctrl-C), and saves the model.
 
         Raises:
-            RollgradError, or whatever ended the run: what was trained until then is saved before.
+            RollgradError, or any error that ended the run: the training so far is saved first.
         """
         self._state_saved_at = self._clock.monotonic()
         after: Mapping[str, float] = {}
@@ -209,8 +209,8 @@ class Run(Generic[Sample]):
                 log.info("interrupted: saving the model", step=self._done)
             finally:
                 await self._steps.stop()
-        except (Exception, SystemExit) as error:  # whatever it is, what was trained is not lost with it
-            traceback.clear_frames(error.__traceback__)  # what they hold may be the memory that saving needs
+        except (Exception, SystemExit) as error:  # of any kind: the training so far must not be lost
+            traceback.clear_frames(error.__traceback__)  # saving may need the memory of their variables
             self._rescue(error)
             if _lacks_memory(error):
                 reason = (str(error) or repr(error)).splitlines()[0]
@@ -222,13 +222,13 @@ class Run(Generic[Sample]):
         return RunOutcome(steps=self._done, before=self._before, after=after, interrupted=interrupted)
 
     async def _train(self) -> Mapping[str, float]:
-        """Takes the steps that are left; returns the last evaluation."""
+        """Takes the remaining steps; returns the last evaluation."""
         schedule = self._schedule
         await self._steps.start(self._done)
         if not self._done:
             self._before = await self._evaluate()
         elif self._due(schedule.eval_steps):
-            await self._evaluate()  # a run that was interrupted after this step may not have
+            await self._evaluate()  # a run that was interrupted after this step may have missed it
         while self._done < schedule.steps:
             self._count(await self._steps.step(self._done))
             if self._due(schedule.eval_steps):
@@ -243,7 +243,7 @@ class Run(Generic[Sample]):
         """Counts and reports a finished step.
 
         Raises:
-            BaseException: what the report says ended the run.
+            BaseException: the report's `ended_by`.
         """
         self._done += 1
         self._sink.log(self._done, report.metrics)
@@ -262,7 +262,7 @@ class Run(Generic[Sample]):
         return self._clock.monotonic() - self._state_saved_at >= SECONDS_PER_MINUTE * minutes
 
     def _rescue(self, error: BaseException) -> None:
-        """Saves what was trained before `error`, as far as it can be; never raises, for `error` is what is raised."""
+        """Saves the training before `error`, as far as possible; it never raises, because `error` must be raised."""
         if self._done == self._began and not self._models.under_way:
             return  # nothing was trained
         log.warning("the run ends early: saving the model", step=self._done, error=type(error).__name__)
@@ -273,14 +273,14 @@ class Run(Generic[Sample]):
             elif self._schedule.saves_state:
                 self._save_training()
                 log.warning("saved; --ckpt.resume continues the run", step=self._done)
-        except Exception as second:  # a full disk, a lost process: what it is only decides what is there afterwards
+        except Exception as second:  # a full disk, a lost process: the first error is raised in any case
             log.error("saving failed: what was saved before is still there", reason=str(second))
 
     def _save_training(self) -> None:
-        """Saves the training state. Where nobody asked for it by steps, one that cannot be saved ends no run.
+        """Saves the training state. If saving by steps is not set, a state that cannot be saved does not end the run.
 
         Raises:
-            CheckpointError: it was asked for, and cannot be saved.
+            CheckpointError: saving by steps is set, and the state cannot be saved.
         """
         state = self.training_state()
         try:
@@ -293,7 +293,7 @@ class Run(Generic[Sample]):
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """Sentences for the end of the run; see `LearningWatch.summary`."""
+        """Sentences for the end of the run (`LearningWatch.summary`)."""
         return self._watch.summary()
 
     def _due(self, every: int) -> bool:
@@ -314,11 +314,11 @@ class Run(Generic[Sample]):
         self._checkpoints.save_state(self.state_dict(), name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the run stands, JSON-serialisable."""
+        """Returns the state of the run, JSON-serialisable."""
         return {"step": self._done, **self._steps.state_dict()}
 
     def training_state(self) -> dict[str, Any]:
-        """Returns all that a run needs to continue as if it had never been interrupted."""
+        """Returns everything that a run needs to continue as if it had never been interrupted."""
         state = {
             "run": self.state_dict(),
             "groups": self._steps.kept_samples(),
@@ -334,7 +334,7 @@ class Run(Generic[Sample]):
         """Continues from `training_state` when `run` is called.
 
         Raises:
-            CheckpointError: it is of a run with other settings.
+            CheckpointError: the state is of a run with other settings.
         """
         try:
             run = state["run"]
@@ -345,7 +345,7 @@ class Run(Generic[Sample]):
                 self._evaluated = int(state["evaluated"]["step"]), dict(state["evaluated"]["metrics"])
         except (CheckpointError, WorkerError):
             raise
-        except Exception as error:  # a state of other settings or hands fails wherever it differs
+        except Exception as error:  # a state of other settings, or a forged one, fails in many ways
             if _lacks_memory(error):
                 raise
             raise CheckpointError(
@@ -356,7 +356,8 @@ class Run(Generic[Sample]):
 
 
 async def uninterrupted(work: Coroutine[Any, Any, Result]) -> tuple[Result, bool]:
-    """Returns what `work` returns, and whether the caller was cancelled meanwhile, which it has to heed afterwards."""
+    """Returns the result of `work`, and whether the caller was cancelled meanwhile, to which it must react
+    afterwards."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():
@@ -368,5 +369,5 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> tuple[Result, bool
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """Whether a device or the machine had no memory left: torch raises a plain RuntimeError for that on a CPU."""
+    """Returns whether an error is a lack of memory, for which torch raises a plain RuntimeError on a CPU."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
