@@ -1,4 +1,4 @@
-"""What the trainers that learn from examples have in common: examples, epochs over them, and the run."""
+"""The container that trainers over examples share: examples, epochs over them, and the run."""
 
 from typing import Any
 
