@@ -133,6 +133,6 @@ def dpo_container(config: DPORun) -> DPOContainer:
         total_steps=providers.Callable(make_total_steps, config.train, container.examples),
         actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
         roles=providers.Callable(make_dpo_roles, config),
-        colocated=providers.Object([{"actor", "reference"}]),
+        colocated=providers.Object([set(make_dpo_roles(config))]),  # the reference rests while the actor trains
     )
     return container

@@ -12,7 +12,7 @@ from rollgrad.application.settings.sections.examples import ExampleDataConfig, P
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig
 from rollgrad.domain.algorithms.settings import PreferenceSettings
-from rollgrad.entrypoints.composition.cluster import Role
+from rollgrad.entrypoints.composition.cluster import Role, neighbours
 from rollgrad.entrypoints.composition.dpo import dpo_container, make_dpo_roles
 from rollgrad.entrypoints.composition.sft import sft_container
 
@@ -38,5 +38,9 @@ def test_the_reference_has_processes_where_the_actor_cannot_stand_for_it() -> No
     for run in (named, continued):
         assert make_dpo_roles(run) == {"actor": actor, "reference": actor}
         assert dpo_container(run).roles() == make_dpo_roles(run)
+    for run in (DPO, named):  # the reference shares the actor's GPUs, where it is there
+        container = dpo_container(run)
+        processes = {name: role.processes for name, role in container.roles().items()}
+        assert neighbours("actor", processes, container.colocated()) == sorted(processes)
     free = evolve(continued, dpo=PreferenceSettings(loss=("simpo",)))
     assert make_dpo_roles(free) == {"actor": actor}
