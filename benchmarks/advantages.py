@@ -47,7 +47,7 @@ class Work:
     lambd: float = 0.95
     """GAE's lambda."""
     seed: int = 0
-    """Of lengths and numbers."""
+    """Seed of lengths and numbers."""
     smoke: bool = False
     """Smallest work, to see that the script runs."""
 

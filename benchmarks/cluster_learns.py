@@ -73,7 +73,7 @@ def ppo_reward_model(config: RLConfig) -> None:
 
 
 def accuracy(model: Path | str) -> float:
-    """Of greedy replies to the held-out sums, by the task's own rule."""
+    """Accuracy of greedy replies to the held-out sums, by the task's own rule."""
     config = rollgrad.load_config(ROOT / "examples" / "sums.yaml")
     config.actor.model_name_or_path = str(model)
     config.rollout.max_new_tokens = REPLY_TOKENS

@@ -1,4 +1,4 @@
-"""What the controller itself costs: whole rollouts over simulated engines that answer all at once.
+"""Cost of the controller itself: whole rollouts over simulated engines that answer all at once.
 
 `python benchmarks/controller.py` plays groups of eight episodes through the services of a real run (rollout service,
 single-turn executor, fleet of engines with its pings) and holds every request in flight until all have been placed. For

@@ -29,7 +29,7 @@ from smollm2 import unpack_smollm2  # noqa: E402
 from benchmarks.smoke import REPLY_TOKENS, shrink, smoke_model  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-"""Where figures (algorithms.json) and picture (algorithms.png) go."""
+"""Directory of figures (algorithms.json) and picture (algorithms.png)."""
 TEACHER = "grpo"
 """The recipe whose model teaches `on_policy_distill`."""
 

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured in the same run as whatever is held against it, and what a model costs."""
+"""Peak speed of this machine, measured in the same run as the figures compared with it, and the cost of a model."""
 
 import os
 import time
@@ -41,7 +41,7 @@ def best_of(work: Callable[[], object], repeats: int = 5) -> float:
 
 
 class OtherProcesses:
-    """What runs beside this process and its children: figures stand only where that is little, for threads that wait
+    """Load of other processes on the machine: figures are valid only if it is small, for threads that wait
     for each other lose a whole time slice whenever one of them has to share its core."""
 
     def __init__(self) -> None:

