@@ -170,3 +170,7 @@ def test_long_texts_take_time_as_their_length(piece: str, before: str) -> None:
     text = before + piece * (LONG // len(piece))
     redact(text)
     secrets_of_arguments([text])
+
+
+def test_a_secret_that_begins_with_another_is_hidden_whole() -> None:
+    assert redact("as hunter2-prod and hunter2", {"hunter2", "hunter2-prod"}) == "as *** and ***"
