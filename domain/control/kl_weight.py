@@ -25,6 +25,7 @@ class KLController:
         if self.target is None or not math.isfinite(kl):
             return self
         error = min(max(kl / self.target - 1.0, -MAX_ERROR), MAX_ERROR)
+        # The share is bounded by 1: with more samples than the horizon the factor could fall below 0.
         return evolve(self, coef=self.coef * (1.0 + error * min(1.0, samples / self.horizon)))
 
     def state_dict(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ def lr_factor(kind: str, step: int, *, total_steps: int, warmup_ratio: float, mi
     """
     warmup = math.ceil(total_steps * warmup_ratio)
     if step < warmup:
-        return (step + 1) / (warmup + 1)
+        return (step + 1) / (warmup + 1)  # not step / warmup: the first step would have a rate of 0
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     match kind:
         case "constant":

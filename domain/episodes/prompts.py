@@ -62,6 +62,8 @@ class PromptCursor:
             chunk = order[cursor.index : cursor.index + count - len(taken)]
             taken.extend(chunk.tolist())
             end = cursor.index + len(chunk)
+            # At the end of an epoch the cursor moves on at once: (epoch, size) and (epoch + 1, 0) would be two states
+            # of the same position.
             cursor = PromptCursor(cursor.seed, cursor.epoch + 1, 0) if end == size else evolve(cursor, index=end)
         return taken, cursor
 

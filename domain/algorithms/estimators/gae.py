@@ -28,6 +28,7 @@ def gae(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     delta_A = temporal_differences(rewards_A, values_A, lengths_R, params.gamma)
     lambd: float | Tensor = params.lambd
     if params.length_adaptive_alpha is not None:
+        # A rollout without action tokens has length 0: the clamp keeps its lambda finite, though nothing uses it.
         lambd = (1.0 - 1.0 / (params.length_adaptive_alpha * lengths_R.double().clamp(min=1))).clamp(min=0)
     advantages_A = reverse_discounted_sum(delta_A, lengths_R, params.gamma * lambd)
     targets_A = advantages_A

@@ -151,6 +151,7 @@ class Rollouts:
 
     def leave_one_out(self, values_R: Tensor) -> Tensor:
         """Returns the values minus the mean of the group's others."""
+        # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1); a group of one has r - mean = 0, whatever the factor is.
         return self.centred(values_R) * self.count_R / (self.count_R - 1).clamp(min=1)
 
     def normalised(self, values_R: Tensor, size_R: Tensor) -> Tensor:

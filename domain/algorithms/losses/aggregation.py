@@ -54,6 +54,8 @@ def loss_weights(
             raise ValueError(
                 f"Unknown aggregation {mode!r}: use token_mean, sequence_mean, prompt_mean or constant_length."
             )
+    # Branches without actions have infinite or NaN weights here, which the mask drops. In float64 until then: float32
+    # would round weights of different lengths differently.
     return torch.where(action_mask_N, weights_S[sequence_N], 0.0).float()
 
 

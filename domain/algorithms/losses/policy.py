@@ -43,7 +43,7 @@ def gspo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
 def gspo_token(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
     """PPO's clip on sg(s) pi / sg(pi): the value of `gspo`, with an advantage of its own for each token (Zheng et al.
     2025, eq. 13 and 14)."""
-    own_N = (inputs.logprobs_N - inputs.logprobs_N.detach()).exp()
+    own_N = (inputs.logprobs_N - inputs.logprobs_N.detach()).exp()  # 1, with the gradient of log pi
     return _clipped(_geometric(inputs).detach()[inputs.sequence_N] * own_N, inputs, params)
 
 
@@ -160,6 +160,7 @@ def _clipped(ratio_N: Tensor, inputs: PolicyLossInput, params: PolicyLossParams)
     advantages_N = inputs.advantages_N
     plain_N = ratio_N * advantages_N
     clipped_N = ratio_N.clamp(1.0 - params.clip_low, 1.0 + params.clip_high) * advantages_N
+    # The minimum is pessimistic: a token is clipped only where that makes the objective smaller.
     loss_N = -torch.minimum(plain_N, clipped_N)
     if params.dual_clip is not None:
         loss_N = torch.where(advantages_N < 0, torch.minimum(loss_N, -params.dual_clip * advantages_N), loss_N)
@@ -188,7 +189,7 @@ def _trust_region(inputs: PolicyLossInput, outside_low_N: Tensor, outside_high_N
 
 
 def _unclipped(loss_N: Tensor, ratio_N: Tensor) -> PolicyLoss:
-    never_N = torch.zeros_like(loss_N, dtype=torch.bool)
+    never_N = torch.zeros_like(loss_N, dtype=torch.bool)  # no clip range, so no token is clipped
     return PolicyLoss(loss_N=loss_N, ratio_N=ratio_N, clipped_low_N=never_N, clipped_high_N=never_N)
 
 
