@@ -54,8 +54,7 @@ def loss_weights(
             raise ValueError(
                 f"Unknown aggregation {mode!r}: use token_mean, sequence_mean, prompt_mean or constant_length."
             )
-    # Branches without actions have infinite or NaN weights here, which the mask drops. In float64 until then: float32
-    # would round weights of different lengths differently.
+    # Rollouts without actions have infinite weights here, which the mask drops.
     return torch.where(action_mask_N, weights_S[sequence_N], 0.0).float()
 
 
