@@ -58,12 +58,12 @@ class foreign_code(AbstractContextManager[object]):  # noqa: N801 (it is read as
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> Literal[False]:
         if error is None or isinstance(error, RollgradError | KeyboardInterrupt | GeneratorExit):
             return False
-        if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
+        if isinstance(error, asyncio.CancelledError) and is_being_cancelled():
             return False
         raise self._refusal(told(error)) from error
 
 
-def _is_being_cancelled() -> bool:
+def is_being_cancelled() -> bool:
     """Returns whether the running task is being cancelled; false in a thread without an event loop."""
     try:
         task = asyncio.current_task()

@@ -15,8 +15,9 @@ import structlog
 import torch
 from attrs import field, frozen
 
+from rollgrad.application.foreign import is_being_cancelled
 from rollgrad.domain.control.findings import LearningWatch
-from rollgrad.domain.errors import CheckpointError, OutOfMemory, WorkerError
+from rollgrad.domain.errors import CheckpointError, ForeignError, OutOfMemory, WorkerError
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore, TrainingState
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.metric_sink import MetricSink
@@ -204,7 +205,11 @@ class Run(Generic[Sample]):
         try:
             try:
                 after = await self._train()
-            except asyncio.CancelledError:
+            except asyncio.CancelledError as error:
+                if not is_being_cancelled():
+                    raise ForeignError(
+                        f"Step {self._done + 1} was cancelled though nobody asked for it: something it called gave up."
+                    ) from error
                 interrupted = True
                 log.info("interrupted: saving the model", step=self._done)
             finally:

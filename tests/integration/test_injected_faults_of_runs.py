@@ -1,0 +1,68 @@
+"""Whatever is raised in what a run calls: it ends by an error or goes on, in time.
+
+See `test_injected_faults`, which does the same with the services by themselves.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgrad.domain.control.staleness import StalenessBound
+from tests.fakes.chat_codec import FakeChatCodec
+from tests.fakes.metric_sink import FakeMetricSink
+from tests.fakes.models import FakePolicy
+from tests.fakes.pipeline import GROUPS, make_run
+from tests.fakes.prompt_source import FakePromptSource
+from tests.fakes.reward_source import FakeRewardSource
+from tests.fakes.rollout_engine import FakeRolloutEngine
+from tests.fakes.weight_channel import FakeWeightChannel
+from tests.integration.test_injected_faults import Trap, bounded, each_fault
+
+STEPS = 3
+RUN_PLACES = [
+    (FakeRolloutEngine, "generate"),
+    (FakeRewardSource, "score"),
+    (FakeChatCodec, "decode"),
+    (FakePromptSource, "take"),
+    (FakePolicy, "update"),
+    (FakeWeightChannel, "push"),
+    (FakeMetricSink, "log"),
+]
+
+
+def result(work: Awaitable[Any]) -> Any:
+    """What it returns or raises, within the deadline."""
+    try:
+        return bounded(work)
+    except BaseException as error:
+        return error
+
+
+@each_fault
+@pytest.mark.parametrize("bound", [None, StalenessBound(updates=STEPS, groups=GROUPS, max_staleness=1)], ids=repr)
+@pytest.mark.parametrize(("place", "name"), RUN_PLACES, ids=[name for _, name in RUN_PLACES])
+def test_a_run(
+    fault: Callable[[], BaseException],
+    place: Any,
+    name: str,
+    bound: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trap = Trap(monkeypatch, place, name)
+    make_run(tmp_path, steps=STEPS, state_steps=1, evaluation=True, bound=bound).train()
+    calls = trap.calls
+    assert calls, "the scenario reaches the place"
+    for at in sorted({0, calls // 2, calls - 1}):
+        run = make_run(tmp_path, steps=STEPS, state_steps=1, evaluation=True, bound=bound)
+        trap.arm(fault, at)
+        found = result(run.pipeline.run())
+        if isinstance(found, BaseException):
+            assert not isinstance(found, TimeoutError | KeyboardInterrupt | asyncio.CancelledError), repr(found)
+        else:
+            assert not found.interrupted, "nobody interrupted it"
+            assert found.steps == STEPS
+        trap.arm(fault, -1)
