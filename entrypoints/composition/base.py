@@ -117,7 +117,5 @@ class BaseContainer(containers.DeclarativeContainer):
             own=local_reference,
             actor=providers.Singleton(AdapterlessReference, local_policy),
         ),
-        cluster=providers.Singleton(
-            lambda cluster, make, steps: cluster.reference(make, steps), cluster, make, total_steps
-        ),
+        cluster=providers.Singleton(lambda cluster, make: cluster.reference(make), cluster, make),
     )
