@@ -34,7 +34,7 @@ class CheckpointConfig:
     )
     overwrite: bool = setting(False, "Remove the run that output_dir holds, when the new one begins.")
     save_steps: int = setting(
-        -1, "Rollouts between model checkpoints; -1 saves only at the end, however the run ends.", PERIOD
+        -1, "Steps between model checkpoints; -1 saves only at the end, however the run ends.", PERIOD
     )
     state_minutes: float | None = setting(
         30.0,
@@ -43,7 +43,7 @@ class CheckpointConfig:
         POSITIVE,
     )
     state_steps: int = setting(
-        -1, "Rollouts between training states, besides state_minutes; -1 goes by time alone.", PERIOD
+        -1, "Steps between training states, besides state_minutes; -1 goes by time alone.", PERIOD
     )
     state_dir: str | None = setting(None, "Directory of the training states; default: output_dir.")
     keep_states: int = setting(

@@ -13,7 +13,7 @@ class EvalConfig:
         None, "Held-out prompts, in the same forms as data.prompt_dataset; none turns evaluation off."
     )
     split: str = setting("test", "Split to read.")
-    steps: int = setting(-1, "Rollouts between evaluations; -1 evaluates only at the start and the end.", PERIOD)
+    steps: int = setting(-1, "Steps between evaluations; -1 evaluates only at the start and the end.", PERIOD)
     temperature: float = setting(0.0, "Sampling temperature; 0 is greedy.", NOT_NEGATIVE)
     n_samples_per_prompt: int = setting(1, "Samples of each prompt, for pass@k and mean@k.", COUNT)
     max_new_tokens: int | None = setting(None, "Sampled tokens per episode; default: rollout.max_new_tokens.", COUNT)
