@@ -38,14 +38,16 @@ def describe(config: RLConfig, prompts: Any) -> Description:
     return describe_run(config, prompts.survey.fingerprint if isinstance(prompts, Surveyed) else None)
 
 
-def describe_run(config: AttrsInstance, fingerprint: str | None) -> Description:
-    """Returns the description of any run on data with this fingerprint; JSON-serialisable."""
+def describe_run(config: AttrsInstance, fingerprint: str | None, date: str | None = None) -> Description:
+    """Returns the description of any run on data with this fingerprint, in which a chat template wrote `date`;
+    JSON-serialisable."""
     settings = flat_settings(config)
     return {
         "settings": settings,
         "versions": versions(),
         "models": {name: model_fingerprint(settings[name]) for name in MODELS if settings.get(name)},
         "data": fingerprint,
+        "date": date,
     }
 
 
@@ -90,6 +92,12 @@ def check_continues(begun: Mapping[str, Any] | None, now: Description, run: type
             f"The training state's description has other parts than a run's ({type(error).__name__}: {error}): "
             "continue with the version of rollgrad that wrote it."
         ) from error
+    if begun.get("date") != now.get("date"):
+        log.warning(
+            "the chat template writes the date: the examples have today's, not that of the run's beginning",
+            began=begun.get("date"),
+            now=now.get("date"),
+        )
     if changed:
         log.info("the run continues with changes", **{name.replace(".", "_"): text for name, text in changed.items()})
 

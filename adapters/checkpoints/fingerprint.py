@@ -14,9 +14,10 @@ Fingerprint = dict[str, str | None]
 """`config` and `weights`, each None where there is no such file on this machine."""
 
 
-def model_fingerprint(name_or_path: str) -> Fingerprint:
-    """Returns the sha256 of a model's configuration, and that of names, sizes and probes of its files of weights. A
-    model of the hub is looked up in this machine's cache."""
+def model_fingerprint(name_or_path: str, *, whole: bool = False) -> Fingerprint:
+    """Returns the sha256 of a model's configuration, and that of names, sizes and probes of its files of weights; with
+    `whole` of all that the files hold, which also tells models apart that share most weights. A model of the hub is
+    looked up in this machine's cache."""
     directory = _directory(name_or_path)
     if directory is None:
         return {"config": None, "weights": None}
@@ -27,6 +28,9 @@ def model_fingerprint(name_or_path: str) -> Fingerprint:
         size = file.stat().st_size
         weights.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
+            if whole:
+                weights.update(hashlib.file_digest(opened, "sha256").digest())
+                continue
             for probe in range(PROBES):
                 opened.seek(probe * max(0, size - PROBE_BYTES) // (PROBES - 1))
                 weights.update(opened.read(PROBE_BYTES))

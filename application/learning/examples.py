@@ -12,7 +12,6 @@ from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.batches.examples import ExampleBatch
 from rollgrad.domain.batches.metrics import joined
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
-from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel, ValueObjective
 
 Example = TypeVar("Example")
@@ -64,11 +63,16 @@ class ExampleLearner(Generic[Example]):
 
     def measure(self, examples: Sequence[Example]) -> dict[str, float]:
         """Returns the loss and the objective's metrics over all `examples` together, without training."""
-        parts: list[Mapping[str, Tensor | float]] = []
-        for part in split(self._pack(examples), self._max_tokens):
-            output = self._objective(self._scores(part), part)
-            parts.append({"loss": output.loss, **output.metrics})
-        return {name: float(value) for name, value in joined(parts).items()}
+        return together([self.measure_part(part) for part in self.parts(examples)])
+
+    def parts(self, examples: Sequence[Example]) -> list[ExampleBatch]:
+        """Returns the micro-batches of `examples`, with the weights that they have in all of them together."""
+        return split(self._pack(examples), self._max_tokens)
+
+    def measure_part(self, part: ExampleBatch) -> Mapping[str, Tensor | float]:
+        """Returns the loss and the objective's metrics of one of the `parts`."""
+        output = self._objective(self._scores(part), part)
+        return {"loss": output.loss, **output.metrics}
 
     def save(self, checkpoints: CheckpointStore, name: str) -> None:
         """Writes the model under `name`."""
@@ -83,19 +87,6 @@ class ExampleLearner(Generic[Example]):
         self._model.load_state_dict(state["policy"])
 
 
-class ExampleEvaluation(Generic[Example]):
-    """Measures the model on held-out examples: the `Evaluation` of a run.
-
-    Args:
-        learner: measures them.
-        examples: all are measured, as one batch.
-    """
-
-    def __init__(self, learner: ExampleLearner[Example], examples: ExampleSource[Example]) -> None:
-        self._learner = learner
-        self._examples = examples
-
-    async def run(self) -> dict[str, float]:
-        """Returns the loss and the objective's metrics, as `eval/name`."""
-        examples = [self._examples[index] for index in range(len(self._examples))]
-        return {f"eval/{name}": value for name, value in self._learner.measure(examples).items()}
+def together(parts: Sequence[Mapping[str, Tensor | float]]) -> dict[str, float]:
+    """Returns the metrics of all micro-batches together."""
+    return {name: float(value) for name, value in joined(parts).items()}

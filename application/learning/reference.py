@@ -95,7 +95,7 @@ def check_start(policy: PolicyModel, pairs: ExampleSource[Preference], *, max_to
             f"(rounding makes up to {tolerance:g}), so that the loss would not begin at log 2. Usual causes: the "
             "reference has another chat template or tokenizer, another number format or kernel (--actor.dtype), or "
             "dropout is on. If the model's files were changed in place, remove the kept log-probs (the directory "
-            "reference below --data.cache_dir)."
+            "reference below --data.cache_dir, or below rollgrad in ~/.cache)."
         )
 
 

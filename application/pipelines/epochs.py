@@ -1,11 +1,14 @@
-"""Steps of offline trainers: each takes the next examples of an epoch in its seeded order, and learns from them."""
+"""Steps of offline trainers: each takes the next examples of an epoch in its seeded order, and learns from them; and
+their evaluation."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic
 
-from rollgrad.application.learning.examples import Example, ExampleLearner
-from rollgrad.application.pipelines.run import StepReport, StepSource, uninterrupted
+from torch import Tensor
+
+from rollgrad.application.learning.examples import Example, ExampleLearner, together
+from rollgrad.application.pipelines.run import Evaluation, StepReport, StepSource, uninterrupted
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.example_source import ExampleSource
@@ -47,15 +50,17 @@ class Epochs(StepSource[Example], Generic[Example]):
     async def step(self, done: int) -> StepReport[Example]:
         """Takes the optimizer step after `done` ones."""
         started = self._clock.monotonic()
-        left = self._batch_size if self._total is None else self._total - done * self._batch_size
-        indices, cursor = self._cursor.take(min(self._batch_size, left), len(self._examples))
+        size = len(self._examples)
+        # Counted from the place in the examples: a run that goes on for more epochs had a smaller step before.
+        left = self._batch_size if self._total is None else self._total - self._cursor.taken(size)
+        indices, cursor = self._cursor.take(min(self._batch_size, left), size)
         examples = [self._examples[index] for index in indices]
         # In a thread, so that signals reach the run while a step is computed.
         metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learner.learn, examples))
         self._cursor = cursor
         seconds = self._clock.monotonic() - started
         metrics |= {
-            "train/epoch": cursor.epoch + cursor.index / len(self._examples),
+            "train/epoch": cursor.epoch + cursor.index / size,
             "time/step_s": seconds,
             "time/tokens_per_s": metrics["train/tokens"] / max(seconds, 1e-9),
         }
@@ -75,3 +80,28 @@ class Epochs(StepSource[Example], Generic[Example]):
     def load_state_dict(self, state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]] = ()) -> None:
         """Continues from `state`."""
         self._cursor = PromptCursor.from_state_dict(dict(state))
+
+
+class ExampleEvaluation(Evaluation, Generic[Example]):
+    """Measures the model on held-out examples. An interruption ends it after the micro-batch that is being computed.
+
+    Args:
+        learner: measures them.
+        examples: all are measured, as one batch.
+    """
+
+    def __init__(self, learner: ExampleLearner[Example], examples: ExampleSource[Example]) -> None:
+        self._learner = learner
+        self._examples = examples
+
+    async def run(self) -> dict[str, float]:
+        """Returns the loss and the objective's metrics, as `eval/name`."""
+        examples = [self._examples[index] for index in range(len(self._examples))]
+        measured: list[Mapping[str, Tensor | float]] = []
+        for part in self._learner.parts(examples):
+            # In a thread, so that signals reach the run while a micro-batch is computed.
+            metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learner.measure_part, part))
+            if cancelled:
+                raise asyncio.CancelledError
+            measured.append(metrics)
+        return {f"eval/{name}": value for name, value in together(measured).items()}

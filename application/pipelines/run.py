@@ -157,7 +157,7 @@ class Run(Generic[Sample]):
         checkpoints: keeps models and training states.
         clock: measures the age of the last training state.
         watch: finds reasons why the run cannot learn.
-        description: identifies the run in its training states.
+        description: identifies the run in its training states, which say in it where they are (`position`).
         less_memory: what a user may do if memory runs out, as the end of a sentence.
     """
 
@@ -288,8 +288,9 @@ class Run(Generic[Sample]):
             CheckpointError: saving by steps is set, and the state cannot be saved.
         """
         state = self.training_state()
+        description = {**self._description, "position": state["run"]}
         try:
-            self._checkpoints.save_training(TrainingState(step=self._done, state=state, description=self._description))
+            self._checkpoints.save_training(TrainingState(step=self._done, state=state, description=description))
         except CheckpointError as error:
             if self._schedule.state_steps > 0:
                 raise

@@ -67,6 +67,10 @@ class PromptCursor:
             cursor = PromptCursor(cursor.seed, cursor.epoch + 1, 0) if end == size else evolve(cursor, index=end)
         return taken, cursor
 
+    def taken(self, size: int) -> int:
+        """Returns how many of `size` prompts were taken so far, each as often as there were epochs."""
+        return self.epoch * size + self.index
+
     def state_dict(self) -> dict[str, int]:
         """Returns the position, JSON-serialisable."""
         return {"seed": self.seed, "epoch": self.epoch, "index": self.index}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from dependency_injector import providers
 
-from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
+from rollgrad.adapters.checkpoints.fingerprint import Fingerprint, model_fingerprint
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.preparation import PreparedExamples, PreparedPairs
 from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
@@ -21,8 +21,8 @@ from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel
 from rollgrad.entrypoints.composition.cluster import Role
 from rollgrad.entrypoints.composition.examples import (
-    cache_directory,
     make_total_steps,
+    reference_directory,
 )
 from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles, tokens_per_pass
 from rollgrad.entrypoints.run_directory import continues
@@ -40,12 +40,15 @@ def make_dpo_roles(run: DPORun) -> dict[str, Role]:
     return roles | ({"reference": roles["actor"]} if apart and has_reference(run.dpo) else {})
 
 
-def reference_key(run: DPORun, fingerprint: str) -> str | None:
-    """Returns what the reference's log-probs of the data with this fingerprint are kept under; None if the reference
-    is no file of this machine."""
-    name = run.ref.model_name_or_path or run.actor.model_name_or_path
-    model = model_fingerprint(name)
-    if model["weights"] is None:
+def reference_fingerprint(run: DPORun) -> Fingerprint:
+    """Returns the fingerprint of the reference, of all its weights."""
+    return model_fingerprint(run.ref.model_name_or_path or run.actor.model_name_or_path, whole=True)
+
+
+def reference_key(run: DPORun, model: Fingerprint, fingerprint: str | None) -> str | None:
+    """Returns what the log-probs of the reference `model` of the data with this fingerprint are kept under; None if the
+    reference is no file of this machine, or the data have no fingerprint."""
+    if model["weights"] is None or fingerprint is None:
         return None
     device = default_device()
     parts = {
@@ -61,7 +64,8 @@ def reference_key(run: DPORun, fingerprint: str) -> str | None:
 
 def make_pairs(
     run: DPORun,
-    examples: PreparedExamples,
+    examples: PreparedExamples | ExampleSource[Preference],
+    fingerprint: Callable[[], Fingerprint],
     policy: Callable[[], PolicyModel],
     reference: Callable[[], ReferenceModel],
     unload: Callable[[], object],
@@ -72,6 +76,7 @@ def make_pairs(
     Args:
         run: the settings.
         examples: chosen and rejected replies.
+        fingerprint: of the reference; asked for when its files are here.
         policy: gives the actor, which is its own reference until it is trained.
         reference: loads the reference.
         unload: forgets what `reference` loaded.
@@ -80,13 +85,13 @@ def make_pairs(
     Raises:
         ConfigurationError: the actor does not begin as its reference.
     """
-    pairs = PreparedPairs(examples)
+    pairs = PreparedPairs(examples) if isinstance(examples, PreparedExamples) else examples
     if not has_reference(run.dpo):
         return pairs
     begins = run.ref.model_name_or_path is None and not continues(run.ckpt)
     actor = policy() if begins else None  # loaded before its files are looked at: a hub's are here then
-    key = reference_key(run, examples.fingerprint)
-    store = ScoreFiles(None if key is None else cache_directory(run.data).parent / "reference")
+    key = reference_key(run, fingerprint(), examples.fingerprint if isinstance(examples, PreparedExamples) else None)
+    store = ScoreFiles(None if key is None else reference_directory(run.data))
     budget = tokens_per_pass(run)
     made = with_reference(
         pairs, reference if actor is None else lambda: actor, store, key=str(key), max_tokens=budget, name=setting
@@ -102,10 +107,12 @@ class DPOContainer(OfflineContainer):
     """All objects of a run over preference pairs; `config` is the validated `DPORun`. `dpo_container` makes it."""
 
     unload = providers.Callable(lambda reference: reference.reset(), OfflineContainer.local_reference.provider)
+    fingerprint = providers.Singleton(reference_fingerprint, OfflineContainer.config)
     pairs = providers.Singleton(
         make_pairs,
         OfflineContainer.config,
         OfflineContainer.examples,
+        fingerprint.provider,
         OfflineContainer.policy.provider,
         OfflineContainer.loaded_reference.provider,
         unload.provider,
@@ -115,6 +122,7 @@ class DPOContainer(OfflineContainer):
         make_pairs,
         OfflineContainer.config,
         OfflineContainer.eval_examples,
+        fingerprint.provider,
         OfflineContainer.policy.provider,
         OfflineContainer.loaded_reference.provider,
         unload.provider,
@@ -130,7 +138,7 @@ def dpo_container(config: DPORun) -> DPOContainer:
         objective=providers.Singleton(PreferenceObjective, settings=config.dpo),
         learned=container.pairs,
         held_out=container.eval_pairs,
-        total_steps=providers.Callable(make_total_steps, config.train, container.examples),
+        total_steps=providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt),
         actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
         roles=providers.Callable(make_dpo_roles, config),
         colocated=providers.Object([set(make_dpo_roles(config))]),  # the reference rests while the actor trains

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rollgrad.adapters.data.examples.preparation import PreparedExamples, prepar
 from rollgrad.adapters.data.examples.preparer import PreparationSettings
 from rollgrad.adapters.data.examples.sources import open_sources
 from rollgrad.adapters.models.torch.loading import load_positions
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.examples import (
     ExampleDataConfig,
     ExampleEvalConfig,
@@ -20,6 +21,8 @@ from rollgrad.application.settings.sections.examples import (
     PairDataConfig,
     RowsConfig,
 )
+from rollgrad.domain.episodes.prompts import PromptCursor
+from rollgrad.entrypoints.run_directory import begun, continues
 
 
 def make_examples(
@@ -71,23 +74,34 @@ def make_eval_examples(
     )
 
 
-def make_total_steps(train: ExampleTrainConfig, examples: PreparedExamples) -> int:
-    """Returns the optimizer steps of the whole run."""
+def make_total_steps(train: ExampleTrainConfig, examples: Sized, ckpt: CheckpointConfig) -> int:
+    """Returns the optimizer steps of the whole run: of a run that continues those that it took, and those that the rest
+    of its epochs takes."""
     if train.max_steps is not None:
         return train.max_steps
-    return math.ceil(len(examples) * train.num_epochs / train.batch_size)
+    position = ((begun(ckpt) if continues(ckpt) else None) or {}).get("position")
+    done = 0 if position is None else int(position["step"])
+    taken = 0 if position is None else PromptCursor.from_state_dict(position).taken(len(examples))
+    return done + math.ceil(max(0, len(examples) * train.num_epochs - taken) / train.batch_size)
 
 
-def make_total_examples(train: ExampleTrainConfig, examples: PreparedExamples) -> int | None:
+def make_total_examples(train: ExampleTrainConfig, examples: Sized) -> int | None:
     """Returns how many examples the run takes, each as often as it has epochs; None where steps are counted."""
     return None if train.max_steps is not None else len(examples) * train.num_epochs
 
 
 def cache_directory(data: RowsConfig) -> Path:
     """Returns where prepared data are kept."""
-    if data.cache_dir is not None:
-        return Path(data.cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollgrad" / "examples"
+    return _own_cache() / "examples" if data.cache_dir is None else Path(data.cache_dir).expanduser()
+
+
+def reference_directory(data: RowsConfig) -> Path:
+    """Returns where log-probs of references are kept."""
+    return (_own_cache() if data.cache_dir is None else cache_directory(data)) / "reference"
+
+
+def _own_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollgrad"
 
 
 def reading_settings(data: RowsConfig) -> ReadingSettings:

@@ -4,8 +4,9 @@ from typing import Any
 
 from dependency_injector import providers
 
-from rollgrad.application.learning.examples import ExampleEvaluation, ExampleLearner
-from rollgrad.application.pipelines.epochs import Epochs
+from rollgrad.adapters.data.examples.preparation import PreparedExamples
+from rollgrad.application.learning.examples import ExampleLearner
+from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation
 from rollgrad.application.pipelines.run import Run, Schedule
 from rollgrad.application.settings.rules.examples import ExampleRun
 from rollgrad.domain.control.findings import LearningSettings, LearningWatch
@@ -16,7 +17,7 @@ from rollgrad.entrypoints.composition.examples import (
     make_examples,
     make_total_examples,
 )
-from rollgrad.entrypoints.description import describe_run
+from rollgrad.entrypoints.description import Description, describe_run
 
 LESS_MEMORY = (
     "lower --train.max_tokens_per_micro_batch or --data.max_tokens, or turn on --actor.gradient_checkpointing."
@@ -38,6 +39,13 @@ def make_roles(run: ExampleRun) -> dict[str, Role]:
 def evaluation_kind(dataset: str | None) -> str:
     """Returns whether there is something to evaluate on."""
     return "none" if dataset is None else "examples"
+
+
+def describe_examples(config: Any, examples: Any) -> Description:
+    """Returns the description of a run on these examples; a caller's own have no fingerprint."""
+    if not isinstance(examples, PreparedExamples):
+        return describe_run(config, None)
+    return describe_run(config, examples.origin, examples.written_on)
 
 
 class OfflineContainer(BaseContainer):
@@ -90,7 +98,7 @@ class OfflineContainer(BaseContainer):
         examples=providers.Singleton(ExampleEvaluation, learner, held_out),
         none=providers.Object(None),
     )
-    description = providers.Singleton(describe_run, BaseContainer.config, examples.provided.fingerprint)
+    description = providers.Singleton(describe_examples, BaseContainer.config, examples)
     run = providers.Singleton(  # the schedule first: data that cannot be used are refused before the model is loaded
         Run,
         schedule=providers.Callable(

@@ -17,7 +17,7 @@ def sft_container(config: SFTRun) -> OfflineContainer:
         objective=providers.Singleton(SupervisedObjective, loss=config.train.loss),
         learned=container.examples,
         held_out=container.eval_examples,
-        total_steps=providers.Callable(make_total_steps, config.train, container.examples),
+        total_steps=providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt),
         actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
         correct=providers.Object(True),
         roles=providers.Callable(make_roles, config),

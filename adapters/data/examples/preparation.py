@@ -48,6 +48,9 @@ REPORT_FILE = "report.json"
 class PreparedExamples:
     """The examples of a data set as arrays, by index; `rows` is the place of each in the data.
 
+    `fingerprint` is that of the tokens. `origin` is that of the rows, the template and the settings, whatever the day;
+    `written_on` the date that a template wrote which writes it.
+
     `tokens` int32 and `weights` float32 of all branches end to end, `lengths` and `prompt_lengths` int64 of each
     branch, `branch_counts` int64, `row_weights` and `margins` float32 of each example.
     """
@@ -62,6 +65,8 @@ class PreparedExamples:
     margins: Any
     report: DataReport
     fingerprint: str
+    origin: str
+    written_on: str | None = None
 
     def __len__(self) -> int:
         return len(self.branch_counts)
@@ -132,21 +137,27 @@ def prepare_examples(
         DataError: rows are too long, and that is an error.
         ConfigurationError: the tokenizer has no chat template, or cannot say where its tokens lie.
     """
-    key = cache_key(mixture, tokenizer, settings)
+    day = date.today().isoformat() if writes_date(tokenizer) else None
+    origin = cache_key(mixture, tokenizer, settings)
+    key = origin if day is None else cache_key(mixture, tokenizer, settings, day=day)
     place = None if cache_dir is None else cache_dir / key
-    if place is not None and (found := _load(place, key)) is not None:
-        return found
+    if place is not None and (found := _load(place)) is not None:
+        return PreparedExamples(**found, fingerprint=key, origin=origin, written_on=day)
     arrays, report = _prepare_all(mixture, tokenizer, settings, num_workers, setting)
     if place is not None:
         _save(arrays, report, place)
-    return PreparedExamples(**arrays, report=report, fingerprint=key)
+    return PreparedExamples(**arrays, report=report, fingerprint=key, origin=origin, written_on=day)
 
 
-def cache_key(mixture: Mixture, tokenizer: Any, settings: PreparationSettings) -> str:
-    """Returns a hash of all that the tokens depend on."""
+def writes_date(tokenizer: Any) -> bool:
+    """Returns whether the chat template writes the date, so that it writes other tokens tomorrow."""
+    return "strftime_now" in json.dumps(tokenizer.chat_template)
+
+
+def cache_key(mixture: Mixture, tokenizer: Any, settings: PreparationSettings, *, day: str | None = None) -> str:
+    """Returns a hash of all that the tokens depend on; `day` is the date that the template writes."""
     template = tokenizer.chat_template
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    dated = "strftime_now" in json.dumps(template)  # templates that write the date write another one tomorrow
     reading = {key: value for key, value in asdict(settings.reading).items() if key != "known_role"}
     parts = {
         "version": VERSION,
@@ -158,7 +169,7 @@ def cache_key(mixture: Mixture, tokenizer: Any, settings: PreparationSettings) -
         "reading": reading,
         "max_tokens": settings.max_tokens,
         "overlong": settings.overlong,
-        "date": date.today().isoformat() if dated else None,
+        "date": day,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -309,8 +320,8 @@ def _save(arrays: Mapping[str, Any], report: DataReport, place: Path) -> None:
             log.warning("prepared data are not kept", place=str(place), reason=str(error))
 
 
-def _load(place: Path, key: str) -> PreparedExamples | None:
-    """The data that an earlier run kept; None without any, or if they are damaged."""
+def _load(place: Path) -> dict[str, Any] | None:
+    """The arrays and the report that an earlier run kept; None without any, or if they are damaged."""
     if not (place / REPORT_FILE).is_file():
         return None
     try:
@@ -323,4 +334,4 @@ def _load(place: Path, key: str) -> PreparedExamples | None:
         log.warning("prepared data are damaged, and prepared again", place=str(place), reason=str(error))
         return None
     log.info("prepared data found", place=str(place))
-    return PreparedExamples(**arrays, report=report, fingerprint=key)
+    return {**arrays, "report": report}

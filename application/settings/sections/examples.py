@@ -103,7 +103,8 @@ class RowsConfig:
     num_workers: int = setting(1, "Processes that prepare the data; 1 is the run's own.", COUNT)
     cache_dir: str | None = setting(
         None,
-        "Directory where prepared data are kept for later runs; default: rollgrad in XDG_CACHE_HOME or ~/.cache.",
+        "Directory where prepared data, and the log-probs of references, are kept for later runs; default: rollgrad in "
+        "XDG_CACHE_HOME or ~/.cache.",
     )
 
 

@@ -387,6 +387,31 @@ def test_prepared_data_are_found_again_unless_something_changed(
     assert cache_key(opened(path), tiny_tokenizer, PreparationSettings()) != key
 
 
+def test_a_template_that_writes_the_date_makes_other_tokens_of_the_same_data_tomorrow(
+    tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import copy
+    from datetime import date
+
+    dated = copy.deepcopy(tiny_tokenizer)
+    dated.chat_template = "{# strftime_now #}" + dated.chat_template
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT})
+
+    class Tomorrow(date):
+        @classmethod
+        def today(cls) -> date:
+            return date(2999, 1, 1)
+
+    for tokenizer, same in ((dated, False), (tiny_tokenizer, True)):
+        now = prepared(opened(path), tokenizer, tmp_path / "cache")
+        with monkeypatch.context() as patch:
+            patch.setattr(preparation, "date", Tomorrow)
+            later = prepared(opened(path), tokenizer, tmp_path / "cache")
+        assert (later.fingerprint == now.fingerprint) is same
+        assert later.origin == now.origin, "a run continues on another day"
+        assert later.written_on == (None if same else "2999-01-01")
+
+
 @pytest.mark.parametrize("part", ["tokens.npy", "lengths.npy", "report.json"])
 @pytest.mark.parametrize("content", [b"", b"{}", b"rubbish"])
 def test_a_damaged_cache_is_prepared_again(tmp_path: Path, tiny_tokenizer: Any, part: str, content: bytes) -> None:

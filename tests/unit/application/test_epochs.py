@@ -4,6 +4,7 @@ split."""
 import asyncio
 import copy
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from rollgrad.application.learning.examples import ExampleEvaluation, ExampleLearner
-from rollgrad.application.pipelines.epochs import Epochs
+from rollgrad.application.learning.examples import ExampleLearner
+from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation
 from rollgrad.application.pipelines.run import Run, RunOutcome, Schedule
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.losses.reward_model import RewardObjective
@@ -54,14 +55,22 @@ HELD_OUT = [evolve(pair(row), row=-1) for row in range(2)]
 class Trained:
     """A run over `EXAMPLES`; `rows` are those of each step."""
 
-    def __init__(self, path: Path, policy: FakePolicy | None = None, *, max_tokens: int = 100) -> None:
+    def __init__(
+        self,
+        path: Path,
+        policy: FakePolicy | None = None,
+        *,
+        max_tokens: int = 100,
+        steps: int = STEPS,
+        total: int | None = TOTAL,
+    ) -> None:
         self.policy = policy or FakePolicy()
         self.store, self.sink = FakeCheckpointStore(path), FakeMetricSink()
         self.rows: list[list[int]] = []
         learner = ExampleLearner(self.policy, pack=self.pack, objective=OBJECTIVE, max_tokens=max_tokens)
         self.run = Run(
-            schedule=Schedule(steps=STEPS, eval_steps=2, state_steps=1),
-            steps=Epochs(learner, EXAMPLES, batch_size=BATCH, total=TOTAL, seed=3, clock=FakeClock()),
+            schedule=Schedule(steps=steps, eval_steps=2, state_steps=1),
+            steps=Epochs(learner, EXAMPLES, batch_size=BATCH, total=total, seed=3, clock=FakeClock()),
             models=learner,
             evaluation=ExampleEvaluation(learner, HELD_OUT),
             sink=self.sink,
@@ -114,6 +123,45 @@ def test_the_last_step_has_what_is_left(tmp_path: Path) -> None:
     source._total = TOTAL - 1
     play(trained)
     assert [len(rows) for rows in trained.trained] == [2, 2, 2, 2, 1]
+
+
+def test_more_epochs_after_the_last_of_a_run_have_every_example(tmp_path: Path) -> None:
+    first = Trained(tmp_path / "first", steps=3, total=PAIRS)
+    play(first)
+    assert [len(rows) for rows in first.trained] == [2, 2, 1]
+    second = Trained(tmp_path / "second", steps=6)
+    second.run.resume(copy.deepcopy(first.store.training))
+    play(second)
+    assert [len(rows) for rows in second.trained] == [2, 2, 1]
+    assert sorted(row for rows in second.trained for row in rows) == list(range(PAIRS))
+
+
+@pytest.mark.parametrize("stops_in", [1, 4])
+def test_an_interruption_ends_an_evaluation_after_a_micro_batch(tmp_path: Path, stops_in: int) -> None:
+    """The first evaluation, and the last, have two micro-batches each."""
+
+    class Interrupting(FakePolicy):
+        def score(self, batch: PackedBatch) -> Any:
+            if len(self.scored) == 2 * stops_in - 2:
+                loop.call_soon_threadsafe(task.cancel)
+                time.sleep(0.1)  # until the loop has heard of it
+            return super().score(batch)
+
+    trained = Trained(tmp_path, Interrupting(), max_tokens=6)
+
+    async def interrupted() -> RunOutcome:
+        nonlocal loop, task
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(trained.run.run())
+        return await task
+
+    loop: Any = None
+    task: Any = None
+    outcome = asyncio.run(interrupted())
+    assert outcome.interrupted
+    assert outcome.steps == (0 if stops_in == 1 else STEPS)
+    assert len(trained.policy.scored) == 2 * stops_in - 1, "the second micro-batch is not computed"
+    assert "model" in trained.store.models
+    assert trained.store.training is not None
 
 
 @pytest.mark.parametrize("stops_after", [1, 3])

@@ -1,19 +1,35 @@
 """What the containers of offline trainers say to the processes of a cluster."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import evolve
 from dependency_injector import providers
 
+from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
+from rollgrad.adapters.checkpoints.states import save_state
 from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
-from rollgrad.application.settings.sections.examples import ExampleDataConfig, PairDataConfig
+from rollgrad.application.settings.sections.examples import (
+    ExampleDataConfig,
+    ExampleTrainConfig,
+    PairDataConfig,
+    RowsConfig,
+)
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig
 from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.entrypoints.composition.cluster import Role, neighbours
-from rollgrad.entrypoints.composition.dpo import dpo_container, make_dpo_roles
+from rollgrad.entrypoints.composition.dpo import (
+    dpo_container,
+    make_dpo_roles,
+    reference_fingerprint,
+    reference_key,
+)
+from rollgrad.entrypoints.composition.examples import cache_directory, make_total_steps, reference_directory
 from rollgrad.entrypoints.composition.sft import sft_container
 
 DPO = DPORun(
@@ -44,3 +60,50 @@ def test_the_reference_has_processes_where_the_actor_cannot_stand_for_it() -> No
         assert neighbours("actor", processes, container.colocated()) == sorted(processes)
     free = evolve(continued, dpo=PreferenceSettings(loss=("simpo",)))
     assert make_dpo_roles(free) == {"actor": actor}
+
+
+def test_more_epochs_take_the_steps_of_the_examples_that_are_left(tmp_path: Path) -> None:
+    """100 examples in steps of 64: the first epoch has ended with a step of 36."""
+    examples, train = range(100), ExampleTrainConfig(batch_size=64, num_epochs=3)
+    ckpt = CheckpointConfig(output_dir=str(tmp_path), resume=Resume.AUTO)
+    assert make_total_steps(train, examples, ckpt) == 5
+    state = {"run": {}, "update": {}, "before": {}}
+    position = {"step": 2, "seed": 1, "epoch": 1, "index": 0}
+    save_state(tmp_path, TrainingState(step=2, state=state, description={"position": position}), keep=1)
+    assert make_total_steps(train, examples, ckpt) == 2 + 4
+    assert make_total_steps(evolve(train, num_epochs=1), examples, ckpt) == 2
+    assert make_total_steps(train, examples, evolve(ckpt, resume=Resume.NEVER)) == 5
+    save_state(tmp_path, TrainingState(step=2, state=state, description={}), keep=1)  # of an earlier version
+    assert make_total_steps(train, examples, ckpt) == 5
+
+
+def test_log_probs_of_references_are_kept_where_data_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own, named = RowsConfig(), RowsConfig(cache_dir="/data/cache")
+    assert (cache_directory(own), reference_directory(own)) == (
+        tmp_path / "rollgrad" / "examples",
+        tmp_path / "rollgrad" / "reference",
+    )
+    assert (cache_directory(named), reference_directory(named)) == (Path("/data/cache"), Path("/data/cache/reference"))
+
+
+def test_references_that_differ_in_any_weight_have_keys_of_their_own(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(os.urandom(2**23))
+    run = evolve(DPO, actor=PreferenceModelConfig(model_name_or_path=str(tmp_path)))
+    one, probed = reference_key(run, reference_fingerprint(run), "data"), model_fingerprint(str(tmp_path))
+    with weights.open("r+b") as file:
+        file.seek(2**18)  # between two probes
+        file.write(b"other weights")
+    assert model_fingerprint(str(tmp_path)) == probed
+    assert reference_key(run, reference_fingerprint(run), "data") != one
+    assert reference_key(run, reference_fingerprint(run), None) is None
+
+
+def test_a_callers_own_examples_need_no_fingerprint() -> None:
+    container = sft_container(SFT)
+    container.examples.override(providers.Object(["an example"]))
+    assert container.description()["data"] is None
+    free = dpo_container(evolve(DPO, dpo=PreferenceSettings(loss=("simpo",))))
+    free.examples.override(providers.Object(["a pair"]))
+    assert free.pairs() == ["a pair"]
