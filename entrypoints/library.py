@@ -17,7 +17,7 @@ from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.extensions import load_extension
-from rollgrad.entrypoints.composition.lifetimes import closing, given, shut_down
+from rollgrad.entrypoints.composition.lifetimes import CLOSED, closing, given, shut_down
 from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
 from rollgrad.entrypoints.config_io import load_config as load_config
 from rollgrad.entrypoints.event_loop import run_to_end
@@ -117,5 +117,5 @@ def _container(
         if name not in container.providers:
             known = ", ".join(sorted(container.providers))
             raise ConfigurationError(f"train() has no adapter called {name!r}; the known ones are {known}.")
-        container.providers[name].override(given(adapter))
+        container.providers[name].override(given(adapter) if name in CLOSED else providers.Object(adapter))
     return container

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dependency_injector import providers
+
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.application.settings.dpo import DPORun, dpo_errors
@@ -13,7 +15,7 @@ from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, raise_together
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.dpo import dpo_container
-from rollgrad.entrypoints.composition.lifetimes import given
+from rollgrad.entrypoints.composition.lifetimes import CLOSED, given
 from rollgrad.entrypoints.composition.sft import sft_container
 from rollgrad.entrypoints.data_show import show_report
 from rollgrad.entrypoints.run_directory import alone, output_problem
@@ -72,7 +74,7 @@ def _train(
         if name not in container.providers:
             known = ", ".join(sorted(container.providers))
             raise ConfigurationError(f"{function}() has no adapter called {name!r}; the known ones are {known}.")
-        container.providers[name].override(given(adapter))
+        container.providers[name].override(given(adapter) if name in CLOSED else providers.Object(adapter))
     with alone(config.ckpt):
         return train_in(
             config,

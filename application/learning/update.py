@@ -12,7 +12,7 @@ from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.objectives import REFERENCE_KL
 from rollgrad.domain.algorithms.settings import Aggregation
-from rollgrad.domain.batches.metrics import Metric, over_steps
+from rollgrad.domain.batches.metrics import Common, Count, Metric, Total, over_steps
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.batches.partition import minibatches
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
@@ -20,6 +20,13 @@ from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueMode
 
 TURNS_SHOWN = 8
 """Number of first turns whose share of the gradient is logged."""
+
+KINDS: dict[str, type[Metric]] = {
+    **dict.fromkeys(("loss", "policy_loss", "positive_nll", "aux_loss"), Total),
+    **dict.fromkeys(("grad_norm", "lr", "loss_scale"), Common),
+    "skipped_steps": Count,
+}
+"""Kinds of the metrics of `PolicyModel.update` that are no means over tokens."""
 
 
 @frozen(kw_only=True)
@@ -149,6 +156,7 @@ class UpdateService:
         trained = _with_gradient(step_batch) if self._skip_idle else step_batch
         result = self._policy.update(split(trained, self._max_tokens), objective)
         weight = _weight(trained)
+        result = {name: _with_kind(name, value) for name, value in result.items()}
         scaled = {name: value if isinstance(value, Metric) else value / weight for name, value in result.items()}
         squared = scaled.pop("mismatch_weight_squared", 0.0)
         if squared > 0:
@@ -197,6 +205,11 @@ def _with_gradient(batch: RolloutBatch) -> RolloutBatch:
     busy_S = torch.zeros(len(batch), dtype=torch.bool)
     busy_S[batch.sequence_ids_N[(batch.advantages_N != 0) & batch.action_mask_N]] = True
     return batch.select(busy_S.nonzero()[:, 0] if bool(busy_S.any()) else [0])
+
+
+def _with_kind(name: str, value: float) -> float:
+    """Returns a metric of the port's own names with its kind, if a policy from outside reports it as a plain number."""
+    return value if isinstance(value, Metric) or name not in KINDS else KINDS[name](value)
 
 
 def _weight(batch: RolloutBatch) -> float:

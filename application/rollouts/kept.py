@@ -5,6 +5,7 @@ from enum import Enum
 from typing import Any
 
 from attrs import asdict, fields
+from torch import Tensor
 
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.domain.episodes.generation import StopReason
@@ -34,7 +35,8 @@ def group_of_state(state: Mapping[str, Any], prompt: Prompt) -> RolloutGroup:
 def _plain(_: Any, __: Any, value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
-    return float(value) if isinstance(value, float) else value  # numpy's are no plain data for who reads the state
+    # A number of numpy's, such as an environment may report, is no plain data for who reads the state.
+    return value.item() if hasattr(value, "item") and not isinstance(value, Tensor) else value
 
 
 def _trajectory(state: Mapping[str, Any]) -> Trajectory:

@@ -115,7 +115,7 @@ class BaseContainer(containers.DeclarativeContainer):
         process=providers.Selector(
             providers.Callable(reference_model_kind, config.provided.actor, config.provided.ref),
             own=local_reference,
-            actor=providers.Singleton(AdapterlessReference, local_policy),
+            actor=providers.Singleton(AdapterlessReference, policy),  # also where the caller gave the policy
         ),
         cluster=providers.Singleton(lambda cluster, make: cluster.reference(make), cluster, make),
     )

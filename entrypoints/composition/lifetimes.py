@@ -11,6 +11,10 @@ from dependency_injector import containers, providers
 
 from rollgrad.domain.ports.closing import AsyncClosable, Closable
 
+CLOSED = ("engine", "sink", "tool_box", "server")
+"""Adapters that hold connections, threads or files of one run, which closes them, whoever made them. Others may serve
+several runs: their maker closes them."""
+
 Made = TypeVar("Made", bound=Closable)
 Result = TypeVar("Result")
 
@@ -31,6 +35,8 @@ def closed_at_end(make: Callable[..., Made], *arguments: Any, **keywords: Any) -
 def given(adapter: Any) -> providers.Provider[Any]:
     """Returns a provider of an object that the caller made, which is closed as those are that a container makes."""
     if isinstance(adapter, AsyncClosable):
+        if isinstance(adapter, Closable):  # shutting it down after its `aclose` calls `close`
+            return LoopResource(closed_at_end, lambda: adapter)
         return LoopResource(lambda: adapter)
     if isinstance(adapter, Closable):
         return providers.Resource(closed_at_end, lambda: adapter)

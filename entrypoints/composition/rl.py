@@ -341,8 +341,9 @@ def rl_container(config: RLConfig) -> RLContainer:
     steps = container.rollouts
     container.override_providers(
         total_steps=steps,
-        actor_steps=providers.Callable(optimizer_steps_of_actor, container.config, steps),
-        critic_steps=providers.Callable(optimizer_steps, container.config, steps),
+        # A process of a cluster is told the number of steps, and reads no prompts.
+        actor_steps=providers.Callable(optimizer_steps_of_actor, container.config, container.total_steps),
+        critic_steps=providers.Callable(optimizer_steps, container.config, container.total_steps),
         temperature=container.config.provided.rollout.temperature,
         extension=providers.Callable(load_extension, container.config),
         roles=providers.Callable(cluster_roles, container.config),

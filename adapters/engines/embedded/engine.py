@@ -184,9 +184,10 @@ class EmbeddedEngine(RolloutEngine):
         """Implements `RolloutEngine.pause`."""
         flow = self._flow
         flow.pause(mode)
-        if mode is PauseMode.WAIT and flow.paused:
-            await self._loop_ended()
-            flow.pause(mode)  # requests may have begun in the step that was under way
+        if mode is PauseMode.WAIT:
+            await self._loop_ended()  # requests that the step under way begins are active only after it
+            if flow.paused:
+                flow.pause(mode)
         while flow.draining and self._active:
             self._start()  # requests that an earlier pause froze finish too
             await self._loop_ended()

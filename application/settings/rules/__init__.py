@@ -37,7 +37,15 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.errors import ConfigurationError, raise_together
 
-EVALUATED = ("agent.", "data.", "rollout.server_urls", "reward.remote_", "reward.judge_", "reward.format_pattern")
+EVALUATED = (
+    "agent.",
+    "data.",
+    "rollout.server_urls",
+    "reward.remote_",
+    "reward.judge_",
+    "reward.format_pattern",
+    "reward.failure_value",
+)
 """Beginnings of the names of settings that evaluation reads, and whose conditions it checks."""
 
 

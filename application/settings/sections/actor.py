@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from attrs import define
+from attrs import define, fields_dict
 
 from rollgrad.application.settings.sections.cluster import IN_CLUSTER
 from rollgrad.application.settings.sections.optimizer import (
@@ -132,3 +132,9 @@ class ModelConfig:
 @define(kw_only=True)
 class ActorConfig(PolicyLossSettings, ModelConfig):
     """The policy that is trained."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Of two bases one has a __dict__, in which a misspelt setting would be kept without a word.
+        if name not in fields_dict(type(self)):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        super().__setattr__(name, value)

@@ -294,6 +294,31 @@ def test_a_new_version_while_requests_run_is_refused(model: Any, passes: list[in
     run(scenario())
 
 
+def test_a_pause_that_waits_includes_prompts_whose_first_pass_is_under_way(model: Any) -> None:
+    async def scenario() -> None:
+        rollout = engine(model)
+        computing, go_on = threading.Event(), threading.Event()
+
+        def held(*_: Any) -> None:
+            computing.set()
+            go_on.wait(DEADLINE)
+
+        handle = model.get_input_embeddings().register_forward_hook(held)
+        task = asyncio.create_task(rollout.generate(request(max_new_tokens=8)))
+        await asyncio.to_thread(computing.wait, DEADLINE)
+        pausing = asyncio.create_task(rollout.pause(PauseMode.WAIT))
+        await asyncio.sleep(0.01)
+        assert not pausing.done()
+        go_on.set()
+        await pausing
+        handle.remove()
+        await SharedWeights(rollout).push(FakePolicy(), 1)
+        await rollout.resume()
+        assert set((await task).versions) == {0}
+
+    run(scenario())
+
+
 def test_a_cancelled_request_frees_its_place(model: Any, passes: list[int]) -> None:
     async def scenario() -> None:
         rollout = engine(model, max_batch_size=1)

@@ -188,6 +188,24 @@ def test_skipped_steps_are_counted_and_have_no_gradient_norm(skips: int) -> None
     assert metrics.get("policy/grad_norm") == (None if skips == 2 else pytest.approx(sum(policy.norms) / (2 - skips)))
 
 
+class Plain(FakePolicy):
+    """A policy of a user's own, which reports plain numbers."""
+
+    def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
+        return {name: float(value) for name, value in super().update(micro_batches, objective).items()}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_policy_that_reports_plain_numbers_has_the_same_metrics(size: int) -> None:
+    settings: dict[str, object] = {"batch_size": size, "aggregation": Aggregation.CONSTANT_LENGTH, "max_length": 1000}
+    one, other = (
+        service(policy, **settings).run(batch([1, 2, 3, 4]), OBJECTIVE).metrics
+        for policy in (FakePolicy(lr=0.5), Plain(lr=0.5))
+    )
+    assert one == pytest.approx(other)
+    assert other["policy/lr"] == 0.5
+
+
 class Skipping(FakePolicy):
     """In float16, as if its first gradients overflowed."""
 

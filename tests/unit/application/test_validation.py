@@ -4,6 +4,7 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
+from attrs import fields
 
 from rollgrad.application.settings.derived import longest_sequence, optimizer_steps_per_rollout
 from rollgrad.application.settings.rules import validate, validate_evaluation
@@ -528,6 +529,15 @@ def test_evaluation_needs_no_prompts_to_train_on() -> None:
         validate_evaluation(configured({}))
     with pytest.raises(ConfigurationError, match="No reward"):
         validate_evaluation(configured({"eval.dataset": "e.jsonl", "reward.verifier": None}))
+    with pytest.raises(ConfigurationError, match=r"--reward\.remote_url"):
+        validate_evaluation(configured({"eval.dataset": "e.jsonl", "reward.failure_value": 0.0}))
+
+
+def test_a_misspelt_setting_of_a_section_is_an_error() -> None:
+    config = RLConfig()
+    for name in [field.name for field in fields(RLConfig)]:
+        with pytest.raises(AttributeError, match="no_such_setting"):
+            getattr(config, name).no_such_setting = 1
 
 
 def test_optimizer_steps_count_partial_batches_and_epochs() -> None:

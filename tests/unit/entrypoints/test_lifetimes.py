@@ -92,3 +92,16 @@ def test_what_the_caller_gave_is_closed_like_what_was_made(kind: type) -> None:
     asyncio.run(closing(use(things), things))
     shut_down(things)
     assert sorted(CLOSED) == ["mine", "server"]
+
+
+class Both(AtEnd):
+    async def aclose(self) -> None:
+        CLOSED.append("aclose")
+
+
+def test_both_ways_of_closing_are_used() -> None:
+    things = Things()
+    things.model.override(given(Both("close")))
+    asyncio.run(closing(use(things), things))
+    shut_down(things)
+    assert sorted(CLOSED) == ["aclose", "close", "server"]

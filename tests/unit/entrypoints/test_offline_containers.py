@@ -1,4 +1,4 @@
-"""What the containers of offline trainers say to the processes of a cluster."""
+"""What containers say to the processes of a cluster."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,10 @@ from dependency_injector import providers
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.checkpoints.states import save_state
 from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import ActorConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
+from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.examples import (
     ExampleDataConfig,
     ExampleTrainConfig,
@@ -30,6 +33,7 @@ from rollgrad.entrypoints.composition.dpo import (
     reference_key,
 )
 from rollgrad.entrypoints.composition.examples import cache_directory, make_total_steps, reference_directory
+from rollgrad.entrypoints.composition.rl import rl_container
 from rollgrad.entrypoints.composition.sft import sft_container
 
 DPO = DPORun(
@@ -37,9 +41,10 @@ DPO = DPORun(
     data=PairDataConfig(dataset="nowhere.jsonl"),
 )
 SFT = SFTRun(actor=SupervisedModelConfig(model_name_or_path="m"), data=ExampleDataConfig(dataset="nowhere.jsonl"))
+RL = RLConfig(actor=ActorConfig(model_name_or_path="m"), data=DataConfig(prompt_dataset="nowhere.jsonl"))
 
 
-@pytest.mark.parametrize(("make", "run"), [(dpo_container, DPO), (sft_container, SFT)])
+@pytest.mark.parametrize(("make", "run"), [(dpo_container, DPO), (sft_container, SFT), (rl_container, RL)])
 def test_a_process_that_is_told_the_number_of_steps_reads_no_data(make: Any, run: Any) -> None:
     container = make(run)
     container.total_steps.override(providers.Object(7))
