@@ -240,8 +240,8 @@ class TemplateCodec(ChatCodec):
             except (TemplateError, TypeError) as refused:  # some templates want the arguments of calls as JSON text
                 error = error or refused
         raise DataError(
-            f"The model's chat template refuses the messages {list(messages)!r}: {error} "
-            "(change the messages, or render them yourself with --data.apply_chat_template False)."
+            f"The model's chat template refuses the messages: {error} (change them, or render them yourself with "
+            f"--data.apply_chat_template False). They are: {list(messages)!r}."
         ) from error
 
     def generation_spans(self, guarded: Guarded, count: int) -> list[tuple[int, int]]:

@@ -44,6 +44,8 @@ class Anomaly(StrEnum):
     """The template's generation marks leave out the token that ends a turn; it is trained all the same."""
     NO_REASONING = "reasoning_left_out"
     """The template does not write the reasoning_content of a trained reply."""
+    NO_TEXT = "reply_text_left_out"
+    """The template does not write the content of a trained reply as it is."""
 
 
 @frozen(kw_only=True)
@@ -145,6 +147,9 @@ class TrainingText:
         thought = guarded.messages[index].get("reasoning_content")
         if isinstance(thought, str) and thought.strip() not in text[start:]:
             anomalies.add(Anomaly.NO_REASONING)
+        content = guarded.messages[index].get("content")  # a thought in it may stand in the generation prompt
+        if isinstance(content, str) and content.rpartition("</think>")[2].strip() not in text[start:end]:
+            anomalies.add(Anomaly.NO_TEXT)
         spans: tuple[tuple[int, int], ...] = ((start, end),)
         if self._marked:
             spans = self._within_marks(guarded, index, (start, end), text, anomalies)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.data.examples.formats import ReadingSettings
 from rollgrad.adapters.data.examples.preparation import PreparedExamples, prepare_examples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings
+from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.sources import open_sources
 from rollgrad.adapters.models.torch.loading import load_positions
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig

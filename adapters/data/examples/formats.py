@@ -1,17 +1,15 @@
-"""Formats of data sets: recognises them by their columns, and parses rows of each.
+"""Formats of data sets: parses rows of each.
 
-Invariant: if several formats fit, none is chosen: that is an error that names them. Does not own: what a message
-may be (`rows`), nor tokens (`preparation`).
+Invariant: what is trained is what the row and the settings say; a row that says something else raises `RowError`. Does
+not own: which format a data set has (`recognition`), what a message may be (`rows`), nor tokens (`preparation`).
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
-from attrs import field, frozen
-
-from rollgrad.adapters.chat.training_text import common_prefix
 from rollgrad.adapters.data.datasets.columns import has_value, value_at
+from rollgrad.adapters.data.examples.recognition import REPLY_COLUMN, ReadingSettings
 from rollgrad.adapters.data.examples.rows import (
     Conversation,
     Pair,
@@ -22,6 +20,7 @@ from rollgrad.adapters.data.examples.rows import (
     Sample,
     broken,
     read_messages,
+    read_number,
     read_sharegpt,
     read_tools,
     read_weight,
@@ -31,103 +30,11 @@ from rollgrad.adapters.data.examples.rows import (
 from rollgrad.application.foreign import shown
 from rollgrad.application.settings.sections.examples import ExampleFormat, TrainOn
 from rollgrad.domain.episodes.messages import Message
-from rollgrad.domain.errors import DataError
 
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 """Columns that say which of `input_ids` are trained."""
-
-COLUMNS: Mapping[ExampleFormat, tuple[str, ...]] = {
-    ExampleFormat.TOKENS: ("input_ids",),
-    ExampleFormat.MESSAGES: ("messages",),
-    ExampleFormat.SHAREGPT: ("conversations",),
-    ExampleFormat.COMPLETION: ("prompt", "completion"),
-    ExampleFormat.ALPACA: ("instruction", "output"),
-    ExampleFormat.TEXT: ("text",),
-}
-"""Columns that each format needs."""
-
-PAIR_COLUMNS = ("chosen", "rejected")
-
-OTHER_TASKS: Mapping[str, tuple[str, ...]] = {
-    "preference pairs": PAIR_COLUMNS,
-    "labelled steps": ("completions", "labels"),
-    "rankings": ("context", "completions"),
-}
-"""Columns of rows that other trainers learn from."""
-
-
-@frozen(kw_only=True)
-class ReadingSettings:
-    """Settings of parsing rows: the format, the columns by name where they are not the format's own, whether texts
-    become messages of the chat template, a system message before every conversation, a text with {} around plain
-    prompts, and what is trained. The format of preference pairs is never told by columns: who learns from pairs sets
-    it."""
-
-    format: ExampleFormat = ExampleFormat.AUTO
-    input_key: str | None = None
-    output_key: str | None = None
-    chosen_key: str | None = None
-    rejected_key: str | None = None
-    apply_chat_template: bool = True
-    system_prompt: str | None = None
-    input_template: str | None = None
-    train_on: TrainOn = TrainOn.ASSISTANT
-    known_role: Callable[[str], bool] | None = field(default=None, eq=False)
-
-
-def find_format(columns: Sequence[str], name: str, settings: ReadingSettings) -> ExampleFormat:
-    """The format of a data set with these columns.
-
-    Args:
-        columns: of its rows.
-        name: of the data set, for errors.
-        settings: a format and columns that are set win.
-
-    Raises:
-        DataError: no format or several fit, or columns of the one that is set are missing.
-    """
-    present = set(columns)
-    shown_columns = ", ".join(sorted(present - {"datasource"})) or "none"
-    for key, flag in ((settings.input_key, "--data.input_key"), (settings.output_key, "--data.output_key")):
-        if key is not None and key not in present and key.partition(".")[0] not in present:
-            raise DataError(f"{name!r} has no column {key!r}: set {flag} to one of its columns ({shown_columns}).")
-    if settings.format is ExampleFormat.PAIRS:
-        given = (settings.chosen_key, settings.rejected_key)
-        missing = [name for name, key in zip(PAIR_COLUMNS, given, strict=True) if key is None and name not in present]
-        if missing:
-            flags = " and ".join(f"--data.{name}_key" for name in missing)
-            raise DataError(
-                f"{name!r} has no column {' and no column '.join(map(repr, missing))}, but pairs have one for each "
-                f"reply: its columns are {shown_columns}; name the columns with {flags}."
-            )
-        return settings.format
-    if settings.format is not ExampleFormat.AUTO:
-        missing = [] if settings.input_key else [c for c in COLUMNS[settings.format] if c not in present]
-        if missing:
-            raise DataError(
-                f"{name!r} has no column {' and no column '.join(map(repr, missing))}, which --data.format "
-                f"{settings.format} needs: its columns are {shown_columns}; set --data.format to another, or auto."
-            )
-        return settings.format
-    if settings.input_key is not None:
-        return ExampleFormat.COMPLETION if settings.output_key else ExampleFormat.MESSAGES
-    found = [kind for kind, needed in COLUMNS.items() if present.issuperset(needed)]
-    if len(found) > 1:
-        readings = " or as ".join(f"{kind} ({', '.join(COLUMNS[kind])})" for kind in found)
-        raise DataError(f"{name!r} can be read as {readings}: set --data.format to {' or '.join(found)}.")
-    if found:
-        return found[0]
-    for task, needed in OTHER_TASKS.items():
-        if present.issuperset(needed):
-            raise DataError(
-                f"{name!r} has {task} ({', '.join(needed)}), which train sft does not learn from: choose other data, "
-                "or name the columns to imitate with --data.input_key and --data.output_key."
-            )
-    known = "; ".join(f"{kind}: {', '.join(needed)}" for kind, needed in COLUMNS.items())
-    raise DataError(
-        f"{name!r} has the columns {shown_columns}, of which no format can be told ({known}): rename columns, or set "
-        "--data.input_key and --data.output_key."
-    )
+PICTURES = ("images", "image")
+"""Columns with pictures, which texts alone cannot stand for."""
 
 
 def read_row(row: Mapping[str, Any], kind: ExampleFormat, settings: ReadingSettings) -> tuple[Sample, float]:
@@ -137,6 +44,10 @@ def read_row(row: Mapping[str, Any], kind: ExampleFormat, settings: ReadingSetti
         RowError: it cannot be used.
     """
     weight = 1.0 if row.get("weight") is None else read_weight(row["weight"], "weight")
+    for column in PICTURES:
+        value = row.get(column)
+        if value is not None and not (isinstance(value, Sized) and len(value) == 0):
+            raise broken(f"The row has {column}, but text alone is trained: leave out such rows, or the column.")
     try:
         return READERS[kind](row, settings), weight
     except RecursionError as error:
@@ -149,7 +60,32 @@ def _value(row: Mapping[str, Any], key: str) -> Any:
     return value_at(row, key)
 
 
+def _optional_text(row: Mapping[str, Any], column: str) -> str:
+    """A column's text; empty where the row has none."""
+    return "" if row.get(column) is None else text_of(row[column], column)
+
+
 def _tokens(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
+    """Tokens and weights, without the places that `attention_mask` leaves out: they pad a batch."""
+    given = _padded_tokens(row, settings)
+    if row.get("attention_mask") is None:
+        return given
+    seen = _integers(row["attention_mask"], "attention_mask", booleans=True)
+    if len(seen) != len(given.token_ids):
+        raise broken(
+            f"attention_mask has {len(seen)} values for {len(given.token_ids)} input_ids: each token needs one."
+        )
+    if not set(seen) <= {0, 1}:
+        raise broken("attention_mask holds something that is neither 0 nor 1.")
+    if not any(seen):
+        raise RowError(Reason.EMPTY, "attention_mask leaves no token of input_ids.")
+    kept = [place for place, value in enumerate(seen) if value]
+    return Pretokenised(
+        token_ids=tuple(given.token_ids[place] for place in kept), weights=tuple(given.weights[place] for place in kept)
+    )
+
+
+def _padded_tokens(row: Mapping[str, Any], settings: ReadingSettings) -> Pretokenised:
     token_ids = _integers(_value(row, "input_ids"), "input_ids")
     if not token_ids:
         raise RowError(Reason.EMPTY, "input_ids has no tokens.")
@@ -178,10 +114,10 @@ def _tokens(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     return Pretokenised(token_ids=token_ids, weights=weights)
 
 
-def _integers(value: Any, column: str) -> tuple[int, ...]:
+def _integers(value: Any, column: str, *, booleans: bool = False) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise broken(f"{column} holds {shown(value)}, which is no list of numbers.")
-    if any(isinstance(item, bool) or not isinstance(item, int) for item in value):
+    if any((isinstance(item, bool) and not booleans) or not isinstance(item, int) for item in value):
         raise broken(f"{column} holds something that is no whole number.")
     return tuple(value)
 
@@ -190,32 +126,32 @@ def _messages(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     column = settings.input_key or "messages"
     value = _value(row, column)
     if settings.input_key is not None and isinstance(value, str):
-        return _plain_text(value, column)
+        raise broken(
+            f"{column} holds a text, not messages: name the column of its reply with --data.output_key, or set "
+            "--data.format text to train on the text itself."
+        )
     return _conversation(row, read_messages(value, column, settings.known_role), settings)
 
 
 def _sharegpt(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     column = settings.input_key or "conversations"
     messages = read_sharegpt(_value(row, column), column)
-    system = row.get("system")
-    if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
+    system = _optional_text(row, "system")
+    if system and messages and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return _conversation(row, messages, settings)
 
 
 def _text(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     column = settings.input_key or "text"
-    return _plain_text(text_of(_value(row, column), column), column)
-
-
-def _plain_text(text: str, column: str) -> PlainText:
+    text = text_of(_value(row, column), column)
     if not text.strip():
         raise RowError(Reason.EMPTY, f"{column} is empty.")
     return PlainText(prompt="", completion=text, whole=True)
 
 
 def _completion(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
-    keys = (settings.input_key or "prompt", settings.output_key or "completion")
+    keys = (settings.input_key or "prompt", settings.output_key or REPLY_COLUMN)
     prompt, completion = (_value(row, key) for key in keys)
     if isinstance(prompt, str) and isinstance(completion, str):
         return _answered(row, [], prompt, completion, settings, keys)
@@ -230,12 +166,12 @@ def _completion(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
 
 def _alpaca(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     question = text_of(_value(row, "instruction"), "instruction")
-    more = row.get("input")
-    if isinstance(more, str) and more.strip():
+    more = _optional_text(row, "input")
+    if more.strip():
         question = f"{question}\n{more}"
     before: list[Message] = []
-    system = row.get("system")
-    if isinstance(system, str) and system:
+    system = _optional_text(row, "system")
+    if system:
         before.append({"role": "system", "content": system})
     turns = row.get("history") or ()
     for turn in turns if isinstance(turns, Sequence) else [turns]:
@@ -254,7 +190,7 @@ def _pair(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     prompt_key = settings.input_key or ("prompt" if row.get("prompt") is not None else None)
     prompt = None if prompt_key is None else _value(row, prompt_key)
     chosen, rejected = (_value(row, key) for key in keys)
-    margin = 0.0 if row.get("margin") is None else read_weight(row["margin"], "margin")
+    margin = 0.0 if row.get("margin") is None else read_number(row["margin"], "margin")
     if all(isinstance(reply, str) for reply in (chosen, rejected)) and (prompt is None or isinstance(prompt, str)):
         return _pair_of_texts(row, prompt, (chosen, rejected), settings, keys, margin)
     asked: list[Message] = []
@@ -278,6 +214,11 @@ def _pair(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     if not all(replies) or not asked:
         raise broken("The two conversations have no prompt in common, or one of them no reply of its own.")
     first, second = (_conversation(row, [*asked, *reply], settings, context=len(asked)) for reply in replies)
+    if not {*first.weights, *second.weights} <= {0.0, 1.0}:
+        raise broken(
+            "A message of a pair has a weight other than 0 and 1: replies are compared whole; leave the weight out, or "
+            "give the row one in the column weight."
+        )
     return Pair(chosen=first, rejected=second, margin=margin)
 
 
@@ -290,8 +231,12 @@ def _pair_of_texts(
     margin: float,
 ) -> Pair:
     if prompt is None:  # what both begin with, as in Anthropic's hh-rlhf; a template writes messages only
-        shared = common_prefix(*replies)
-        texts = [PlainText(prompt=reply[:shared], completion=reply[shared:]) for reply in replies]
+        if settings.system_prompt is not None:
+            raise broken(
+                f"{keys[0]} and {keys[1]} are texts without a prompt, which take no system message: leave out "
+                "--data.system_prompt, or name the column of the prompt with --data.prompt_key."
+            )
+        texts = [PlainText(prompt="", completion=reply, whole=True) for reply in replies]
         if replies[0] == replies[1]:
             raise RowError(Reason.EQUAL, "The chosen and the rejected reply are the same.")
         return Pair(chosen=texts[0], rejected=texts[1], margin=margin)
@@ -330,11 +275,16 @@ def _conversation(
     if settings.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": settings.system_prompt}, *messages]
         context = None if context is None else context + 1
+    whole = settings.train_on is TrainOn.ALL
     weights = _weights(messages, settings.train_on, context)
+    if whole and any(m.get("weight", 1) != 1 or m.get("train", True) in (False, 0) for m in messages):
+        raise broken(
+            "A message says with train or weight that it is not trained as the others are, but --data.train_on all "
+            "trains everything: leave these keys out, or set --data.train_on assistant."
+        )
     for message, weight in zip(messages, weights, strict=True):
         if weight > 0 and not _says(message):
             raise RowError(Reason.EMPTY, "A reply that is to be trained is empty.")
-    whole = settings.train_on is TrainOn.ALL
     if not whole and not any(weights):
         raise RowError(Reason.UNTRAINED, "No reply in it is trained.")
     given = row.get("chat_template_kwargs")

@@ -12,7 +12,8 @@ from attrs import evolve, field, frozen
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.chat.training_text import Anomaly, TokenBranch, TrainingText, TrainingTokens
-from rollgrad.adapters.data.examples.formats import ReadingSettings, read_row
+from rollgrad.adapters.data.examples.formats import read_row
+from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.rows import Conversation, Pair, PlainText, Pretokenised, Reason, RowError, broken
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.errors import ConfigurationError, DataError
@@ -92,6 +93,8 @@ class Preparer:
             raise RowError(Reason.REFUSED, "The chat template rewrites the history within a reply of the pair.")
         branches = tuple(reply.branches[0] for reply in made)
         _refuse_equal(branches)
+        if isinstance(pair.chosen, PlainText) and isinstance(pair.rejected, PlainText):
+            branches = _from_first_difference(branches, common_prompt=pair.chosen.whole)
         return TrainingTokens(branches=branches, anomalies=made[0].anomalies | made[1].anomalies)
 
     def _tokens(self, sample: Conversation | PlainText | Pretokenised) -> TrainingTokens:
@@ -132,3 +135,21 @@ class Preparer:
 def _refuse_equal(branches: Sequence[TokenBranch]) -> None:
     if branches[0].token_ids == branches[1].token_ids:
         raise RowError(Reason.EQUAL, "The chosen and the rejected reply are the same tokens.")
+
+
+def _from_first_difference(branches: Sequence[TokenBranch], *, common_prompt: bool) -> tuple[TokenBranch, ...]:
+    """Two texts, each trained from the first token that they do not share; or, without a `common_prompt`, from where it
+    is trained already, if that is earlier. A token may begin before the first character that differs."""
+    first, second = (branch.token_ids for branch in branches)
+    pairs = enumerate(zip(first, second, strict=False))
+    start = next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+    if start == 0:
+        raise broken("The two texts have no prompt in common: not even their first tokens are the same.")
+    if not common_prompt:
+        start = min(start, *(next(place for place, weight in enumerate(b.weights) if weight > 0) for b in branches))
+    if start >= min(len(first), len(second)):
+        raise RowError(Reason.UNTRAINED, "One of the two texts is the beginning of the other, and has no end token.")
+    return tuple(
+        TokenBranch(token_ids=b.token_ids, weights=(0.0,) * start + (1.0,) * (len(b.token_ids) - start))
+        for b in branches
+    )

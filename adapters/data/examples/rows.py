@@ -92,7 +92,8 @@ class Pretokenised:
 
 @frozen(kw_only=True)
 class Pair:
-    """Two replies to one prompt, of which the first is better, by `margin` where the row says so."""
+    """Two replies to one prompt, of which the first is better, by `margin` where the row says so. The prompt of texts
+    that are `whole` is the tokens that both begin with."""
 
     chosen: Conversation | PlainText
     rejected: Conversation | PlainText
@@ -214,6 +215,20 @@ def read_weight(value: Any, column: str) -> float:
     return float(value)
 
 
+def read_number(value: Any, column: str) -> float:
+    """A finite number.
+
+    Raises:
+        RowError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+        raise broken(f"{column} is {shown(value)}, which is no finite number.")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise broken(f"{column} is {shown(value)}, which is too large a number.") from error
+
+
 def without_none(value: Any) -> Any:
     """`value` without the keys that have none: Arrow gives every mapping the keys of all others."""
     if isinstance(value, Mapping):
@@ -237,12 +252,26 @@ def _message(item: Any, place: str, known_role: Callable[[str], bool] | None) ->
     content = message.get("content")
     if content is None:
         raise RowError(Reason.EMPTY, f"{place} has no content.")
-    if not isinstance(content, str | list):
+    if isinstance(content, list):  # templates that take texts write a list as Python does
+        message["content"] = "".join(_part(part, place) for part in content)
+    elif not isinstance(content, str):
         raise broken(f"{place} has the content {shown(content)}, which is no text.")
     for key in ("reasoning_content", "name", "tool_call_id"):
         if key in message and not isinstance(message[key], str):
             raise broken(f"{place} has the {key} {shown(message[key])}, which is no text.")
     return message
+
+
+def _part(part: Any, place: str) -> str:
+    """The text of a part of a message's content."""
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
+    if not isinstance(text, str):
+        raise broken(f"{place} has the part {shown(part)} in its content, which is no text: text alone is trained.")
+    if {"train", "weight"} & part.keys():
+        raise broken(f"{place} has a part of its own train or weight: only whole messages have them.")
+    return text
 
 
 def _calls(value: Any, place: str) -> list[dict[str, Any]]:

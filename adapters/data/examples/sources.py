@@ -7,15 +7,16 @@ not have, and a line that cannot be read is one row that cannot be used. Everyth
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy
 from attrs import field, frozen
 
-from rollgrad.adapters.data.datasets.loading import check_probs, load_dataset
-from rollgrad.adapters.data.examples.formats import ReadingSettings, find_format
+from rollgrad.adapters.data.datasets.loading import check_probs, load_dataset, split_configuration
+from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
 from rollgrad.adapters.data.examples.rows import RowError, broken
 from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.errors import DataError
@@ -176,17 +177,54 @@ def _open(name: str, split: str, settings: ReadingSettings) -> Source:
         rows, fingerprint = lines, lines.fingerprint
     else:
         dataset = load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split")
-        rows, fingerprint = dataset, str(dataset._fingerprint)
-    return Source(name, rows, find_format(list(_columns(rows, name)), name, settings), fingerprint)
+        rows, fingerprint = dataset, _local_hash(name, split) or str(dataset._fingerprint)
+    columns = _columns(rows, name)
+    return Source(name, rows, find_format(list(columns), name, settings, columns.get("label", ())), fingerprint)
 
 
-def _columns(rows: Rows, source: str) -> Iterator[str]:
-    """The columns that have a value in one of the first rows.
+def _local_hash(name: str, split: str) -> str | None:
+    """Hash of the content of a file, or of all files of a folder; None for a name on the hub.
+
+    `datasets` tells files by their paths and dates, so that a copied or a touched one would be another.
+    """
+    path, configuration = Path(name), None
+    if path.is_file():
+        return _file_hash(path)
+    if not path.is_dir():
+        place, configuration = split_configuration(name)
+        path = Path(place)
+    return _folder_hash(path, f"{split} {configuration}\n") if path.is_dir() else None
+
+
+def _folder_hash(folder: Path, chosen: str) -> str | None:
+    """Hash of `chosen` and all files below a folder that `datasets` may read; None where a file cannot be reached."""
+    content = hashlib.sha256(chosen.encode())
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(each for each in folders if not each.startswith("."))
+        if any(Path(place, each).is_symlink() for each in folders):
+            return None  # os.walk does not go there
+        for file in (Path(place, each) for each in sorted(files)):
+            if file.name.startswith(".") or not file.is_file():
+                continue
+            try:
+                content.update(f"{file.relative_to(folder)} {_file_hash(file)}\n".encode(errors="replace"))
+            except OSError:
+                return None
+    return content.hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _columns(rows: Rows, source: str) -> dict[str, list[Any]]:
+    """The columns that have a value in one of the first rows, with these values.
 
     Raises:
         DataError: none of these rows can be read.
     """
-    seen: set[str] = set()
+    seen: dict[str, list[Any]] = {}
     first_rows = range(min(LOOKED_AT, len(rows)))
     unread: list[RowError] = []
     for index in first_rows:
@@ -198,9 +236,9 @@ def _columns(rows: Rows, source: str) -> Iterator[str]:
                 raise DataError(f"No row of {source} can be read; of the first: {unread[0]}") from unread[0]
             continue
         for name, value in row.items():
-            if value is not None and name not in seen:
-                seen.add(name)
-                yield name
+            if value is not None:
+                seen.setdefault(name, []).append(value)
+    return seen
 
 
 def _interleaved(

@@ -1,6 +1,8 @@
 """Rows of data sets become tokens and weights, or are counted by the reason why not."""
 
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollgrad.adapters.data.examples import preparation
-from rollgrad.adapters.data.examples.formats import ReadingSettings, find_format, read_row
+from rollgrad.adapters.data.examples.formats import read_row
 from rollgrad.adapters.data.examples.preparation import PreparedExamples, cache_key, prepare_examples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
+from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.adapters.data.examples.rows import Conversation, PlainText, Pretokenised, Reason, RowError
 from rollgrad.adapters.data.examples.sources import Mixture, open_sources
@@ -85,6 +88,36 @@ def test_data_of_other_trainers_and_unknown_columns_are_named() -> None:
     sample, _ = read_row({"question": "q", "response": "r"}, ExampleFormat.COMPLETION, keyed)
     assert isinstance(sample, Conversation)
     assert [message["content"] for message in sample.messages] == ["q", "r"]
+
+
+def test_labelled_completions_are_imitated_only_when_that_is_said() -> None:
+    columns = ["prompt", "completion", "label"]
+    for labels in ([True, False], [1, 0, 1], ["true", "False"], [1.0]):
+        with pytest.raises(DataError, match=r"as prompt_completion .* or as good and bad completions .* --data.format"):
+            find_format(columns, "set", READING, labels)
+        said = evolve(READING, format=ExampleFormat.COMPLETION)
+        assert find_format(columns, "set", said, labels) is ExampleFormat.COMPLETION
+    for labels in ([], ["sports", "true"], [0, 2]):
+        assert find_format(columns, "set", READING, labels) is ExampleFormat.COMPLETION
+
+
+def test_labels_are_looked_at(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b", "label": label} for label in (None, True, False)]
+    with pytest.raises(DataError, match="good and bad completions"):
+        opened(write(tmp_path / "a.jsonl", *rows))
+
+
+def test_a_named_prompt_has_its_completion() -> None:
+    keyed = evolve(READING, input_key="question")
+    assert find_format(["question", "completion"], "set", keyed) is ExampleFormat.COMPLETION
+    sample, _ = read_row({"question": "q", "completion": "r"}, ExampleFormat.COMPLETION, keyed)
+    assert isinstance(sample, Conversation)
+    assert [message["content"] for message in sample.messages] == ["q", "r"]
+    assert find_format(["question", "response"], "set", keyed) is ExampleFormat.MESSAGES
+    with pytest.raises(RowError, match=r"question holds a text, not messages: .*--data.output_key.*--data.format text"):
+        read_row({"question": "q", "response": "r"}, ExampleFormat.MESSAGES, keyed)
+    sample, _ = read_row({"question": "q"}, ExampleFormat.TEXT, evolve(keyed, format=ExampleFormat.TEXT))
+    assert sample == PlainText(prompt="", completion="q", whole=True)
 
 
 def test_texts_become_messages_as_in_rollouts_or_stay_plain() -> None:
@@ -178,6 +211,55 @@ def test_pretokenised_rows_are_trained_as_given() -> None:
         assert sample == Pretokenised(token_ids=(5, 6, 7), weights=expected)
 
 
+def test_padding_is_left_out() -> None:
+    for mask in ([0, 1, 1, 0], [False, True, True, False]):
+        for more, expected in (({}, (1.0, 1.0)), ({"labels": [-100, -100, 6, -100]}, (0.0, 1.0))):
+            row = {"input_ids": [9, 5, 6, 9], "attention_mask": mask, **more}
+            sample, _ = read_row(row, ExampleFormat.TOKENS, READING)
+            assert sample == Pretokenised(token_ids=(5, 6), weights=expected)
+
+
+def test_parts_of_text_are_the_text(tiny_tokenizer: Any) -> None:
+    def row(*parts: Any) -> dict[str, Any]:
+        return {"messages": [CHAT[0], {"role": "assistant", "content": [*parts]}]}
+
+    preparer = Preparer(tiny_tokenizer, PreparationSettings())
+    parts = ({"type": "text", "text": "sev", "image": None}, {"text": "e"}, "n")
+    assert preparer.prepare(row(*parts), ExampleFormat.MESSAGES) == preparer.prepare(
+        {"messages": CHAT}, ExampleFormat.MESSAGES
+    )
+    for part, said in (
+        ({"type": "image", "url": "a.png"}, "text alone"),
+        ({"type": "text", "text": "a", "train": False}, "own train or weight"),
+        (7, "text alone"),
+    ):
+        with pytest.raises(RowError, match=said) as caught:
+            preparer.prepare(row(part), ExampleFormat.MESSAGES)
+        assert caught.value.reason is Reason.BROKEN
+
+
+@pytest.mark.parametrize("change", [{"train": False}, {"weight": 0.5}, {"weight": 0}])
+def test_training_all_leaves_no_message_out(change: Mapping[str, Any]) -> None:
+    reading = evolve(READING, train_on=TrainOn.ALL)
+    with pytest.raises(RowError, match=r"--data\.train_on all trains everything") as caught:
+        read_row({"messages": [*CHAT, CHAT[0], {**CHAT[1], **change}]}, ExampleFormat.MESSAGES, reading)
+    assert caught.value.reason is Reason.BROKEN
+    sample, _ = read_row({"messages": [CHAT[0], {**CHAT[1], "train": True}]}, ExampleFormat.MESSAGES, reading)
+    assert isinstance(sample, Conversation)
+    assert sample.whole
+
+
+def test_the_error_of_a_template_is_told(tiny_tokenizer: Any) -> None:
+    from tests.fakes.chat_templates import tokenizer_with
+
+    preparer = Preparer(tokenizer_with("gemma3", tiny_tokenizer), PreparationSettings())
+    with pytest.raises(RowError, match="roles must alternate") as caught:
+        preparer.prepare(
+            {"messages": [CHAT[0], {"role": "user", "content": "x" * 900}, CHAT[1]]}, ExampleFormat.MESSAGES
+        )
+    assert caught.value.reason is Reason.REFUSED
+
+
 def test_templates_get_the_variables_of_the_row(tiny_tokenizer: Any) -> None:
     from tests.fakes.chat_templates import tokenizer_with
 
@@ -229,6 +311,18 @@ BAD: list[tuple[Mapping[str, Any], ExampleFormat, Reason]] = [
     ({"input_ids": [5, 6], "loss_mask": [0, 1], "labels": [5, 6]}, ExampleFormat.TOKENS, Reason.BROKEN),
     ({"input_ids": "56"}, ExampleFormat.TOKENS, Reason.BROKEN),
     ({"input_ids": [5, 6], "loss_mask": 3}, ExampleFormat.TOKENS, Reason.BROKEN),
+    ({"input_ids": [5, 6], "attention_mask": [1]}, ExampleFormat.TOKENS, Reason.BROKEN),
+    ({"input_ids": [5, 6], "attention_mask": [1, 2]}, ExampleFormat.TOKENS, Reason.BROKEN),
+    ({"input_ids": [5, 6], "attention_mask": [0, 0]}, ExampleFormat.TOKENS, Reason.EMPTY),
+    ({"messages": CHAT, "images": ["a.png"]}, ExampleFormat.MESSAGES, Reason.BROKEN),
+    ({"text": "x", "image": {"bytes": "a"}}, ExampleFormat.TEXT, Reason.BROKEN),
+    ({"instruction": "x", "output": "y", "input": 5}, ExampleFormat.ALPACA, Reason.BROKEN),
+    ({"instruction": "x", "output": "y", "system": ["s"]}, ExampleFormat.ALPACA, Reason.BROKEN),
+    (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": 5},
+        ExampleFormat.SHAREGPT,
+        Reason.BROKEN,
+    ),
 ]
 
 
@@ -258,7 +352,7 @@ json_values = st.recursive(
     noise=st.dictionaries(
         st.sampled_from(["messages", "conversations", "prompt", "completion", "text", "input_ids", "labels", "tools",
                          "weight", "instruction", "output", "history", "system", "chat_template_kwargs",
-                         "chosen", "rejected", "margin"]),
+                         "chosen", "rejected", "margin", "attention_mask", "images", "input"]),
         json_values,
         max_size=3,
     ),
@@ -461,6 +555,31 @@ def test_other_files_and_missing_ones(tmp_path: Path, tiny_tokenizer: Any) -> No
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="has no rows"):
         opened(tmp_path / "empty.jsonl")
+
+
+def test_data_are_known_by_their_content(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"text": "one"}, {"text": "two"}])
+    rows.to_csv(tmp_path / "a.csv")
+    rows.to_parquet(tmp_path / "a.parquet")
+    rows.to_json(tmp_path / "a.json", lines=False)
+    rows.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "folder").mkdir()
+    rows.to_parquet(tmp_path / "folder" / "train.parquet")
+    for name in ("a.csv", "a.parquet", "a.json", "saved", "folder"):
+        before = opened(tmp_path / name).fingerprint
+        copy = tmp_path / "copy" / name
+        copy.parent.mkdir(exist_ok=True)
+        if (tmp_path / name).is_dir():
+            shutil.copytree(tmp_path / name, copy)
+        else:
+            shutil.copy(tmp_path / name, copy)
+        for file in copy.rglob("*") if copy.is_dir() else [copy]:
+            os.utime(file, (1, 1))
+        assert opened(copy).fingerprint == before, name
+    Dataset.from_list([{"text": "one"}, {"text": "six"}]).to_parquet(tmp_path / "copy" / "folder" / "train.parquet")
+    assert opened(tmp_path / "copy" / "folder").fingerprint != opened(tmp_path / "folder").fingerprint
 
 
 def test_a_tokenizer_that_cannot_say_where_tokens_lie_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:

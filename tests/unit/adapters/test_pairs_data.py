@@ -8,9 +8,9 @@ import torch
 from attrs import evolve
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.data.examples.formats import ReadingSettings, find_format
 from rollgrad.adapters.data.examples.preparation import PreparedPairs
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
+from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
 from rollgrad.adapters.data.examples.rows import Reason, RowError
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.batches.examples import pack_preferences
@@ -65,6 +65,38 @@ def test_texts_without_a_prompt_share_what_both_begin_with(tmp_path: Path, tiny_
     assert prompt + rejected.removesuffix("<|im_end|>") == row["rejected"]
 
 
+@pytest.mark.parametrize(
+    ("begin", "chosen", "rejected", "trained"),
+    [
+        ("\n\nHuman: Add.\n\nAssistant: ", "the", "is", (" the", " is")),
+        ("\n\nHuman: Add.\n\nAssistant: ", "I'm here", "I'll go", None),
+        ("\n\nHuman: Add.\n\nAssistant: ", "Yes", "Yes, it is", None),
+    ],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_the_token_that_decides_is_trained(
+    begin: str,
+    chosen: str,
+    rejected: str,
+    trained: tuple[str, str] | None,
+    named: bool,
+    tmp_path: Path,
+    tiny_tokenizer: Any,
+) -> None:
+    row = {"prompt": begin, "chosen": chosen, "rejected": rejected}
+    reading = evolve(READING, apply_chat_template=False)
+    if not named:
+        row = {"chosen": begin + chosen, "rejected": begin + rejected}
+    pair = pairs_of(tmp_path, tiny_tokenizer, row, reading=reading)[0]
+    prompt, *found = texts(pair, tiny_tokenizer)
+    assert [prompt + text for text in found] == [begin + text + "<|im_end|>" for text in (chosen, rejected)]
+    if trained is not None:
+        assert found == [text + "<|im_end|>" for text in trained]
+    if not named:
+        first, second = (reply.token_ids_T[pair.chosen.prompt_length] for reply in (pair.chosen, pair.rejected))
+        assert first != second, "nothing before the first difference is trained"
+
+
 def test_only_what_follows_the_common_messages_is_trained(tmp_path: Path, tiny_tokenizer: Any) -> None:
     before = [*ASKED, SEVEN, {"role": "user", "content": "And more?"}]
     row = {"chosen": [*before, EIGHT], "rejected": [*before, SEVEN], "margin": 2, "weight": 0.5}
@@ -100,6 +132,13 @@ def test_columns_of_other_names(tmp_path: Path, tiny_tokenizer: Any) -> None:
         ({"chosen": [*ASKED, SEVEN], "rejected": [EIGHT]}, Reason.BROKEN, "one is a whole conversation"),
         ({"chosen": [*ASKED, SEVEN], "rejected": ASKED}, Reason.BROKEN, "no reply of its own"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "big"}, Reason.BROKEN, "margin"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("inf")}, Reason.BROKEN, "no finite number"),
+        ({"chosen": "One", "rejected": "2"}, Reason.BROKEN, "no prompt in common"),
+        (
+            {"prompt": ASKED, "chosen": [{**SEVEN, "weight": 0.5}], "rejected": [EIGHT]},
+            Reason.BROKEN,
+            "weight other than 0 and 1",
+        ),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "weight": 0}, Reason.UNTRAINED, "weight 0"),
     ],
 )
@@ -126,3 +165,15 @@ def test_long_pairs_are_dropped_or_cut_but_never_to_equal_replies(tmp_path: Path
     kept = pairs_of(path, tiny_tokenizer, differing, max_tokens=40, overlong=LongRows.CUT)
     assert [len(reply) for reply in (kept[0].chosen, kept[0].rejected)] == [40, 40]
     assert texts(kept[0], tiny_tokenizer)[1].startswith("b b")
+
+
+def test_margins_may_be_negative(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    assert pairs_of(tmp_path, tiny_tokenizer, {**ROWS["texts"], "margin": -0.5})[0].margin == -0.5
+
+
+def test_texts_without_a_prompt_take_no_system_message(tiny_tokenizer: Any) -> None:
+    reading = evolve(READING, system_prompt="Be brief.")
+    preparer = Preparer(tiny_tokenizer, PreparationSettings(reading=reading))
+    with pytest.raises(RowError, match=r"take no system message: leave out --data\.system_prompt"):
+        preparer.prepare({"chosen": "Add: seven", "rejected": "Add: eight"}, ExampleFormat.PAIRS)
+    assert preparer.prepare(ROWS["texts"], ExampleFormat.PAIRS).branches

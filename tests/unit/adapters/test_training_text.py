@@ -325,6 +325,15 @@ def test_generation_marks_are_used_and_the_stop_token_is_trained_all_the_same(ti
         assert made.anomalies == anomalies
 
 
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_text_that_the_template_leaves_out_is_noticed(family: str, tiny_tokenizer: Any) -> None:
+    text = TrainingText(codec_of(family, tiny_tokenizer))
+    assert Anomaly.NO_TEXT not in text.replies(CHAT, weights(CHAT)).anomalies
+    if family == "llama3_1":  # it writes the call alone
+        asked = [CALLS[0], reply("I look it up.", tool_calls=[CALL])]
+        assert Anomaly.NO_TEXT in text.replies(asked, weights(asked), [TOOL]).anomalies
+
+
 def test_a_template_without_a_stop_token_is_noticed(tiny_tokenizer: Any) -> None:
     tokenizer = tokenizer_with("smollm2", tiny_tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "

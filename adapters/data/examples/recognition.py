@@ -1,0 +1,123 @@
+"""Recognises the format of a data set by its columns, and of unpaired completions by their labels.
+
+Invariant: if several formats fit, none is chosen: that is an error that names them. Does not own: what rows of a format
+say (`formats`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from rollgrad.application.settings.sections.examples import ExampleFormat, TrainOn
+from rollgrad.domain.errors import DataError
+
+COLUMNS: Mapping[ExampleFormat, tuple[str, ...]] = {
+    ExampleFormat.TOKENS: ("input_ids",),
+    ExampleFormat.MESSAGES: ("messages",),
+    ExampleFormat.SHAREGPT: ("conversations",),
+    ExampleFormat.COMPLETION: ("prompt", "completion"),
+    ExampleFormat.ALPACA: ("instruction", "output"),
+    ExampleFormat.TEXT: ("text",),
+}
+"""Columns that each format needs."""
+
+PAIR_COLUMNS = ("chosen", "rejected")
+REPLY_COLUMN = "completion"
+"""Column of the reply to a prompt whose column is named."""
+
+OTHER_TASKS: Mapping[str, tuple[str, ...]] = {
+    "preference pairs": PAIR_COLUMNS,
+    "labelled steps": ("completions", "labels"),
+    "rankings": ("context", "completions"),
+}
+"""Columns of rows that other trainers learn from."""
+
+
+@frozen(kw_only=True)
+class ReadingSettings:
+    """Settings of parsing rows: the format, the columns by name where they are not the format's own, whether texts
+    become messages of the chat template, a system message before every conversation, a text with {} around plain
+    prompts, and what is trained. The format of preference pairs is never told by columns: who learns from pairs sets
+    it."""
+
+    format: ExampleFormat = ExampleFormat.AUTO
+    input_key: str | None = None
+    output_key: str | None = None
+    chosen_key: str | None = None
+    rejected_key: str | None = None
+    apply_chat_template: bool = True
+    system_prompt: str | None = None
+    input_template: str | None = None
+    train_on: TrainOn = TrainOn.ASSISTANT
+    known_role: Callable[[str], bool] | None = field(default=None, eq=False)
+
+
+def find_format(
+    columns: Sequence[str], name: str, settings: ReadingSettings, labels: Sequence[Any] = ()
+) -> ExampleFormat:
+    """The format of a data set with these columns.
+
+    Args:
+        columns: of its rows.
+        name: of the data set, for errors.
+        settings: a format and columns that are set win.
+        labels: what the first rows have in the column `label`.
+
+    Raises:
+        DataError: no format or several fit, or columns of the one that is set are missing.
+    """
+    present = set(columns)
+    shown_columns = ", ".join(sorted(present - {"datasource"})) or "none"
+    for key, flag in ((settings.input_key, "--data.input_key"), (settings.output_key, "--data.output_key")):
+        if key is not None and key not in present and key.partition(".")[0] not in present:
+            raise DataError(f"{name!r} has no column {key!r}: set {flag} to one of its columns ({shown_columns}).")
+    if settings.format is ExampleFormat.PAIRS:
+        given = (settings.chosen_key, settings.rejected_key)
+        missing = [name for name, key in zip(PAIR_COLUMNS, given, strict=True) if key is None and name not in present]
+        if missing:
+            flags = " and ".join(f"--data.{name}_key" for name in missing)
+            raise DataError(
+                f"{name!r} has no column {' and no column '.join(map(repr, missing))}, but pairs have one for each "
+                f"reply: its columns are {shown_columns}; name the columns with {flags}."
+            )
+        return settings.format
+    if settings.format is not ExampleFormat.AUTO:
+        missing = [] if settings.input_key else [c for c in COLUMNS[settings.format] if c not in present]
+        if missing:
+            raise DataError(
+                f"{name!r} has no column {' and no column '.join(map(repr, missing))}, which --data.format "
+                f"{settings.format} needs: its columns are {shown_columns}; set --data.format to another, or auto."
+            )
+        return settings.format
+    if settings.input_key is not None:
+        answered = settings.output_key is not None or (settings.input_key != REPLY_COLUMN and REPLY_COLUMN in present)
+        return ExampleFormat.COMPLETION if answered else ExampleFormat.MESSAGES
+    found = [kind for kind, needed in COLUMNS.items() if present.issuperset(needed)]
+    if len(found) > 1:
+        readings = " or as ".join(f"{kind} ({', '.join(COLUMNS[kind])})" for kind in found)
+        raise DataError(f"{name!r} can be read as {readings}: set --data.format to {' or '.join(found)}.")
+    if found == [ExampleFormat.COMPLETION] and labels and all(map(_says_good_or_bad, labels)):
+        raise DataError(
+            f"{name!r} can be read as {found[0]} ({', '.join(COLUMNS[found[0]])}), which imitates every completion, or "
+            "as good and bad completions (prompt, completion, label), which train sft does not learn from: keep only "
+            f"the rows with a true label, or set --data.format {found[0]} to imitate all."
+        )
+    if found:
+        return found[0]
+    for task, needed in OTHER_TASKS.items():
+        if present.issuperset(needed):
+            raise DataError(
+                f"{name!r} has {task} ({', '.join(needed)}), which train sft does not learn from: choose other data, "
+                "or name the columns to imitate with --data.input_key and --data.output_key."
+            )
+    known = "; ".join(f"{kind}: {', '.join(needed)}" for kind, needed in COLUMNS.items())
+    raise DataError(
+        f"{name!r} has the columns {shown_columns}, of which no format can be told ({known}): rename columns, or set "
+        "--data.input_key and --data.output_key."
+    )
+
+
+def _says_good_or_bad(label: Any) -> bool:
+    """Whether a label is true or false: a boolean, 0 or 1, or one of these words."""
+    return label in (0, 1) if isinstance(label, int | float) else str(label).strip().lower() in ("true", "false")
