@@ -13,7 +13,7 @@ from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.sections.examples import PairDataConfig
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.entrypoints.composition.chat import make_codec, make_tokenizer
-from rollgrad.entrypoints.composition.examples import make_examples
+from rollgrad.entrypoints.composition.examples import make_eval_examples, make_examples
 
 TRAINED, CONTEXT = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"
@@ -44,6 +44,20 @@ def show_rows(run: SFTRun | DPORun, *, count: int, console: Console | None = Non
     show_report(f"{run.data.dataset}", examples.report, console)
     examples.report.check(run.data.max_dropped, "data.dataset")
     return examples
+
+
+def show_held_out(run: SFTRun | DPORun) -> None:
+    """Prepares the held-out examples of `run`, if it has any, and prints their report to stdout.
+
+    Raises:
+        RollgradError: data cannot be read, or more rows than allowed cannot be used.
+    """
+    if run.eval.dataset is None:
+        return
+    tokenizer = make_tokenizer(run.actor, run.data)
+    codec = make_codec(run.data, tokenizer)
+    examples = make_eval_examples(run.data, run.eval, run.actor.model_name_or_path, tokenizer, codec)
+    show_report(run.eval.dataset, examples.report, Console(file=sys.stdout, highlight=False, markup=False))
 
 
 def coloured(tokenizer: Any, token_ids: list[int], weights: list[float], console: Console) -> Text:

@@ -75,6 +75,17 @@ def eval_file_problems(config: RLConfig) -> dict[str, RollgradError]:
     return problems
 
 
+def example_file_problems(run: Any) -> list[RollgradError]:
+    """Returns what is wrong with the paths of a run over examples that it reads after its model: those of its reference
+    and of its held-out examples."""
+    problems: dict[str, RollgradError] = {}
+    if hasattr(run, "ref"):
+        _note(problems, "ref.model_name_or_path", _check_model, "ref.model_name_or_path", run.ref.model_name_or_path)
+    for name in dataset_names(run.eval.dataset or ""):
+        _note(problems, "eval.dataset", _check_dataset, "eval.dataset", name)
+    return list(problems.values())
+
+
 def _note(problems: dict[str, RollgradError], key: str, check: Callable[..., None], *arguments: Any) -> None:
     """Runs `check(*arguments)`, and adds its error to `problems` under `key`."""
     try:

@@ -180,7 +180,9 @@ def _train_offline(function: str, parsed: TrainFlags, run: SFTRun | DPORun, erro
     if parsed.dry_run:
         rehearse_sft(run, errors)
         return 0
-    raise_together(errors)
+    from rollgrad.entrypoints.dry_run import example_file_problems
+
+    raise_together([*errors, *example_file_problems(run)])
     with _results_only_on_stdout():
         from rollgrad.entrypoints import offline
 

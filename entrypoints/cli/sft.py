@@ -28,7 +28,7 @@ def parse_sft(arguments: Sequence[str]) -> tuple[SFTArguments, SFTRun, list[Roll
 
 
 def rehearse_sft(run: SFTRun | DPORun, errors: Sequence[RollgradError]) -> None:
-    """`--dry_run`: prepares the data, shows their report and a row, and says all that is wrong.
+    """`--dry_run`: prepares the data, held-out ones too, shows their reports and a row, and says all that is wrong.
 
     Raises:
         RollgradError: settings, files or data are wrong.
@@ -36,14 +36,16 @@ def rehearse_sft(run: SFTRun | DPORun, errors: Sequence[RollgradError]) -> None:
     import sys
 
     from rollgrad.entrypoints.config_io import dump_config
-    from rollgrad.entrypoints.data_show import show_rows
+    from rollgrad.entrypoints.data_show import show_held_out, show_rows
+    from rollgrad.entrypoints.dry_run import example_file_problems
     from rollgrad.entrypoints.run_directory import output_problem
 
     sys.stdout.write(dump_config(run))
-    raise_together(errors)
+    raise_together([*errors, *example_file_problems(run)])
     problem = output_problem(run.ckpt)
     if problem is not None:
         from rollgrad.domain.errors import CheckpointError
 
         raise CheckpointError(problem)
     show_rows(run, count=1)
+    show_held_out(run)

@@ -96,6 +96,7 @@ class BaseContainer(containers.DeclarativeContainer):
         temperature=temperature,
         divide=divide,
     )
+    remote_reference = providers.Singleton(lambda cluster, make: cluster.reference(make), cluster, make)
     policy = providers.Selector(
         providers.Callable(trainer_kind, config),
         process=local_policy,
@@ -117,5 +118,5 @@ class BaseContainer(containers.DeclarativeContainer):
             own=local_reference,
             actor=providers.Singleton(AdapterlessReference, policy),  # also where the caller gave the policy
         ),
-        cluster=providers.Singleton(lambda cluster, make: cluster.reference(make), cluster, make),
+        cluster=remote_reference,
     )

@@ -147,6 +147,13 @@ class Cluster:
         )
         return EngineFleet(run_to_end(engines))
 
+    def end(self, role: str) -> None:
+        """Ends the processes of a role, if there are any; their places are free for others, or for it again."""
+        ended = [group for group in self._groups if group.name == role]
+        self._groups = [group for group in self._groups if group.name != role]
+        for group in ended:
+            group.close()
+
     def close(self) -> None:
         """Ends models and, if it was started here, Ray; may be called again."""
         groups, self._groups = self._groups, []

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from dependency_injector import providers
@@ -19,7 +20,7 @@ from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.episodes.examples import Preference
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel
-from rollgrad.entrypoints.composition.cluster import Role
+from rollgrad.entrypoints.composition.cluster import Cluster, Role
 from rollgrad.entrypoints.composition.examples import (
     make_total_steps,
     reference_directory,
@@ -103,10 +104,26 @@ def make_pairs(
     return made
 
 
+def unload_reference(
+    run: DPORun, local: providers.Singleton[Any], remote: providers.Singleton[Any], cluster: Callable[[], Cluster]
+) -> None:
+    """Frees the memory of the reference, in this process or in those of a cluster; it is loaded again when needed."""
+    local.reset()
+    if run.cluster.enable:
+        remote.reset()
+        cluster().end("reference")
+
+
 class DPOContainer(OfflineContainer):
     """All objects of a run over preference pairs; `config` is the validated `DPORun`. `dpo_container` makes it."""
 
-    unload = providers.Callable(lambda reference: reference.reset(), OfflineContainer.local_reference.provider)
+    unload = providers.Callable(
+        unload_reference,
+        OfflineContainer.config,
+        OfflineContainer.local_reference.provider,
+        OfflineContainer.remote_reference.provider,
+        OfflineContainer.cluster.provider,
+    )
     fingerprint = providers.Singleton(reference_fingerprint, OfflineContainer.config)
     pairs = providers.Singleton(
         make_pairs,

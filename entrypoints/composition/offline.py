@@ -41,6 +41,12 @@ def evaluation_kind(dataset: str | None) -> str:
     return "none" if dataset is None else "examples"
 
 
+def make_schedule(held_out: object, **settings: Any) -> Schedule:
+    """Returns the schedule. `held_out` is made by then, though not read: wrong data are refused before a model is
+    loaded."""
+    return Schedule(**settings)
+
+
 def describe_examples(config: Any, examples: Any) -> Description:
     """Returns the description of a run on these examples; a caller's own have no fingerprint."""
     if not isinstance(examples, PreparedExamples):
@@ -102,7 +108,8 @@ class OfflineContainer(BaseContainer):
     run = providers.Singleton(  # the schedule first: data that cannot be used are refused before the model is loaded
         Run,
         schedule=providers.Callable(
-            Schedule,
+            make_schedule,
+            eval_examples,
             steps=BaseContainer.total_steps,
             eval_steps=BaseContainer.config.provided.eval.steps,
             save_steps=BaseContainer.config.provided.ckpt.save_steps,

@@ -235,6 +235,28 @@ def test_data_that_cannot_be_read_are_one_sentence(
         assert "Traceback" not in error
 
 
+def test_held_out_data_are_looked_at_before_the_model_is_loaded(
+    tiny_model_dir: Path,
+    conversations: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text('{"question": "1"}\n')
+    arguments = ["train", "sft", *words(tiny_model_dir, conversations, tmp_path / "run"), "--eval.dataset"]
+    assert main([*arguments, str(conversations), "--dry_run"]) == 0
+    assert capsys.readouterr().out.count("20 of 20") == 2
+    monkeypatch.setattr("rollgrad.entrypoints.composition.models.load_causal_lm", None)
+    for dataset, sentence in ((str(wrong), "'"), ("nowhere.jsonl", "eval.dataset is 'nowhere.jsonl', which does not")):
+        for more in ([], ["--dry_run"]):
+            assert main([*arguments, dataset, *more]) == 2
+            assert sentence in capsys.readouterr().err
+    pairs = ["train", "dpo", "--actor.model_name_or_path", str(tiny_model_dir), "--data.dataset", "pairs.jsonl"]
+    assert main([*pairs, "--ref.model_name_or_path", "./nowhere", "--dry_run"]) == 2
+    assert "ref.model_name_or_path is './nowhere', which is no directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["data", "show", "--n", "2"], ["train", "sft", "--dry_run"]])
 def test_rows_are_shown_with_their_trained_tokens(
     command: list[str],

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def prepare_examples(
         setting: names the data in errors.
 
     Raises:
-        DataError: rows are too long, and that is an error.
+        DataError: rows are too long, and that is an error; or a process died.
         ConfigurationError: the tokenizer has no chat template, or cannot say where its tokens lie.
     """
     day = date.today().isoformat() if writes_date(tokenizer) else None
@@ -243,9 +244,22 @@ def _results(
         for chunk in chunks:
             yield from _prepared(preparer, [_read(mixture, index) for index in chunk])
         return
+    try:
+        yield from _results_of_processes(mixture, chunks, (tokenizer, settings), num_workers)
+    except BrokenProcessPool as error:
+        raise DataError(
+            "A process that prepares data died: memory ran out, something killed it, or it ran your script again, as "
+            f"every such process does. --data.num_workers is {num_workers}: lower it (1 is this process alone), or put "
+            "what your script does below `if __name__ == '__main__':`."
+        ) from error
+
+
+def _results_of_processes(
+    mixture: Mixture, chunks: Iterable[range], preparing: tuple[Any, PreparationSettings], num_workers: int
+) -> Iterator[PreparedRow | Refusal]:
     # Not forked: the threads of tokenizers and torch do not survive that.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, context, _begin_worker, (tokenizer, settings)) as pool:
+    with ProcessPoolExecutor(num_workers, context, _begin_worker, preparing) as pool:
         waiting: list[Any] = []
         for chunk in chunks:
             waiting.append(pool.submit(_work, [_read(mixture, index) for index in chunk]))

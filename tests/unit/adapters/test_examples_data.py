@@ -448,6 +448,20 @@ def test_processes_make_the_same(tmp_path: Path, tiny_tokenizer: Any, monkeypatc
     assert alone.rows.tolist() == together.rows.tolist()
 
 
+def die(tasks: Any) -> None:
+    os._exit(1)
+
+
+def test_the_death_of_a_process_is_a_sentence(
+    tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", *[{"messages": CHAT}] * 8)
+    monkeypatch.setattr(preparation, "CHUNK", 4)
+    monkeypatch.setattr(preparation, "_work", die)
+    with pytest.raises(DataError, match=r"A process that prepares data died: .* --data.num_workers is 2"):
+        prepared(opened(path), tiny_tokenizer, workers=2)
+
+
 def test_prepared_data_are_found_again_unless_something_changed(
     tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

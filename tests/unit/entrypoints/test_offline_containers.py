@@ -14,6 +14,7 @@ from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
+from rollgrad.application.settings.sections.cluster import ClusterConfig
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.examples import (
     ExampleDataConfig,
@@ -25,7 +26,7 @@ from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.ports.checkpoint_store import TrainingState
-from rollgrad.entrypoints.composition.cluster import Role, neighbours
+from rollgrad.entrypoints.composition.cluster import Cluster, Role, neighbours
 from rollgrad.entrypoints.composition.dpo import (
     dpo_container,
     make_dpo_roles,
@@ -112,3 +113,39 @@ def test_a_callers_own_examples_need_no_fingerprint() -> None:
     free = dpo_container(evolve(DPO, dpo=PreferenceSettings(loss=("simpo",))))
     free.examples.override(providers.Object(["a pair"]))
     assert free.pairs() == ["a pair"]
+
+
+def test_a_clusters_reference_ends_when_the_log_probs_are_there() -> None:
+    run = evolve(DPO, cluster=ClusterConfig(enable=True), ref=RefConfig(model_name_or_path="r"))
+    made, ended = [], []
+
+    class FakeCluster:
+        def reference(self, make: Any) -> object:
+            made.append(object())
+            return made[-1]
+
+        def end(self, role: str) -> None:
+            ended.append(role)
+
+    container = dpo_container(run)
+    container.cluster.override(providers.Object(FakeCluster()))
+    assert container.loaded_reference() is container.loaded_reference()
+    container.unload()
+    assert ended == ["reference"]
+    assert container.loaded_reference() is made[1], "another one, for held-out pairs"
+
+
+def test_a_cluster_ends_the_processes_of_one_role() -> None:
+    class Group:
+        def __init__(self, name: str) -> None:
+            self.name, self.closed = name, 0
+
+        def close(self) -> None:
+            self.closed += 1
+
+    cluster = Cluster.__new__(Cluster)
+    actor, reference = groups = [Group("actor"), Group("reference")]
+    cluster._groups = list[Any](groups)
+    cluster.end("reference")
+    cluster.end("reference")
+    assert (actor.closed, reference.closed, cluster._groups) == (0, 1, [actor])
