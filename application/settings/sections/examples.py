@@ -119,14 +119,16 @@ class ExampleDataConfig(RowsConfig):
     )
     input_key: str | None = setting(
         None,
-        "Column with the prompt, the messages or the text, where it is not the format's own; a dot leads into a "
-        "nested column.",
+        "Column with the prompt, the messages or (with data.format text) the text, where it is not the format's own; "
+        "a dot leads into a nested column.",
     )
-    output_key: str | None = setting(None, "Column with the completion of input_key's prompt.")
+    output_key: str | None = setting(
+        None, "Column with the completion of input_key's prompt; default: completion, where rows have one."
+    )
     train_on: TrainOn = setting(
         TrainOn.ASSISTANT,
         "Tokens that carry loss: of every assistant message, of the last one, of the completion (what follows the "
-        "last user message), or all. The keys train and weight of a message win.",
+        "last user message), or all. The keys train and weight of a message win; with all they may leave nothing out.",
     )
 
 
