@@ -28,6 +28,7 @@ class ExampleLearner(Generic[Example]):
         pack: makes the batch of an optimizer step.
         objective: the loss, of the model's log-probs or of its values; its metrics say how they are combined.
         max_tokens: token budget of one micro-batch.
+        shares: number of equal shares of it, one for each process or group of them that has a copy of the model.
     """
 
     under_way = False
@@ -35,20 +36,33 @@ class ExampleLearner(Generic[Example]):
 
     @overload
     def __init__(
-        self, model: PolicyModel, *, pack: Pack[Example], objective: PolicyObjective[ExampleBatch], max_tokens: int
+        self,
+        model: PolicyModel,
+        *,
+        pack: Pack[Example],
+        objective: PolicyObjective[ExampleBatch],
+        max_tokens: int,
+        shares: int = 1,
     ) -> None: ...
 
     @overload
     def __init__(
-        self, model: ValueModel, *, pack: Pack[Example], objective: ValueObjective[ExampleBatch], max_tokens: int
+        self,
+        model: ValueModel,
+        *,
+        pack: Pack[Example],
+        objective: ValueObjective[ExampleBatch],
+        max_tokens: int,
+        shares: int = 1,
     ) -> None: ...
 
-    def __init__(self, model: Any, *, pack: Pack[Example], objective: Any, max_tokens: int) -> None:
+    def __init__(self, model: Any, *, pack: Pack[Example], objective: Any, max_tokens: int, shares: int = 1) -> None:
         self._model = model
         self._scores = model.score if isinstance(model, PolicyModel) else model.values
         self._pack = pack
         self._objective = objective
         self._max_tokens = max_tokens
+        self._shares = shares
 
     def learn(self, examples: Sequence[Example]) -> dict[str, float]:
         """Takes one optimizer step; returns its metrics, as `train/name`.
@@ -57,7 +71,7 @@ class ExampleLearner(Generic[Example]):
             NonFiniteUpdateError: the loss or the gradient is not finite; nothing has changed.
         """
         batch = self._pack(examples)
-        metrics = self._model.update(split(batch, self._max_tokens), self._objective)
+        metrics = self._model.update(split(batch, self._max_tokens, self._shares), self._objective)
         counts = {"tokens": float(batch.token_count), "trained_tokens": float(batch.action_mask_N.sum())}
         return {f"train/{name}": float(value) for name, value in (metrics | counts).items()}
 
@@ -67,7 +81,7 @@ class ExampleLearner(Generic[Example]):
 
     def parts(self, examples: Sequence[Example]) -> list[ExampleBatch]:
         """Returns the micro-batches of `examples`, with the weights that they have in all of them together."""
-        return split(self._pack(examples), self._max_tokens)
+        return split(self._pack(examples), self._max_tokens, self._shares)
 
     def measure_part(self, part: ExampleBatch) -> Mapping[str, Tensor | float]:
         """Returns the loss and the objective's metrics of one of the `parts`."""

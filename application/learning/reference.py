@@ -49,6 +49,7 @@ def with_reference(
     *,
     key: str,
     max_tokens: int,
+    shares: int = 1,
     name: str = "the pairs",
 ) -> ReferencedPairs:
     """Returns the pairs with their log-probs under a reference.
@@ -59,6 +60,7 @@ def with_reference(
         store: where they are kept.
         key: of the reference and the pairs.
         max_tokens: token budget of one forward pass.
+        shares: number of equal shares of it, as in `split`.
         name: says in the log which pairs they are.
     """
     scores = store.load(key)[: len(pairs)]
@@ -67,13 +69,15 @@ def with_reference(
         reference = make_reference()
         for first in range(len(scores), len(pairs), CHUNK):
             chunk = [pairs[index] for index in range(first, min(first + CHUNK, len(pairs)))]
-            found = _scores(reference.score, chunk, max_tokens)
+            found = _scores(reference.score, chunk, max_tokens, shares)
             store.append(key, first, found)
             scores.extend(found)
     return ReferencedPairs(pairs, scores)
 
 
-def check_start(policy: PolicyModel, pairs: ExampleSource[Preference], *, max_tokens: int, tolerance: float) -> None:
+def check_start(
+    policy: PolicyModel, pairs: ExampleSource[Preference], *, max_tokens: int, tolerance: float, shares: int = 1
+) -> None:
     """Checks that a policy that has not been trained gives what its reference gives, so that the loss of DPO begins at
     log 2.
 
@@ -81,6 +85,7 @@ def check_start(policy: PolicyModel, pairs: ExampleSource[Preference], *, max_to
         policy: scores some pairs.
         pairs: with the reference's log-probs.
         max_tokens: token budget of one forward pass.
+        shares: number of equal shares of it, as in `split`.
         tolerance: mean difference of a token's log-prob that rounding may make, in nats.
 
     Raises:
@@ -88,7 +93,7 @@ def check_start(policy: PolicyModel, pairs: ExampleSource[Preference], *, max_to
     """
     chosen = [pairs[index] for index in range(min(CHECKED, len(pairs)))]
     expected = [pair.ref_logprobs_A for pair in chosen if pair.ref_logprobs_A is not None]
-    gap = float((torch.cat(_scores(policy.score, chosen, max_tokens)) - torch.cat(expected)).abs().mean())
+    gap = float((torch.cat(_scores(policy.score, chosen, max_tokens, shares)) - torch.cat(expected)).abs().mean())
     if not gap <= tolerance:
         raise ConfigurationError(
             f"The policy is not yet trained, but its log-probs differ from the reference's by {gap:.3g} a token "
@@ -99,10 +104,12 @@ def check_start(policy: PolicyModel, pairs: ExampleSource[Preference], *, max_to
         )
 
 
-def _scores(score: Callable[[PackedBatch], TokenScores], pairs: Sequence[Preference], max_tokens: int) -> list[Tensor]:
+def _scores(
+    score: Callable[[PackedBatch], TokenScores], pairs: Sequence[Preference], max_tokens: int, shares: int
+) -> list[Tensor]:
     """Returns the log-probs of each pair's trained tokens, on the CPU."""
     batch = pack_preferences([evolve(pair, weight=1.0, ref_logprobs_A=None) for pair in pairs])
-    parts = split(batch, max_tokens)
+    parts = split(batch, max_tokens, shares)
     columns = [score(part).logprobs_N[part.action_mask_N].float().cpu() for part in parts]
     sizes = [pair.chosen.trained_length + pair.rejected.trained_length for pair in pairs]
     scores: tuple[Tensor, ...] = torch.cat(columns).split_with_sizes(sizes)

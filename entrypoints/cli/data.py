@@ -1,5 +1,6 @@
 """`rollgrad data show`."""
 
+import sys
 from collections.abc import Sequence
 
 from attrs import define
@@ -9,6 +10,8 @@ from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import raise_together
 from rollgrad.domain.settings import NOT_NEGATIVE, setting
 from rollgrad.entrypoints.cli.parsing import RunFlags, parse_run
+from rollgrad.entrypoints.config_io import dump_config
+from rollgrad.entrypoints.redaction import hidden_note
 
 
 @define(kw_only=True)
@@ -20,13 +23,19 @@ class DataShowArguments(RunFlags, SFTRun):
 
 
 def show_data(arguments: Sequence[str]) -> None:
-    """Shows rows and the report.
+    """Shows rows and the report, or with --print_config the settings.
 
     Raises:
         RollgradError: a flag, a file or the data are wrong.
     """
     parsed, run, unread = parse_run(DataShowArguments, SFTRun, "data show", arguments)
+    if parsed.print_config:
+        text = dump_config(run)
+        sys.stderr.write(hidden_note(text))
+        sys.stdout.write(text)
     raise_together([*unread, *sft_errors(run)])
+    if parsed.print_config:
+        return
     from rollgrad.entrypoints.data_show import show_rows
 
     show_rows(run, count=parsed.n)

@@ -6,11 +6,12 @@ from attrs import define
 
 from rollgrad.application.settings.dpo import DPORun, dpo_errors
 from rollgrad.domain.errors import RollgradError
-from rollgrad.entrypoints.cli.parsing import TrainFlags, parse_run
+from rollgrad.entrypoints.cli.parsing import parse_run
+from rollgrad.entrypoints.cli.sft import ExampleFlags
 
 
 @define(kw_only=True)
-class DPOArguments(TrainFlags, DPORun):
+class DPOArguments(ExampleFlags, DPORun):
     """Trains a model on preference pairs, by DPO or another loss of pairs. Every setting below is also a key of the
     YAML file."""
 

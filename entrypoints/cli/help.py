@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 import attrs
-from attrs import frozen
+from attrs import evolve, frozen
 
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.settings import Told
@@ -100,6 +100,11 @@ ESSENTIALS = {
 """The example and the essential settings of each command that reads the settings of a run."""
 
 
+OF_EXAMPLES = ("train sft", "train dpo", "data show")
+NOT_OF_EXAMPLES = frozenset({"actor.lora.sync", "logger.log_samples"})
+"""Settings of runs that sample, which commands over examples refuse and do not show."""
+
+
 @frozen
 class Setting:
     """A setting of a command: its dotted name, type, default and docstring."""
@@ -131,6 +136,10 @@ def show_help(command: str, kind: type[attrs.AttrsInstance], arguments: Sequence
         ConfigurationError: there is no such section.
     """
     sections = list(_sections(with_extension(kind, arguments)(), ""))
+    if command in OF_EXAMPLES:
+        sections = [
+            evolve(its, settings=tuple(s for s in its.settings if s.name not in NOT_OF_EXAMPLES)) for its in sections
+        ]
     topic = _topic(arguments)
     if topic is None:
         lines = _essentials(command, kind, sections)

@@ -8,11 +8,23 @@ from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import RollgradError, raise_together
+from rollgrad.domain.settings import setting
 from rollgrad.entrypoints.cli.parsing import TrainFlags, parse_run
 
 
+@define(kw_only=True, slots=False)
+class ExampleFlags(TrainFlags):
+    """Flags of commands that train on examples."""
+
+    dry_run: bool = setting(
+        False,
+        "Check all that the run would refuse before its first step: settings, files and data; show the settings, the "
+        "report of the data and a row, and leave.",
+    )
+
+
 @define(kw_only=True)
-class SFTArguments(TrainFlags, SFTRun):
+class SFTArguments(ExampleFlags, SFTRun):
     """Fine-tunes a model on conversations, prompts with completions, or texts. Every setting below is also a key of the
     YAML file."""
 

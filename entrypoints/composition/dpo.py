@@ -25,7 +25,7 @@ from rollgrad.entrypoints.composition.examples import (
     make_total_steps,
     reference_directory,
 )
-from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles, tokens_per_pass
+from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles, shares_of_pass, tokens_per_pass
 from rollgrad.entrypoints.run_directory import continues
 
 START_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -93,14 +93,20 @@ def make_pairs(
     actor = policy() if begins else None  # loaded before its files are looked at: a hub's are here then
     key = reference_key(run, fingerprint(), examples.fingerprint if isinstance(examples, PreparedExamples) else None)
     store = ScoreFiles(None if key is None else reference_directory(run.data))
-    budget = tokens_per_pass(run)
+    budget, shares = tokens_per_pass(run), shares_of_pass(run)
     made = with_reference(
-        pairs, reference if actor is None else lambda: actor, store, key=str(key), max_tokens=budget, name=setting
+        pairs,
+        reference if actor is None else lambda: actor,
+        store,
+        key=str(key),
+        max_tokens=budget,
+        shares=shares,
+        name=setting,
     )
     unload()
     if actor is not None:
         tolerance = START_TOLERANCE[resolve_dtype(run.actor.dtype, default_device())]
-        check_start(actor, made, max_tokens=budget, tolerance=tolerance)
+        check_start(actor, made, max_tokens=budget, shares=shares, tolerance=tolerance)
     return made
 
 

@@ -29,6 +29,13 @@ def tokens_per_pass(run: ExampleRun) -> int:
     return run.train.max_tokens_per_micro_batch * run.actor.num_nodes * run.actor.num_gpus_per_node
 
 
+def shares_of_pass(run: ExampleRun) -> int:
+    """Returns how many equal shares that budget has: one for each process, or group of processes that share the layers
+    or the sequences."""
+    width = run.ds.sequence_parallel_size * run.ds.tensor_parallel_size if run.cluster.enable else 1
+    return max(1, run.actor.num_nodes * run.actor.num_gpus_per_node // width)
+
+
 def make_roles(run: ExampleRun) -> dict[str, Role]:
     """Returns the processes of the model in a cluster."""
     actor = run.actor
@@ -89,6 +96,7 @@ class OfflineContainer(BaseContainer):
         pack=pack,
         objective=objective,
         max_tokens=providers.Callable(tokens_per_pass, BaseContainer.config),
+        shares=providers.Callable(shares_of_pass, BaseContainer.config),
     )
     steps = providers.Singleton(
         Epochs,

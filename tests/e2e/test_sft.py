@@ -265,6 +265,11 @@ def test_rows_are_shown_with_their_trained_tokens(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if command[0] == "data":
+        assert main([*command, "--print_config", *words(tiny_model_dir, conversations, tmp_path / "run")]) == 0
+        printed = capsys.readouterr().out
+        assert "model_name_or_path: " in printed
+        assert "20 of 20" not in printed
     assert main([*command, *words(tiny_model_dir, conversations, tmp_path / "run")]) == 0
     shown = capsys.readouterr().out
     assert "<|im_start|>assistant\n⟦0<|im_end|>⟧" in shown

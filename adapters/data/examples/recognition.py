@@ -69,7 +69,8 @@ def find_format(
     """
     present = set(columns)
     shown_columns = ", ".join(sorted(present - {"datasource"})) or "none"
-    for key, flag in ((settings.input_key, "--data.input_key"), (settings.output_key, "--data.output_key")):
+    first = "prompt" if settings.format is ExampleFormat.PAIRS else "input"
+    for key, flag in ((settings.input_key, f"--data.{first}_key"), (settings.output_key, "--data.output_key")):
         if key is not None and key not in present and key.partition(".")[0] not in present:
             raise DataError(f"{name!r} has no column {key!r}: set {flag} to one of its columns ({shown_columns}).")
     if settings.format is ExampleFormat.PAIRS:

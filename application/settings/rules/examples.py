@@ -23,6 +23,7 @@ from rollgrad.application.settings.sections.examples import (
     ExampleTrainConfig,
     RowsConfig,
 )
+from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.application.settings.validation import broken_rules
@@ -60,6 +61,11 @@ class ExampleRun(Protocol):
     @property
     def ds(self) -> DeepSpeedConfig:
         """Returns the section `ds`."""
+        ...
+
+    @property
+    def logger(self) -> LoggerConfig:
+        """Returns the section `logger`."""
         ...
 
 
@@ -101,6 +107,11 @@ def example_problems(run: ExampleRun) -> Iterator[str]:
         yield (
             f"eval.steps is {run.eval.steps}, but there is nothing to evaluate on: set --eval.dataset, or leave "
             "--eval.steps out."
+        )
+    if run.logger.log_samples != LoggerConfig().log_samples:
+        yield (
+            f"logger.log_samples is {run.logger.log_samples}, but nothing is sampled in this run: leave "
+            "--logger.log_samples out."
         )
     if run.actor.lora.sync != LoraConfig().sync:
         yield (

@@ -70,7 +70,8 @@ class LoraConfig:
     load_in_4bit: bool = setting(
         False,
         "QLoRA: keep the weights beside the adapters in 4 bits (NF4 with double quantisation, pip install "
-        "rollgrad[qlora]). Rollouts, the reference and the saved model then have the dequantised weights.",
+        "rollgrad[qlora]). The reference, the saved model and whatever samples from it then have the "
+        "dequantised weights.",
         only_if=WITH_ADAPTERS,
     )
     sync: LoraSync = setting(
@@ -94,15 +95,15 @@ class ModelConfig:
     )
     dtype: DType = setting(
         DType.AUTO,
-        "Compute format of all models, and of the engines that the run starts; auto is bfloat16 where the hardware "
+        "Compute format of all models of the run, wherever they compute; auto is bfloat16 where the hardware "
         "multiplies it natively, else float32. float16 rounds eight times less than bfloat16 but overflows early: "
         "its loss is scaled, and steps whose gradients overflow are skipped.",
     )
     float32_head: bool = setting(
         False,
-        "Compute logits in float32 from the hidden states and the output embedding, whatever dtype is: log-probs of "
-        "the actor, the reference and the embedded engine are then free of the rounding of logits (0.02 on average "
-        "with logits of a standard deviation of 5 in bfloat16). vLLM's stay as they are.",
+        "Compute logits in float32 from the hidden states and the output embedding, whatever dtype is: log-probs "
+        "are then free of the rounding of logits (0.02 on average with logits of a standard deviation of 5 in "
+        "bfloat16), but for those of other programs that sample.",
     )
     gradient_checkpointing: bool = setting(
         False, "Recompute activations in the backward pass: less memory, about a third more compute."

@@ -18,7 +18,7 @@ class ClusterConfig:
 
     enable: bool = setting(
         False,
-        "Let Ray place actor, critic, reference and vLLM engines in processes of their own, and DeepSpeed train in "
+        "Let Ray place models, and engines of a run that samples, in processes of their own, and DeepSpeed train in "
         "them (pip install rollgrad[ray,deepspeed,vllm]); without it models are trained in this process.",
     )
     address: str | None = setting(

@@ -114,6 +114,8 @@ def test_columns_of_other_names(tmp_path: Path, tiny_tokenizer: Any) -> None:
     assert texts(pair, tiny_tokenizer)[1:] == ("seven<|im_end|>", "eight<|im_end|>")
     with pytest.raises(DataError, match=r"no column 'chosen' and no column 'rejected'.*--data.chosen_key and"):
         find_format(list(row), "set", READING)
+    with pytest.raises(DataError, match=r"set --data.prompt_key to one of its columns"):
+        find_format(list(row), "set", evolve(reading, input_key="asked"))
 
 
 @pytest.mark.parametrize(

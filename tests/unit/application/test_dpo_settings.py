@@ -9,6 +9,7 @@ from attrs import evolve
 from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig, dpo_errors
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleFormat, PairDataConfig
+from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig
 from rollgrad.domain.algorithms.settings import PreferenceSettings
@@ -62,6 +63,12 @@ def test_a_reference_that_nobody_reads_is_refused() -> None:
 def test_all_problems_are_named_together() -> None:
     found = sentences(DPORun(dpo=PreferenceSettings(loss=("what",), beta=-1.0)))
     assert [sentence.split()[0] for sentence in found] == ["dpo.beta", "No", "dpo.loss", "No"]
+
+
+def test_samples_of_a_run_that_has_none_are_refused() -> None:
+    run = evolve(RUN, logger=LoggerConfig(log_samples=3))
+    (sentence,) = sentences(run)
+    assert sentence.startswith("logger.log_samples is 3, but nothing is sampled in this run")
 
 
 def test_pairs_are_not_imitated() -> None:

@@ -59,6 +59,16 @@ def test_no_forward_pass_or_process_has_half_a_pair(
 
 
 @given(LENGTHS, st.integers(1, 60), st.integers(1, 4))
+def test_no_process_gets_more_than_its_budget(lengths: list[tuple[int, int]], budget: int, processes: int) -> None:
+    batch = pairs(lengths)
+    longest = max(part.token_count for part in split(batch, 1))
+    passes = split(batch, budget * processes, processes)
+    assert sum(map(len, passes)) == len(batch)
+    for part in passes:
+        assert all(shard.token_count <= max(budget, longest) for shard in shards(part, processes).parts)
+
+
+@given(LENGTHS, st.integers(1, 60), st.integers(1, 4))
 def test_a_loss_of_pairs_is_the_same_in_any_division(
     lengths: list[tuple[int, int]], budget: int, processes: int
 ) -> None:

@@ -13,7 +13,7 @@ from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.entrypoints.cli.data import DataShowArguments
-from rollgrad.entrypoints.cli.help import ESSENTIALS
+from rollgrad.entrypoints.cli.help import ESSENTIALS, NOT_OF_EXAMPLES
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.parsing import EvalArguments, TrainArguments, flag_kinds, parse_run
 from rollgrad.entrypoints.cli.sft import SFTArguments
@@ -68,7 +68,7 @@ def test_commands_over_examples_show_their_own_settings(command: str, capsys: py
     run = parse_run(SFT_KINDS[command], SFTRun, command, words[1 + len(command.split()) :])[1]
     assert sft_errors(run) == []
     text = helped(capsys, command, "all")
-    assert set(setting_names(SFTRun)) <= set(shown(text))
+    assert set(setting_names(SFTRun)) - NOT_OF_EXAMPLES <= set(shown(text))
     assert "--actor.adam.lr NUMBER (default: 1e-05)" in text
     assert "--rollout" not in text
 
@@ -150,3 +150,11 @@ def test_nobody_reads_the_errors() -> None:
     finally:
         os.close(writer)
     assert (result.stdout, result.returncode) == (b"", 141)
+
+
+def test_help_of_commands_over_examples_speaks_of_no_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("train sft", "train dpo"):
+        text = helped(capsys, command, "all")
+        assert not NOT_OF_EXAMPLES & set(shown(text))
+        for words in ("reward and memory", "Rollouts", "critic", "vLLM", "embedded engine"):
+            assert words not in " ".join(text.split()), (command, words)
