@@ -20,18 +20,34 @@ from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.algorithms.catalogue import IMITATION, PAIR_LOSSES
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.settings import BELOW_ONE, section, setting
+from rollgrad.domain.settings import BELOW_ONE, NOT_NEGATIVE, own_first, section, setting
+
+LR, LORA_LR = 5e-7, 5e-6
+"""Default learning rate of all weights, and of adapters."""
+
+
+@define(kw_only=True, field_transformer=own_first)
+class PreferenceAdamConfig(AdamConfig):
+    """AdamW on float32 master weights; biases and norm weights are not decayed."""
+
+    lr: float | None = setting(  # type: ignore[assignment] # a default that depends on lora.rank
+        None, "Peak learning rate; default: 5e-7, with adapters (lora.rank above 0) 5e-6.", NOT_NEGATIVE
+    )
 
 
 @define(kw_only=True)
 class PreferenceModelConfig(ModelConfig):
     """The model that is trained, and its optimizer."""
 
-    adam: AdamConfig = section(
-        lambda: AdamConfig(lr=5e-7), "AdamW. Adapters (lora.rank above 0) want about ten times the learning rate."
-    )
+    adam: PreferenceAdamConfig = section(PreferenceAdamConfig, "AdamW.")
     lr_scheduler: LRScheduler = setting(LRScheduler.COSINE_WITH_MIN_LR, "Learning rate after warm-up.")
     lr_warmup_ratio: float = setting(0.03, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
+
+    @property
+    def peak_lr(self) -> float:
+        """Learning rate of AdamW after warm-up: by default, adapters have a higher one."""
+        default = LORA_LR if self.lora.rank else LR
+        return default if self.adam.lr is None else self.adam.lr
 
 
 @define(kw_only=True)

@@ -53,6 +53,8 @@ def rehearse_sft(run: SFTRun | DPORun, errors: Sequence[RollgradError]) -> None:
     from rollgrad.entrypoints.run_directory import output_problem
 
     sys.stdout.write(dump_config(run))
+    if run.actor.adam.lr is None:
+        sys.stdout.write(f"# actor.adam.lr: {run.actor.peak_lr:g} by default\n")
     raise_together([*errors, *example_file_problems(run)])
     problem = output_problem(run.ckpt)
     if problem is not None:

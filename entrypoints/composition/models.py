@@ -25,7 +25,7 @@ def make_optimizer(
 ) -> OptimizerSettings:
     """Returns a model's optimizer settings for a run of `total_steps` optimizer steps."""
     return OptimizerSettings(
-        lr=section.adam.lr,
+        lr=section.peak_lr,
         betas=section.adam.betas,
         eps=section.adam.eps,
         weight_decay=section.adam.weight_decay,

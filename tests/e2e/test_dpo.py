@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 import rollgrad
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.models.torch.models import TorchPolicy, TorchReference
-from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig
+from rollgrad.application.settings.dpo import DPORun, PreferenceAdamConfig, PreferenceModelConfig
 from rollgrad.application.settings.sections.actor import DType, LoraConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
 from rollgrad.application.settings.sections.examples import ExampleEvalConfig, ExampleTrainConfig, PairDataConfig
 from rollgrad.application.settings.sections.logger import LoggerConfig
-from rollgrad.application.settings.sections.optimizer import AdamConfig
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
@@ -69,7 +68,9 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def settings(model: Path, data: Path, output: Path, **dpo: Any) -> DPORun:
     return DPORun(
-        actor=PreferenceModelConfig(model_name_or_path=str(model), dtype=DType.FLOAT32, adam=AdamConfig(lr=1e-3)),
+        actor=PreferenceModelConfig(
+            model_name_or_path=str(model), dtype=DType.FLOAT32, adam=PreferenceAdamConfig(lr=1e-3)
+        ),
         dpo=PreferenceSettings(**dpo),
         data=PairDataConfig(dataset=str(data)),
         train=ExampleTrainConfig(batch_size=BATCH, num_epochs=2),

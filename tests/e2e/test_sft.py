@@ -16,8 +16,8 @@ from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleEvalConfig
 from rollgrad.application.settings.sections.logger import LoggerConfig
-from rollgrad.application.settings.sections.optimizer import AdamConfig, LRScheduler
-from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig, SupervisedTrainConfig
+from rollgrad.application.settings.sections.optimizer import LRScheduler
+from rollgrad.application.settings.sft import SFTRun, SupervisedAdamConfig, SupervisedModelConfig, SupervisedTrainConfig
 from rollgrad.domain.errors import CheckpointError, DataError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.composition.sft import sft_container
@@ -53,7 +53,7 @@ def settings(model: Path, data: Path, output: Path, **train: Any) -> SFTRun:
     return SFTRun(
         actor=SupervisedModelConfig(
             model_name_or_path=str(model),
-            adam=AdamConfig(lr=1e-3),
+            adam=SupervisedAdamConfig(lr=1e-3),
             lr_scheduler=LRScheduler.CONSTANT,
             lr_warmup_ratio=0.0,
         ),

@@ -129,6 +129,11 @@ class ModelConfig:
         1.0, "Gradient norm above which gradients are scaled down; 0 turns clipping off.", NOT_NEGATIVE
     )
 
+    @property
+    def peak_lr(self) -> float:
+        """Learning rate of AdamW after warm-up."""
+        return self.adam.lr
+
 
 @define(kw_only=True)
 class ActorConfig(PolicyLossSettings, ModelConfig):

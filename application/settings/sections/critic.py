@@ -46,3 +46,8 @@ class CriticConfig:
     value_clip: float | None = setting(
         0.5, "Largest move of a value from its estimate before the update; none turns it off.", POSITIVE
     )
+
+    @property
+    def peak_lr(self) -> float:
+        """Learning rate of AdamW after warm-up."""
+        return self.adam.lr

@@ -13,6 +13,7 @@ from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig
 from rollgrad.domain.algorithms.settings import PreferenceSettings
+from rollgrad.entrypoints.composition.models import make_optimizer
 
 RUN = DPORun(actor=PreferenceModelConfig(model_name_or_path="m"), data=PairDataConfig(dataset="pairs.jsonl"))
 
@@ -63,6 +64,18 @@ def test_a_reference_that_nobody_reads_is_refused() -> None:
 def test_all_problems_are_named_together() -> None:
     found = sentences(DPORun(dpo=PreferenceSettings(loss=("what",), beta=-1.0)))
     assert [sentence.split()[0] for sentence in found] == ["dpo.beta", "No", "dpo.loss", "No"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "full", "adapters"), [(SupervisedModelConfig, 1e-5, 2e-4), (PreferenceModelConfig, 5e-7, 5e-6)]
+)
+def test_adapters_have_a_higher_learning_rate_unless_one_is_set(kind: Any, full: float, adapters: float) -> None:
+    actor = kind(model_name_or_path="m")
+    assert make_optimizer(actor, 10).lr == full
+    actor.lora.rank = 8
+    assert make_optimizer(actor, 10).lr == adapters
+    actor.adam.lr = 0.0
+    assert make_optimizer(actor, 10).lr == 0.0
 
 
 def test_samples_of_a_run_that_has_none_are_refused() -> None:

@@ -69,7 +69,7 @@ def test_commands_over_examples_show_their_own_settings(command: str, capsys: py
     assert sft_errors(run) == []
     text = helped(capsys, command, "all")
     assert set(setting_names(SFTRun)) - NOT_OF_EXAMPLES <= set(shown(text))
-    assert "--actor.adam.lr NUMBER (default: 1e-05)" in text
+    assert "default: 1e-5, with adapters (lora.rank above 0) 2e-4" in " ".join(text.split())
     assert "--rollout" not in text
 
 
