@@ -9,6 +9,8 @@ import os
 import runpy
 import sys
 import traceback
+import types
+from pathlib import Path
 
 sys.path.pop(0)  # this folder, which Python has put there
 
@@ -23,7 +25,11 @@ def run(words: list[str]) -> int:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
-            runpy.run_path(words[0], run_name="__main__")
+            script = types.ModuleType("__main__")
+            script.__file__ = words[0]
+            # Processes that the script spawns name its classes by the second name.
+            sys.modules["__main__"] = sys.modules["__mp_main__"] = script
+            exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), script.__dict__)
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)

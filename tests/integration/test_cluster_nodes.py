@@ -131,7 +131,7 @@ def test_a_cluster_that_does_not_answer_is_told(tiny_model_dir: Path, tmp_path: 
     config = RLConfig()
     config.actor.model_name_or_path, config.algo.advantage.estimator = str(tiny_model_dir), "reinforce"
     config.data.prompt_dataset = "reasoning_gym:basic_arithmetic"
-    config.ckpt.output_dir = str(tmp_path)
+    config.ckpt.output_dir, config.rollout.max_new_tokens = str(tmp_path), 16
     config.cluster.enable, config.cluster.address = True, "127.0.0.1:1"
     with pytest.raises(ConfigurationError, match="where no Ray cluster answers"):
         rollgrad.train(config)

@@ -88,7 +88,7 @@ def test_a_dry_run_refuses_what_the_run_would(script: str, workplace: Path, roll
     assert status == 2
     told = [line for line in errors.splitlines() if "level=info" not in line]
     assert len(told) == 1
-    assert told[0].startswith("error: ds.param_offload is on with ds.zero_stage 2")
+    assert told[0].startswith("error: ds.param_offload is True, but ds.zero_stage 2")
 
 
 RECORD = 'echo "${0##*/} $*" >> calls'
