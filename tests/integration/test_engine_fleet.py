@@ -370,7 +370,11 @@ def test_when_the_trainer_dies_in_a_push_nothing_is_sampled_from_half_a_model(wo
 def test_an_engine_that_cannot_start_says_why(world: World, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"vLLM did not start with .*nothing"):
         world.run(
-            start_engines(1, {"model": str(tmp_path / "nothing"), "eos_token_ids": ()}, options=[{"num_cpus": 0}])
+            start_engines(
+                1,
+                {"model": str(tmp_path / "nothing"), "eos_token_ids": ()},
+                options=[{"num_cpus": 0, "namespace": "beside"}],  # where the world's engines have no names
+            )
         )
 
 
