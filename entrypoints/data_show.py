@@ -9,9 +9,8 @@ from rich.text import Text
 
 from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.adapters.data.examples.report import DataReport
-from rollgrad.application.settings.dpo import DPORun
+from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.sections.examples import PairDataConfig
-from rollgrad.application.settings.sft import SFTRun
 from rollgrad.entrypoints.composition.chat import make_codec, make_tokenizer
 from rollgrad.entrypoints.composition.examples import make_eval_examples, make_examples
 
@@ -20,7 +19,7 @@ OPEN, CLOSE = "⟦", "⟧"
 """Marks around trained tokens if there are no colours."""
 
 
-def show_rows(run: SFTRun | DPORun, *, count: int, console: Console | None = None) -> PreparedExamples:
+def show_rows(run: OfflineRun, *, count: int, console: Console | None = None) -> PreparedExamples:
     """Prepares the examples of `run`, and prints the first `count` of them and the report to stdout.
 
     Raises:
@@ -46,7 +45,7 @@ def show_rows(run: SFTRun | DPORun, *, count: int, console: Console | None = Non
     return examples
 
 
-def show_held_out(run: SFTRun | DPORun) -> None:
+def show_held_out(run: OfflineRun) -> None:
     """Prepares the held-out examples of `run`, if it has any, and prints their report to stdout.
 
     Raises:

@@ -26,7 +26,7 @@ from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, RollgradError, raise_together
-from rollgrad.entrypoints.run_directory import output_problem
+from rollgrad.entrypoints.run_directory import check_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -214,6 +214,4 @@ def _check_output_dir(ckpt: CheckpointConfig) -> None:
         raise CheckpointError(
             f"ckpt.output_dir is {name!r}, but {existing} is no directory that can be written: set --ckpt.output_dir."
         )
-    problem = output_problem(ckpt)
-    if problem is not None:
-        raise CheckpointError(problem)
+    check_output(ckpt)

@@ -13,15 +13,14 @@ from rollgrad.application.settings.correction import log_correction
 from rollgrad.application.settings.rules import validate, validate_evaluation
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraConfig
-from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.extensions import load_extension
-from rollgrad.entrypoints.composition.lifetimes import CLOSED, closing, given, shut_down
+from rollgrad.entrypoints.composition.lifetimes import closing, give, given, shut_down
 from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
 from rollgrad.entrypoints.config_io import load_config as load_config
 from rollgrad.entrypoints.event_loop import run_to_end
-from rollgrad.entrypoints.run_directory import alone, output_problem
+from rollgrad.entrypoints.run_directory import alone, check_output
 from rollgrad.entrypoints.training import TrainResult as TrainResult
 from rollgrad.entrypoints.training import from_anywhere, train_in
 
@@ -58,9 +57,7 @@ def train(
     """
     load_extension(config)
     validate(config, has_reward=reward is not None, has_environment=environment is not None)
-    problem = output_problem(config.ckpt)
-    if problem is not None:
-        raise CheckpointError(problem)
+    check_output(config.ckpt)
     config = from_anywhere(config)
     container = _container(config, reward, environment, adapters)
     with alone(config.ckpt):
@@ -113,9 +110,5 @@ def _container(
             )
         )
         container.reward.override(given(source))
-    for name, adapter in adapters.items():
-        if name not in container.providers:
-            known = ", ".join(sorted(container.providers))
-            raise ConfigurationError(f"train() has no adapter called {name!r}; the known ones are {known}.")
-        container.providers[name].override(given(adapter) if name in CLOSED else providers.Object(adapter))
+    give(container, adapters, "train")
     return container

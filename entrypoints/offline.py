@@ -5,23 +5,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dependency_injector import providers
-
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.application.settings.dpo import DPORun, dpo_errors
+from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
-from rollgrad.domain.errors import CheckpointError, ConfigurationError, raise_together
+from rollgrad.domain.errors import CheckpointError, raise_together
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.dpo import dpo_container
-from rollgrad.entrypoints.composition.lifetimes import CLOSED, given
+from rollgrad.entrypoints.composition.lifetimes import give
 from rollgrad.entrypoints.composition.sft import sft_container
 from rollgrad.entrypoints.data_show import show_report
-from rollgrad.entrypoints.run_directory import alone, output_problem
+from rollgrad.entrypoints.run_directory import alone, check_output
 from rollgrad.entrypoints.training import TrainResult, from_anywhere, train_in
 
-Offline = TypeVar("Offline", SFTRun, DPORun)
+Offline = TypeVar("Offline", bound=OfflineRun)
 
 DATA_REPORT_FILE = "data_report.json"
 
@@ -65,16 +64,10 @@ def train_dpo(config: DPORun, **adapters: Any) -> TrainResult:
 def _train(
     function: str, config: Offline, make: Callable[[Offline], BaseContainer], adapters: Mapping[str, Any]
 ) -> TrainResult:
-    problem = output_problem(config.ckpt)
-    if problem is not None:
-        raise CheckpointError(problem)
+    check_output(config.ckpt)
     config = from_anywhere(config)
     container = make(config)
-    for name, adapter in adapters.items():
-        if name not in container.providers:
-            known = ", ".join(sorted(container.providers))
-            raise ConfigurationError(f"{function}() has no adapter called {name!r}; the known ones are {known}.")
-        container.providers[name].override(given(adapter) if name in CLOSED else providers.Object(adapter))
+    give(container, adapters, function)
     with alone(config.ckpt):
         return train_in(
             config,
@@ -84,7 +77,7 @@ def _train(
         )
 
 
-def _report_data(config: SFTRun | DPORun, container: Any) -> None:
+def _report_data(config: OfflineRun, container: Any) -> None:
     """Writes the report of the data and shows it."""
     sets: dict[str, PreparedExamples] = {"data.dataset": container.examples()}
     if config.eval.dataset is not None:

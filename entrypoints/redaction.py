@@ -196,6 +196,12 @@ def hide(secrets: Iterable[str]) -> None:
             stream.secrets.update(secrets)
 
 
+def print_settings(text: str) -> None:
+    """Prints settings to stdout, and before that to stderr whether secrets in them are hidden."""
+    sys.stderr.write(hidden_note(text))
+    sys.stdout.write(text)
+
+
 def hidden_note(text: str) -> str:
     """Returns a line that says that secrets in a text that is printed are hidden; empty if it holds none."""
     secrets = sys.stdout.secrets if isinstance(sys.stdout, RedactedStream) else set()

@@ -57,6 +57,17 @@ def output_problem(ckpt: CheckpointConfig) -> str | None:
     )
 
 
+def check_output(ckpt: CheckpointConfig) -> None:
+    """Checks that a run with these settings may write to `ckpt.output_dir`.
+
+    Raises:
+        CheckpointError: it may not; the message says why.
+    """
+    problem = output_problem(ckpt)
+    if problem is not None:
+        raise CheckpointError(problem)
+
+
 @contextmanager
 def alone(ckpt: CheckpointConfig) -> Iterator[None]:
     """Keeps other runs out of the directories that this one writes.

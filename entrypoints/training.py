@@ -17,7 +17,6 @@ from rollgrad.application.pipelines.run import Run
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.cluster import ClusterConfig
 from rollgrad.application.settings.sections.logger import LoggerConfig
-from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.lifetimes import closing, shut_down
@@ -25,9 +24,9 @@ from rollgrad.entrypoints.description import check_continues, settings_file
 from rollgrad.entrypoints.event_loop import run_to_end
 from rollgrad.entrypoints.run_directory import (
     LOGS,
+    check_output,
     continues,
     keep_steps,
-    output_problem,
     remove_run,
     write_config,
 )
@@ -116,9 +115,7 @@ def train_in(
         RollgradError, or any error that ended the run: the training so far is saved first.
     """
     output_dir = Path(config.ckpt.output_dir)
-    problem = output_problem(config.ckpt)  # again: another run may have been there until now
-    if problem is not None:
-        raise CheckpointError(problem)
+    check_output(config.ckpt)  # again: another run may have been there until now
     made: Any = container
     store: CheckpointStore = made.checkpoints()  # refuses an unwritable output before anything is loaded
     saved = store.load_training() if continues(config.ckpt) else None

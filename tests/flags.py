@@ -6,11 +6,10 @@ from typing import Any, get_args, get_origin
 
 from rollgrad.entrypoints.cli.chat import ChatArguments
 from rollgrad.entrypoints.cli.data import DataShowArguments
-from rollgrad.entrypoints.cli.dpo import DPOArguments
+from rollgrad.entrypoints.cli.offline import TRAINERS
 from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, flag_kinds
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments
-from rollgrad.entrypoints.cli.sft import SFTArguments
 
 KINDS: tuple[type[Any], ...] = (
     TrainArguments,
@@ -19,8 +18,7 @@ KINDS: tuple[type[Any], ...] = (
     ChatArguments,
     ServeAgentArguments,
     ServeRewardArguments,
-    SFTArguments,
-    DPOArguments,
+    *(trainer.arguments for trainer in TRAINERS.values()),
     DataShowArguments,
 )
 EVERY = {name: kind for arguments in reversed(KINDS) for name, kind in flag_kinds(arguments).items()}

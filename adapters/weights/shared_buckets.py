@@ -56,9 +56,8 @@ class SharedMemory:
         if path is None:
             file, self.path = tempfile.mkstemp(prefix="rollgrad-weights-", dir=DIRECTORY)
             try:
-                os.posix_fallocate(
-                    file, 0, BUCKETS * bucket_bytes
-                )  # without this, writing to a full /dev/shm would kill the process
+                # Without this, writing to a full /dev/shm would kill the process.
+                os.posix_fallocate(file, 0, BUCKETS * bucket_bytes)
             except OSError as error:
                 os.close(file)
                 self.unlink()

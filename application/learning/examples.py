@@ -75,10 +75,6 @@ class ExampleLearner(Generic[Example]):
         counts = {"tokens": float(batch.token_count), "trained_tokens": float(batch.action_mask_N.sum())}
         return {f"train/{name}": float(value) for name, value in (metrics | counts).items()}
 
-    def measure(self, examples: Sequence[Example]) -> dict[str, float]:
-        """Returns the loss and the objective's metrics over all `examples` together, without training."""
-        return together([self.measure_part(part) for part in self.parts(examples)])
-
     def parts(self, examples: Sequence[Example]) -> list[ExampleBatch]:
         """Returns the micro-batches of `examples`, with the weights that they have in all of them together."""
         return split(self._pack(examples), self._max_tokens, self._shares)

@@ -7,23 +7,16 @@ from collections.abc import Iterator
 
 from attrs import define
 
+from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules.examples import example_problems, shared_problems
-from rollgrad.application.settings.sections.actor import ModelConfig
-from rollgrad.application.settings.sections.ckpt import CheckpointConfig
-from rollgrad.application.settings.sections.cluster import ClusterConfig
-from rollgrad.application.settings.sections.ds import DeepSpeedConfig
-from rollgrad.application.settings.sections.examples import ExampleEvalConfig, ExampleTrainConfig, PairDataConfig
-from rollgrad.application.settings.sections.logger import LoggerConfig
-from rollgrad.application.settings.sections.optimizer import AdamConfig, LRScheduler
+from rollgrad.application.settings.sections.examples import ExampleModelConfig, ExampleTrainConfig, PairDataConfig
+from rollgrad.application.settings.sections.optimizer import AdamConfig
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.algorithms.catalogue import IMITATION, PAIR_LOSSES
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.settings import BELOW_ONE, NOT_NEGATIVE, own_first, section, setting
-
-LR, LORA_LR = 5e-7, 5e-6
-"""Default learning rate of all weights, and of adapters."""
+from rollgrad.domain.settings import NOT_NEGATIVE, own_first, section, setting
 
 
 @define(kw_only=True, field_transformer=own_first)
@@ -36,22 +29,15 @@ class PreferenceAdamConfig(AdamConfig):
 
 
 @define(kw_only=True)
-class PreferenceModelConfig(ModelConfig):
+class PreferenceModelConfig(ExampleModelConfig):
     """The model that is trained, and its optimizer."""
 
     adam: PreferenceAdamConfig = section(PreferenceAdamConfig, "AdamW.")
-    lr_scheduler: LRScheduler = setting(LRScheduler.COSINE_WITH_MIN_LR, "Learning rate after warm-up.")
-    lr_warmup_ratio: float = setting(0.03, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
-
-    @property
-    def peak_lr(self) -> float:
-        """Learning rate of AdamW after warm-up: by default, adapters have a higher one."""
-        default = LORA_LR if self.lora.rank else LR
-        return default if self.adam.lr is None else self.adam.lr
+    lrs = (5e-7, 5e-6)
 
 
-@define(kw_only=True)
-class DPORun:
+@define(kw_only=True, field_transformer=own_first)
+class DPORun(OfflineRun):
     """A run that learns from preference pairs."""
 
     actor: PreferenceModelConfig = section(PreferenceModelConfig, "The model that is trained.")
@@ -59,11 +45,6 @@ class DPORun:
     dpo: PreferenceSettings = section(PreferenceSettings, "The loss of preference pairs.")
     data: PairDataConfig = section(PairDataConfig, "The preference pairs.")
     train: ExampleTrainConfig = section(ExampleTrainConfig, "How pairs become optimizer steps.")
-    eval: ExampleEvalConfig = section(ExampleEvalConfig, "Evaluation.")
-    cluster: ClusterConfig = section(ClusterConfig, "Processes of their own for the models, on this machine or many.")
-    ds: DeepSpeedConfig = section(DeepSpeedConfig, "How models are divided over their processes.")
-    ckpt: CheckpointConfig = section(CheckpointConfig, "What is written where.")
-    logger: LoggerConfig = section(LoggerConfig, "Where metrics go.")
 
 
 def has_reference(dpo: PreferenceSettings) -> bool:

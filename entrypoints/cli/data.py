@@ -1,6 +1,5 @@
 """`rollgrad data show`."""
 
-import sys
 from collections.abc import Sequence
 
 from attrs import define
@@ -11,7 +10,7 @@ from rollgrad.domain.errors import raise_together
 from rollgrad.domain.settings import NOT_NEGATIVE, setting
 from rollgrad.entrypoints.cli.parsing import RunFlags, parse_run
 from rollgrad.entrypoints.config_io import dump_config
-from rollgrad.entrypoints.redaction import hidden_note
+from rollgrad.entrypoints.redaction import print_settings
 
 
 @define(kw_only=True)
@@ -30,9 +29,7 @@ def show_data(arguments: Sequence[str]) -> None:
     """
     parsed, run, unread = parse_run(DataShowArguments, SFTRun, "data show", arguments)
     if parsed.print_config:
-        text = dump_config(run)
-        sys.stderr.write(hidden_note(text))
-        sys.stdout.write(text)
+        print_settings(dump_config(run))
     raise_together([*unread, *sft_errors(run)])
     if parsed.print_config:
         return

@@ -14,34 +14,31 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rollgrad
-from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.rules import evaluation_errors, setting_errors
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines, raise_together
 from rollgrad.entrypoints.cli.chat import ChatArguments, chat
 from rollgrad.entrypoints.cli.data import DataShowArguments, show_data
-from rollgrad.entrypoints.cli.dpo import DPOArguments, parse_dpo
 from rollgrad.entrypoints.cli.help import asks_for_help, show_help
+from rollgrad.entrypoints.cli.offline import TRAINERS, parse_offline, rehearse_offline
 from rollgrad.entrypoints.cli.parsing import (
     DoctorArguments,
     EvalArguments,
     TrainArguments,
-    TrainFlags,
     parse,
     parse_run,
 )
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments, serve_reward_model
-from rollgrad.entrypoints.cli.sft import SFTArguments, parse_sft, rehearse_sft
 from rollgrad.entrypoints.composition.extensions import spelling_errors
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.names.suggestions import unknown_command
-from rollgrad.entrypoints.redaction import OutputClosedError, hidden_note, redacted_output
+from rollgrad.entrypoints.redaction import OutputClosedError, print_settings, redacted_output
 
 if TYPE_CHECKING:
     from rollgrad.entrypoints.library import TrainResult
@@ -122,14 +119,8 @@ def train_rl(arguments: Sequence[str]) -> int:
 
 
 def _print_config(config: RLConfig, errors: Sequence[RollgradError]) -> int:
-    _print_yaml(dump_config(config))
+    print_settings(dump_config(config))
     raise_together(errors)
-    return 0
-
-
-def _print_yaml(text: str) -> int:
-    sys.stderr.write(hidden_note(text))
-    sys.stdout.write(text)
     return 0
 
 
@@ -154,31 +145,18 @@ def _train(config: RLConfig, unread: Sequence[RollgradError] = (), *, dry_run: b
     return SIGNAL_STATUS + result.stopped_by if result.stopped_by else 0
 
 
-def train_sft(arguments: Sequence[str]) -> int:
-    """`rollgrad train sft`."""
+def train_offline(name: str, arguments: Sequence[str]) -> int:
+    """`rollgrad train sft` and the other trainers over examples."""
     if asks_for_help(arguments):
-        return show_help("train sft", SFTArguments, arguments)
-    parsed, run, errors = parse_sft(arguments)
-    return _train_offline("train_sft", parsed, run, errors)
-
-
-def train_dpo(arguments: Sequence[str]) -> int:
-    """`rollgrad train dpo`."""
-    if asks_for_help(arguments):
-        return show_help("train dpo", DPOArguments, arguments)
-    parsed, run, errors = parse_dpo(arguments)
-    return _train_offline("train_dpo", parsed, run, errors)
-
-
-def _train_offline(function: str, parsed: TrainFlags, run: SFTRun | DPORun, errors: Sequence[RollgradError]) -> int:
-    """Trains on examples by the function of that name in `entrypoints.offline`, unless a flag asks for less."""
+        return show_help(f"train {name}", TRAINERS[name].arguments, arguments)
+    parsed, run, errors = parse_offline(name, arguments)
     if parsed.print_config:
-        _print_yaml(dump_config(run))
+        print_settings(dump_config(run))
         raise_together(errors)
         return 0
     configure_logging()
     if parsed.dry_run:
-        rehearse_sft(run, errors)
+        rehearse_offline(run, errors)
         return 0
     from rollgrad.entrypoints.dry_run import example_file_problems
 
@@ -186,7 +164,7 @@ def _train_offline(function: str, parsed: TrainFlags, run: SFTRun | DPORun, erro
     with _results_only_on_stdout():
         from rollgrad.entrypoints import offline
 
-        result = getattr(offline, function)(run)
+        result = getattr(offline, f"train_{name}")(run)
     _show_result(run.ckpt.output_dir, result, console=run.logger.console)
     return SIGNAL_STATUS + result.stopped_by if result.stopped_by else 0
 
@@ -246,7 +224,8 @@ def openrlhf(arguments: Sequence[str]) -> int:
     refusal = check(config)
     if refusal:
         sys.stderr.write(f"rollgrad train rl will refuse this: {refusal}\n")
-    return _print_yaml(changed_settings(config))
+    print_settings(changed_settings(config))
+    return 0
 
 
 def doctor(arguments: Sequence[str]) -> int:
@@ -283,8 +262,7 @@ def talk(arguments: Sequence[str]) -> int:
 
 COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train rl": (train_rl, "train a model by reinforcement learning"),
-    "train sft": (train_sft, "fine-tune a model on conversations and texts"),
-    "train dpo": (train_dpo, "train a model on preference pairs"),
+    **{f"train {name}": (partial(train_offline, name), trainer.purpose) for name, trainer in TRAINERS.items()},
     "data show": (data_show, "show rows with the tokens that are trained"),
     "eval": (evaluate, "evaluate a model on held-out prompts"),
     "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any
 
+from attrs import evolve
+
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.examples.preparation import PreparedExamples, prepare_examples
 from rollgrad.adapters.data.examples.preparer import PreparationSettings
@@ -106,25 +108,22 @@ def _own_cache() -> Path:
 
 def reading_settings(data: RowsConfig) -> ReadingSettings:
     """Returns how rows are read."""
+    settings = ReadingSettings(
+        apply_chat_template=data.apply_chat_template,
+        system_prompt=data.system_prompt,
+        input_template=data.input_template,
+    )
     if isinstance(data, PairDataConfig):
-        return ReadingSettings(
+        return evolve(
+            settings,
             format=ExampleFormat.PAIRS,
             input_key=data.prompt_key,
             chosen_key=data.chosen_key,
             rejected_key=data.rejected_key,
-            apply_chat_template=data.apply_chat_template,
-            system_prompt=data.system_prompt,
-            input_template=data.input_template,
         )
     assert isinstance(data, ExampleDataConfig)
-    return ReadingSettings(
-        format=data.format,
-        input_key=data.input_key,
-        output_key=data.output_key,
-        apply_chat_template=data.apply_chat_template,
-        system_prompt=data.system_prompt,
-        input_template=data.input_template,
-        train_on=data.train_on,
+    return evolve(
+        settings, format=data.format, input_key=data.input_key, output_key=data.output_key, train_on=data.train_on
     )
 
 

@@ -4,11 +4,12 @@ A provider says so by its kind: `providers.Resource(closed_at_end, MAKE, ...)` c
 `LoopResource(MAKE, ...)` by its `aclose`; both only if it was made.
 """
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 from dependency_injector import containers, providers
 
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.closing import AsyncClosable, Closable
 
 CLOSED = ("engine", "sink", "tool_box", "server")
@@ -41,6 +42,19 @@ def given(adapter: Any) -> providers.Provider[Any]:
     if isinstance(adapter, Closable):
         return providers.Resource(closed_at_end, lambda: adapter)
     return providers.Object(adapter)
+
+
+def give(container: containers.DeclarativeContainer, adapters: Mapping[str, Any], function: str) -> None:
+    """Puts the caller's adapters, by the names of providers, in the place of those that the container would make.
+
+    Raises:
+        ConfigurationError: the container has no such provider; the message says to which `function` it was given.
+    """
+    for name, adapter in adapters.items():
+        if name not in container.providers:
+            known = ", ".join(sorted(container.providers))
+            raise ConfigurationError(f"{function}() has no adapter called {name!r}; the known ones are {known}.")
+        container.providers[name].override(given(adapter) if name in CLOSED else providers.Object(adapter))
 
 
 async def closing(work: Coroutine[Any, Any, Result], container: containers.DeclarativeContainer) -> Result:

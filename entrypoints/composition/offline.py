@@ -8,7 +8,7 @@ from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.application.learning.examples import ExampleLearner
 from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation
 from rollgrad.application.pipelines.run import Run, Schedule
-from rollgrad.application.settings.rules.examples import ExampleRun
+from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.domain.control.findings import LearningSettings, LearningWatch
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.cluster import Role
@@ -24,19 +24,19 @@ LESS_MEMORY = (
 )
 
 
-def tokens_per_pass(run: ExampleRun) -> int:
+def tokens_per_pass(run: OfflineRun) -> int:
     """Returns the token budget of one forward and backward pass, over all processes of the model."""
     return run.train.max_tokens_per_micro_batch * run.actor.num_nodes * run.actor.num_gpus_per_node
 
 
-def shares_of_pass(run: ExampleRun) -> int:
+def shares_of_pass(run: OfflineRun) -> int:
     """Returns how many equal shares that budget has: one for each process, or group of processes that share the layers
     or the sequences."""
     width = run.ds.sequence_parallel_size * run.ds.tensor_parallel_size if run.cluster.enable else 1
     return max(1, run.actor.num_nodes * run.actor.num_gpus_per_node // width)
 
 
-def make_roles(run: ExampleRun) -> dict[str, Role]:
+def make_roles(run: OfflineRun) -> dict[str, Role]:
     """Returns the processes of the model in a cluster."""
     actor = run.actor
     processes = actor.num_nodes * actor.num_gpus_per_node

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import rollgrad
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
+from rollgrad.application.learning.examples import together
 from rollgrad.application.settings.sections.actor import DType, LoraConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
 from rollgrad.application.settings.sections.data import DataConfig
@@ -132,7 +133,9 @@ def test_loss_and_accuracy_are_those_of_transformers(tiny_model_dir: Path, conve
     run.actor.dtype = DType.FLOAT32
     container = sft_container(run)
     examples = container.examples()
-    measured = container.learner().measure([examples[index] for index in range(len(examples))])
+    learner = container.learner()
+    parts = learner.parts([examples[index] for index in range(len(examples))])
+    measured = together([learner.measure_part(part) for part in parts])
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     total, count, right = 0.0, 0, 0
     for index in range(len(examples)):

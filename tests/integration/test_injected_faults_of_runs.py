@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from rollgrad.domain.control.staleness import StalenessBound
-from tests.fakes.chat_codec import FakeChatCodec
-from tests.fakes.metric_sink import FakeMetricSink
-from tests.fakes.models import FakePolicy
+from rollgrad.testing.chat_codec import FakeChatCodec
+from rollgrad.testing.metric_sink import FakeMetricSink
+from rollgrad.testing.models import FakePolicy
+from rollgrad.testing.prompt_source import FakePromptSource
+from rollgrad.testing.reward_source import FakeRewardSource
+from rollgrad.testing.rollout_engine import FakeRolloutEngine
+from rollgrad.testing.weight_channel import FakeWeightChannel
 from tests.fakes.pipeline import GROUPS, make_run
-from tests.fakes.prompt_source import FakePromptSource
-from tests.fakes.reward_source import FakeRewardSource
-from tests.fakes.rollout_engine import FakeRolloutEngine
-from tests.fakes.weight_channel import FakeWeightChannel
 from tests.integration.test_injected_faults import Trap, bounded, each_fault
 
 STEPS = 3

@@ -13,14 +13,13 @@ import torch
 from attrs import evolve, fields_dict, frozen
 from torch import Tensor
 
-from rollgrad.domain.algorithms.estimators import group
+from rollgrad.domain.algorithms.estimators import EstimatorInput, EstimatorParams, estimate, group
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.contract import PolicyLossParams
 from rollgrad.domain.algorithms.losses.corrections import correction_weights
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionSettings
 from rollgrad.domain.batches.packed import RolloutBatch
-from rollgrad.domain.estimators import EstimatorInput, EstimatorParams, estimate
 from rollgrad.domain.ports.models import TokenScores
 
 TOLERANCE = 1e-5

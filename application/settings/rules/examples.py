@@ -1,8 +1,8 @@
 """Rules of runs that learn from examples. See `validation`."""
 
 from collections.abc import Iterator
-from typing import Protocol
 
+from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules.cluster import cluster_problems
 from rollgrad.application.settings.rules.inputs import (
     PROBABILITY_TOLERANCE,
@@ -14,59 +14,17 @@ from rollgrad.application.settings.rules.inputs import (
 from rollgrad.application.settings.rules.lora import lora_problems
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig, LoraConfig, ModelConfig
-from rollgrad.application.settings.sections.cluster import ClusterConfig
 from rollgrad.application.settings.sections.data import DataConfig
-from rollgrad.application.settings.sections.ds import DeepSpeedConfig
 from rollgrad.application.settings.sections.examples import (
     ExampleEvalConfig,
     ExampleFormat,
     ExampleTrainConfig,
-    RowsConfig,
 )
 from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.errors import ConfigurationError
-
-
-class ExampleRun(Protocol):
-    """The sections that runs over examples have in common."""
-
-    @property
-    def actor(self) -> ModelConfig:
-        """Returns the section `actor`."""
-        ...
-
-    @property
-    def data(self) -> RowsConfig:
-        """Returns the section `data`."""
-        ...
-
-    @property
-    def train(self) -> ExampleTrainConfig:
-        """Returns the section `train`."""
-        ...
-
-    @property
-    def eval(self) -> ExampleEvalConfig:
-        """Returns the section `eval`."""
-        ...
-
-    @property
-    def cluster(self) -> ClusterConfig:
-        """Returns the section `cluster`."""
-        ...
-
-    @property
-    def ds(self) -> DeepSpeedConfig:
-        """Returns the section `ds`."""
-        ...
-
-    @property
-    def logger(self) -> LoggerConfig:
-        """Returns the section `logger`."""
-        ...
 
 
 def sft_errors(run: SFTRun) -> list[ConfigurationError]:
@@ -80,7 +38,7 @@ def sft_errors(run: SFTRun) -> list[ConfigurationError]:
     return broken_rules(run, rules)
 
 
-def example_problems(run: ExampleRun) -> Iterator[str]:
+def example_problems(run: OfflineRun) -> Iterator[str]:
     """Yields what is wrong with the examples and the length of the run."""
     data, train = run.data, run.train
     names = dataset_names(data.dataset)
@@ -139,14 +97,14 @@ def format_problems(run: SFTRun) -> Iterator[str]:
         )
 
 
-def shared_problems(run: ExampleRun) -> Iterator[str]:
+def shared_problems(run: OfflineRun) -> Iterator[str]:
     """Yields what is wrong with settings that reinforcement learning has as well, by its rules."""
     same = as_rl(run)
     for rule in (model_problems, lora_problems, optimizer_problems, cluster_problems, prompt_form_problems):
         yield from rule(same)
 
 
-def as_rl(run: ExampleRun) -> RLConfig:
+def as_rl(run: OfflineRun) -> RLConfig:
     """Returns the settings of a reinforcement-learning run that has the same model, processes and chat template."""
     actor, data, train = run.actor, run.data, run.train
     names = (field for field in ModelConfig.__annotations__ if field != "lora")

@@ -1,10 +1,13 @@
-"""The sections `data`, `train` and `eval` of trainers that learn from examples."""
+"""The sections `actor`, `data`, `train` and `eval` of trainers that learn from examples."""
 
 from enum import StrEnum
+from typing import ClassVar
 
 from attrs import define
 
+from rollgrad.application.settings.sections.actor import ModelConfig
 from rollgrad.application.settings.sections.data import WITH_TEMPLATE, WITHOUT_TEMPLATE
+from rollgrad.application.settings.sections.optimizer import LRScheduler
 from rollgrad.application.settings.sections.train import WITH_EMA
 from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, PERIOD, SHARE, Range, setting
 
@@ -52,6 +55,22 @@ class LongRows(StrEnum):
     """Their first data.max_tokens tokens are; no end is put where they are cut."""
     ERROR = "error"
     """They are an error."""
+
+
+@define(kw_only=True)
+class ExampleModelConfig(ModelConfig):
+    """A model that learns from examples, and its optimizer."""
+
+    lrs: ClassVar[tuple[float, float]]
+    """Default learning rate of all weights, and of adapters."""
+
+    lr_scheduler: LRScheduler = setting(LRScheduler.COSINE_WITH_MIN_LR, "Learning rate after warm-up.")
+    lr_warmup_ratio: float = setting(0.03, "Share of the run's optimizer steps spent warming up.", BELOW_ONE)
+
+    @property
+    def peak_lr(self) -> float:
+        """Learning rate of AdamW after warm-up: by default, adapters have a higher one."""
+        return self.lrs[bool(self.lora.rank)] if self.adam.lr is None else self.adam.lr
 
 
 @define(kw_only=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from rollgrad.application.learning.examples import ExampleLearner
+from rollgrad.application.learning.examples import ExampleLearner, together
 from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation
 from rollgrad.application.pipelines.run import Run, RunOutcome, Schedule
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
@@ -229,7 +229,8 @@ def reward_losses(budget: int) -> tuple[list[float], torch.Tensor]:
     model = FakeValue()
     learner = ExampleLearner(model, pack=pack_preferences, objective=RewardObjective(), max_tokens=budget)
     losses = [learner.learn(EXAMPLES)["train/loss"] for _ in range(5)]
-    assert learner.measure(EXAMPLES)["accuracy"] == pytest.approx(1.0)
+    measured = together([learner.measure_part(part) for part in learner.parts(EXAMPLES)])
+    assert measured["accuracy"] == pytest.approx(1.0)
     return losses, model.state_dict()["table"]
 
 

@@ -10,7 +10,7 @@ from attrs import evolve
 
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.application.learning import reference as module
-from rollgrad.application.learning.examples import ExampleLearner
+from rollgrad.application.learning.examples import ExampleLearner, together
 from rollgrad.application.learning.reference import check_start, with_reference
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.batches.examples import pack_preferences
@@ -113,7 +113,8 @@ def test_a_policy_that_is_its_reference_begins_at_log_2() -> None:
     policy = FakePolicy(LOGITS_V)
     check_start(policy, pairs, max_tokens=100, tolerance=1e-3)
     learner = ExampleLearner(policy, pack=pack_preferences, objective=PreferenceObjective(), max_tokens=6)
-    measured = learner.measure([pairs[index] for index in range(PAIRS)])
+    parts = learner.parts([pairs[index] for index in range(PAIRS)])
+    measured = together([learner.measure_part(part) for part in parts])
     assert measured["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert measured["reward_margin"] == pytest.approx(0, abs=1e-6)
 

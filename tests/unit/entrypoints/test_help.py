@@ -15,8 +15,8 @@ from rollgrad.application.settings.sft import SFTRun
 from rollgrad.entrypoints.cli.data import DataShowArguments
 from rollgrad.entrypoints.cli.help import ESSENTIALS, NOT_OF_EXAMPLES
 from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.cli.offline import SFTArguments
 from rollgrad.entrypoints.cli.parsing import EvalArguments, TrainArguments, flag_kinds, parse_run
-from rollgrad.entrypoints.cli.sft import SFTArguments
 from rollgrad.entrypoints.config_io import setting_names
 
 SECTIONS = sorted({name.rpartition(".")[0] for name in setting_names()})

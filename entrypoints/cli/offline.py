@@ -1,0 +1,87 @@
+"""`rollgrad train sft`, `train dpo` and the other trainers over examples: their flags, and what a command does."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import define, frozen
+
+from rollgrad.application.settings.dpo import DPORun, dpo_errors
+from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.rules.examples import sft_errors
+from rollgrad.application.settings.sft import SFTRun
+from rollgrad.domain.errors import ConfigurationError, RollgradError, raise_together
+from rollgrad.domain.settings import setting
+from rollgrad.entrypoints.cli.parsing import TrainFlags, parse_run
+
+
+@define(kw_only=True, slots=False)
+class ExampleFlags(TrainFlags):
+    """Flags of commands that train on examples."""
+
+    dry_run: bool = setting(
+        False,
+        "Check all that the run would refuse before its first step: settings, files and data; show the settings, the "
+        "report of the data and a row, and leave.",
+    )
+
+
+@define(kw_only=True)
+class SFTArguments(ExampleFlags, SFTRun):
+    """Fine-tunes a model on conversations, prompts with completions, or texts. Every setting below is also a key of the
+    YAML file."""
+
+
+@define(kw_only=True)
+class DPOArguments(ExampleFlags, DPORun):
+    """Trains a model on preference pairs, by DPO or another loss of pairs. Every setting below is also a key of the
+    YAML file."""
+
+
+@frozen
+class Trainer:
+    """A trainer over examples: `rollgrad train NAME`, and `entrypoints.offline.train_NAME`."""
+
+    purpose: str
+    arguments: type[ExampleFlags]
+    run: type[OfflineRun]
+    errors: Callable[[Any], list[ConfigurationError]]
+    """Returns every rule that the settings of a `run` break."""
+
+
+TRAINERS: Mapping[str, Trainer] = {
+    "sft": Trainer("fine-tune a model on conversations and texts", SFTArguments, SFTRun, sft_errors),
+    "dpo": Trainer("train a model on preference pairs", DPOArguments, DPORun, dpo_errors),
+}
+"""By name."""
+
+
+def parse_offline(name: str, arguments: Sequence[str]) -> tuple[ExampleFlags, OfflineRun, list[RollgradError]]:
+    """Returns flags, settings, and all that is wrong with them.
+
+    Raises:
+        ConfigurationError: a flag or its value is wrong, or the file is none.
+    """
+    trainer = TRAINERS[name]
+    parsed, run, unread = parse_run(trainer.arguments, trainer.run, f"train {name}", arguments)
+    return parsed, run, [*unread, *trainer.errors(run)]
+
+
+def rehearse_offline(run: OfflineRun, errors: Sequence[RollgradError]) -> None:
+    """`--dry_run`: prepares the data, held-out ones too, shows their reports and a row, and says all that is wrong.
+
+    Raises:
+        RollgradError: settings, files or data are wrong.
+    """
+    from rollgrad.entrypoints.config_io import dump_config
+    from rollgrad.entrypoints.data_show import show_held_out, show_rows
+    from rollgrad.entrypoints.dry_run import example_file_problems
+    from rollgrad.entrypoints.run_directory import check_output
+
+    sys.stdout.write(dump_config(run))
+    if run.actor.adam.lr is None:
+        sys.stdout.write(f"# actor.adam.lr: {run.actor.peak_lr:g} by default\n")
+    raise_together([*errors, *example_file_problems(run)])
+    check_output(run.ckpt)
+    show_rows(run, count=1)
+    show_held_out(run)

@@ -1,1 +1,0 @@
-from rollgrad.testing.agent_executor import *  # noqa: F403

@@ -1,1 +1,0 @@
-from rollgrad.testing.chat_codec import *  # noqa: F403

@@ -1,1 +1,0 @@
-from rollgrad.testing.checkpoint_store import *  # noqa: F403

@@ -1,1 +1,0 @@
-from rollgrad.testing.clock import *  # noqa: F403

@@ -1,1 +1,0 @@
-from rollgrad.testing.environment import *  # noqa: F403

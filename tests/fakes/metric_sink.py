@@ -1,1 +1,0 @@
-from rollgrad.testing.metric_sink import *  # noqa: F403

@@ -1,1 +1,0 @@
-from rollgrad.testing.models import *  # noqa: F403

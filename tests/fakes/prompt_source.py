@@ -1,1 +1,0 @@
-from rollgrad.testing.prompt_source import *  # noqa: F403

@@ -1,1 +1,0 @@
-from rollgrad.testing.reward_source import *  # noqa: F403

@@ -1,1 +1,0 @@
-from rollgrad.testing.rollout_engine import *  # noqa: F403

@@ -1,1 +1,0 @@
-from rollgrad.testing.weight_channel import *  # noqa: F403
