@@ -197,9 +197,14 @@ def hide(secrets: Iterable[str]) -> None:
 
 
 def print_settings(text: str) -> None:
-    """Prints settings to stdout, and before that to stderr whether secrets in them are hidden."""
+    """Prints settings to stdout, and before that to stderr whether secrets in them are hidden.
+
+    Raises:
+        OutputClosedError: the reader is gone.
+    """
     sys.stderr.write(hidden_note(text))
     sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def hidden_note(text: str) -> str:

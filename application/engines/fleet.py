@@ -20,6 +20,7 @@ from rollgrad.application.engines.fleet_member import (
     Listener,
     MemberCalls,
     Taker,
+    engine_task,
     engine_work,
 )
 from rollgrad.application.foreign import told
@@ -329,14 +330,14 @@ class EngineFleet(RolloutEngine):
             raise EngineError(f"Waited {self._wait_seconds:g} s for {what}; the fleet is: {self.health.summary()}.")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(engine_work(work))
+        task = engine_task(work)
         self._background.add(task)
         task.add_done_callback(self._ended)
 
     def _watch(self) -> None:
         """Starts the rounds of pings, of which there are none before the fleet is first used, nor when it is closed."""
         if not self._closed and (self._watching is None or self._watching.done()):
-            self._watching = asyncio.create_task(engine_work(self._rounds()))
+            self._watching = engine_task(self._rounds())
             self._watching.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:

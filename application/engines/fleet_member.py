@@ -50,6 +50,13 @@ async def engine_work(work: Awaitable[T]) -> T:
         return await work
 
 
+def engine_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Returns a task of `engine_work(work)`; cancelled before it begins, it closes `work`, which nobody awaits then."""
+    task = asyncio.create_task(engine_work(work))
+    task.add_done_callback(lambda _: work.close())
+    return task
+
+
 @define
 class MemberCalls:
     """The calls to one member that wait for its answer."""
@@ -65,7 +72,7 @@ class MemberCalls:
             GaveUpError: `give_up` was called meanwhile.
         """
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        task = asyncio.ensure_future(engine_work(work))
+        task = engine_task(work)
 
         def pass_on(done: asyncio.Task[T]) -> None:
             error = EngineError("The engine cancelled the call.") if done.cancelled() else done.exception()

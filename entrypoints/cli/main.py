@@ -56,9 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     with redacted_output(words):
         try:
-            status = _status(words)
-            sys.stdout.flush()
-            return status
+            try:
+                return _status(words)
+            finally:  # also when a parser ends the process: nobody catches an error of the interpreter's own flush
+                sys.stdout.flush()
         except OutputClosedError:
             return EXIT_CLOSED
 

@@ -286,6 +286,20 @@ def test_requests_in_flight_when_the_fleet_closes_get_an_error() -> None:
     played(scenario())
 
 
+@pytest.mark.filterwarnings("error:coroutine:RuntimeWarning", "error::pytest.PytestUnraisableExceptionWarning")
+def test_work_that_has_not_begun_when_the_fleet_closes_is_not_forgotten() -> None:
+    """A coroutine that nobody awaits is a warning of Python's, here an error."""
+
+    async def scenario() -> None:
+        fleet, members = make(2, max_restarts=0)
+        await fleet.generate(ask())
+        fleet._mark_dead(0, Death.FAILED, "the test says so")  # its end is a task, which begins in the next turn
+        await fleet.aclose()
+        assert all(member.closed for member in members)
+
+    played(scenario())
+
+
 def test_a_cancelled_request_leaves_no_trace() -> None:
     async def scenario() -> None:
         fleet, members = make(2)

@@ -117,6 +117,10 @@ def test_help_imports_neither_torch_nor_the_parser() -> None:
     assert result.returncode == 0, result.stderr
 
 
+BUFFERED = {**os.environ, "PYTHONUNBUFFERED": ""}
+"""Environment of a process whose output reaches the pipe as late as Python lets it."""
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -134,7 +138,7 @@ def test_nobody_reads_the_output(arguments: str) -> None:
     os.close(reader)  # before the command starts: however fast it is, nobody reads
     command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", *arguments.split()]
     try:
-        result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+        result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, env=BUFFERED)
     finally:
         os.close(writer)
     assert result.stderr == ""
@@ -146,7 +150,7 @@ def test_nobody_reads_the_errors() -> None:
     os.close(reader)
     command = [sys.executable, "-m", "rollgrad.entrypoints.cli.main", "train", "rl", "--nothing"]
     try:
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, timeout=120)
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, timeout=120, env=BUFFERED)
     finally:
         os.close(writer)
     assert (result.stdout, result.returncode) == (b"", 141)
