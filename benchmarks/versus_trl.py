@@ -1,22 +1,27 @@
-"""The same GRPO work in TRL's GRPOTrainer and here, in one run.
+"""The same work in TRL's trainers and here, in one run.
 
-Model, prompts, samples, reward (length of the reply), AdamW step and number format are the same; neither may end a
-reply early, so both sample and train on the same number of tokens. Each contender lives in a process of its own and
-waits while the other takes its step; the first step of each is not counted. Last line: `ratio R`, TRL's median seconds
-a step over rollgrad's.
+Each contender lives in a process of its own and waits while the other takes its step; the first step of each is not
+counted. Model, rows, AdamW step and number format are the same. Last line: `ratio R`, TRL's median seconds a step over
+rollgrad's.
 
-    python benchmarks/versus_trl.py --steps 3
+    python benchmarks/versus_trl.py grpo --steps 3
+
+GRPO, where the reward is the length of the reply; neither may end a reply early, so both sample and train on the same
+number of tokens. Without a name the work is this.
+
+    python benchmarks/versus_trl.py sft
+    python benchmarks/versus_trl.py dpo
+
+Supervised fine-tuning on rows whose lengths spread 10:1, and DPO on pairs whose prompts are as long as their replies
+(`versus_trl_examples.py`).
 """
 
 import asyncio
 import json
-import multiprocessing
 import os
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,13 +29,16 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from attrs import define, evolve, frozen
+from attrs import define, evolve
 
 from rollgrad.adapters.models.torch.loading import resolve_dtype
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.machine import ModelCost, OtherProcesses, measure
+from benchmarks.machine import ModelCost, measure
 from benchmarks.smoke import smoke_model
+from benchmarks.turns import Contender, Turns, alternate
+from benchmarks.versus_trl_examples import Examples
+from benchmarks.versus_trl_examples import compare as compare_examples
 
 LEARNING_RATE = 1e-6
 SMALLEST, NUMBERS = 10, 40
@@ -101,24 +109,8 @@ def worth(reply: str) -> float:
     return float(len(reply))
 
 
-@frozen
-class Done:
-    """Work that a step did."""
-
-    generated_tokens: int
-    trained_samples: int
-
-
-class Turns:
-    """A contender's side of the alternation."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def wait(self, done: Done | None) -> None:
-        """Hands in the finished step and returns when the next may start."""
-        self._pipe.send(done)
-        self._pipe.recv()
+def _done(tokens: float, samples: float) -> str:
+    return f"{tokens:.0f} tokens generated, {samples:.0f} samples trained on"
 
 
 def rollgrad_contender(work: Work, pipe: Connection) -> None:
@@ -138,7 +130,7 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
 
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
             tokens = metrics["rollout/response_length_mean"] * metrics["rollout/samples"]
-            turns.wait(Done(round(tokens), round(metrics["policy/trained_share"] * metrics["rollout/samples"])))
+            turns.wait(_done(tokens, metrics["policy/trained_share"] * metrics["rollout/samples"]))
 
         def close(self) -> None:
             pass
@@ -165,7 +157,7 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
         params = SamplingParams(max_new_tokens=work.new_tokens, min_new_tokens=work.new_tokens)
         container.sampling.override(providers.Object(params))
         run = container.run()
-        turns.wait(None)
+        turns.wait("ready")
         asyncio.run(run.run())
 
 
@@ -179,10 +171,10 @@ def trl_contender(work: Work, pipe: Connection) -> None:
 
     class Gate(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            turns.wait(done.pop() if done else None)
+            turns.wait(done.pop() if done else "ready")
 
     def reward(completions: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        done.append(Done(sum(len(ids) for ids in completion_ids), len(completion_ids)))
+        done.append(_done(sum(len(ids) for ids in completion_ids), len(completion_ids)))
         return [worth(completion[0]["content"]) for completion in completions]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -219,59 +211,6 @@ def trl_contender(work: Work, pipe: Connection) -> None:
         trainer.train()
 
 
-class Contender:
-    """A process that takes a step when it is told to."""
-
-    def __init__(self, name: str, target: Callable[[Work, Connection], None], work: Work) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(work, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._pipe.recv()
-        self.name = name
-        self.seconds: list[float] = []
-        self.done: list[Done] = []
-
-    def step(self) -> None:
-        """Takes one step and times it."""
-        started = time.perf_counter()
-        self._pipe.send(None)
-        self.done.append(self._pipe.recv())
-        self.seconds.append(time.perf_counter() - started)
-
-    def stop(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.join()
-
-    @property
-    def median(self) -> float:
-        """Median seconds of the counted steps."""
-        return statistics.median(self.seconds[1:])
-
-    def report(self) -> str:
-        """What was done, and how long each step took."""
-        each = {(done.generated_tokens, done.trained_samples) for done in self.done}
-        work = " or ".join(f"{tokens} tokens generated, {samples} samples trained on" for tokens, samples in each)
-        steps = " ".join(f"{seconds:.1f}" for seconds in self.seconds[1:])
-        return f"{self.name:9} {work} a step; seconds a step: {steps} (first, not counted: {self.seconds[0]:.1f})"
-
-
-def alternate(work: Work) -> tuple[Contender, Contender]:
-    """Both contenders after their steps, taken in turns; both processes have ended."""
-    ours = Contender("rollgrad", rollgrad_contender, work)
-    theirs = Contender("TRL", trl_contender, work)
-    others = OtherProcesses()
-    for _ in range(work.steps + 1):
-        ours.step()
-        theirs.step()
-    print(f"other processes took {others.share():.0%} of the machine meanwhile")
-    ours.stop()
-    theirs.stop()
-    return ours, theirs
-
-
 def print_floor(work: Work, contenders: tuple[Contender, ...]) -> None:
     """The least time a step could take here, by bytes and FLOPs."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -304,20 +243,29 @@ def print_floor(work: Work, contenders: tuple[Contender, ...]) -> None:
 
 def compare(work: Work) -> None:
     """Runs both and prints what came of it."""
-    ours, theirs = alternate(work)
-    print(ours.report())
-    print(theirs.report())
+    ours, theirs = alternate(rollgrad_contender, trl_contender, work, work.steps)
     print_floor(work, (ours, theirs))
     print(f"ratio {theirs.median / ours.median:.2f}")
 
 
-def main(work: Work) -> None:
-    """Runs both and prints what came of it."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
+def compare_grpo(work: Work) -> None:
+    """Does the work of `grpo`, with `smoke` the smallest."""
+    small = {"prompts": 1, "samples": 2, "shots": 0, "new_tokens": 4, "steps": 1, "trl_parts": 1}
     with smoke_model() if work.smoke else nullcontext(work.model) as model:
-        small = {"prompts": 1, "samples": 2, "shots": 0, "new_tokens": 4, "steps": 1, "trl_parts": 1}
         compare(evolve(work, model=model, **small) if work.smoke else work)
 
 
+def main(words: list[str]) -> None:
+    """Compares what the first word names; without one `grpo`, or with `--smoke` everything."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if words == ["--smoke"]:
+        for name in ("grpo", "sft", "dpo"):
+            main([name, *words])
+    elif words and words[0] in ("sft", "dpo"):
+        compare_examples(tyro.cli(Examples, args=["--task", *words], description=__doc__))
+    else:
+        compare_grpo(tyro.cli(Work, args=words[words[:1] == ["grpo"] :], description=__doc__))
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Work, description=__doc__))
+    main(sys.argv[1:])

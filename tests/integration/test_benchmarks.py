@@ -24,7 +24,7 @@ RESULTS = {
     "learning_curves.py": r"on_policy_distill │\s+\d+%",
     "server_load.py": r"attacked \d+\.\d+ s: \d+\.\d+ times$",
     "sums_reward_model.py": r"^\d+% of right and wrong replies",
-    "versus_trl.py": r"^ratio \d+\.\d+$",
+    "versus_trl.py": r"(?s:^ratio .*^ratio .*)^ratio \d+\.\d+$",
     "weight_sync.py": r"tokens/s, 2 rows +\d+",
 }
 """A line of the result that each script prints."""
