@@ -11,6 +11,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attrs import evolve
+
 from rollgrad.application.settings.correction import correction_summary
 from rollgrad.application.settings.derived import optimizer_steps_per_rollout
 from rollgrad.application.settings.function_path import FunctionPath
@@ -25,6 +27,7 @@ from rollgrad.application.settings.memory_plan import (
 from rollgrad.application.settings.rules.inputs import dataset_names
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
+from rollgrad.application.settings.sections.eval import EvalConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, RollgradError, raise_together
 from rollgrad.entrypoints.run_directory import check_output
 
@@ -73,6 +76,23 @@ def eval_file_problems(config: RLConfig) -> dict[str, RollgradError]:
         _note(problems, "eval.dataset", _check_dataset, "eval.dataset", name)
     _note(problems, "reward.function_path", _check_reward_file, config)
     return problems
+
+
+def generation_file_problems(config: RLConfig) -> list[RollgradError]:
+    """Returns what is wrong with the paths that sampling reads."""
+    problems: dict[str, RollgradError] = {}
+    _note(
+        problems, "actor.model_name_or_path", _check_model, "actor.model_name_or_path", config.actor.model_name_or_path
+    )
+    for name in dataset_names(config.data.prompt_dataset):
+        _note(problems, "data.prompt_dataset", _check_dataset, "data.prompt_dataset", name)
+    return list(problems.values())
+
+
+def scoring_file_problems(config: RLConfig) -> list[RollgradError]:
+    """Returns what is wrong with the paths that scoring reads, besides those of the replies."""
+    problems = eval_file_problems(evolve(config, eval=EvalConfig()))
+    return list(problems.values())
 
 
 def example_file_problems(run: Any) -> list[RollgradError]:

@@ -59,7 +59,7 @@ def train(
     validate(config, has_reward=reward is not None, has_environment=environment is not None)
     check_output(config.ckpt)
     config = from_anywhere(config)
-    container = _container(config, reward, environment, adapters)
+    container = container_with(config, reward, environment, adapters)
     with alone(config.ckpt):
         return train_in(
             config,
@@ -80,7 +80,7 @@ def evaluate(
     config = evolve(config, actor=evolve(config.actor, lora=LoraConfig()))  # the model as it is, which training changes
     load_extension(config)
     validate_evaluation(config, has_reward=reward is not None, has_environment=environment is not None)
-    container = _container(config, reward, environment, adapters)
+    container = container_with(config, reward, environment, adapters)
     container.reward_spec.override(providers.Object(config.eval.dataset))
     try:
         evaluation: EvaluationService = container.evaluation()
@@ -89,12 +89,18 @@ def evaluate(
         shut_down(container)
 
 
-def _container(
+def container_with(
     config: RLConfig,
     reward: RewardSource | Callable[..., Any] | None,
     environment: Callable[[], Environment] | None,
     adapters: Mapping[str, Any],
+    function: str = "train",
 ) -> RLContainer:
+    """Returns the container of a run in which a caller's objects have their places; arguments as for `train`.
+
+    Raises:
+        ConfigurationError: there is no such adapter; the message says to which `function` it was given.
+    """
     container = rl_container(config)
     if environment is not None:
         container.environment.override(providers.Object(environment))
@@ -110,5 +116,5 @@ def _container(
             )
         )
         container.reward.override(given(source))
-    give(container, adapters, "train")
+    give(container, adapters, function)
     return container

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from rollgrad.domain.algorithms.estimators.registry import estimator as estimator
     from rollgrad.domain.algorithms.losses.contract import policy_loss as policy_loss
     from rollgrad.domain.settings import setting as setting
+    from rollgrad.entrypoints.generation import Replies as Replies
+    from rollgrad.entrypoints.generation import generate as generate
+    from rollgrad.entrypoints.generation import score as score
     from rollgrad.entrypoints.library import TrainResult as TrainResult
     from rollgrad.entrypoints.library import evaluate as evaluate
     from rollgrad.entrypoints.library import load_config as load_config
@@ -30,6 +33,9 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "train": "rollgrad.entrypoints.library",
     "evaluate": "rollgrad.entrypoints.library",
+    "generate": "rollgrad.entrypoints.generation",
+    "score": "rollgrad.entrypoints.generation",
+    "Replies": "rollgrad.entrypoints.generation",
     "load_config": "rollgrad.entrypoints.library",
     "RLConfig": "rollgrad.application.settings.run",
     "SFTRun": "rollgrad.application.settings.sft",
@@ -45,13 +51,16 @@ _PUBLIC = {
 __all__ = [
     "DPORun",
     "RLConfig",
+    "Replies",
     "SFTRun",
     "TrainResult",
     "__version__",
     "estimator",
     "evaluate",
+    "generate",
     "load_config",
     "policy_loss",
+    "score",
     "setting",
     "tool",
     "train",

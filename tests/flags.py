@@ -6,6 +6,7 @@ from typing import Any, get_args, get_origin
 
 from rollgrad.entrypoints.cli.chat import ChatArguments
 from rollgrad.entrypoints.cli.data import DataShowArguments
+from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments
 from rollgrad.entrypoints.cli.offline import TRAINERS
 from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, flag_kinds
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
@@ -14,6 +15,8 @@ from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments
 KINDS: tuple[type[Any], ...] = (
     TrainArguments,
     EvalArguments,
+    GenerateArguments,
+    ScoreArguments,
     DoctorArguments,
     ChatArguments,
     ServeAgentArguments,

@@ -27,18 +27,19 @@ _held: set[int] = set()
 
 
 @contextmanager
-def locked(directory: Path, flag: str) -> Iterator[None]:
-    """Keeps other runs out of a directory, which is made if it is not there; `flag` is the one that names it.
+def locked(directory: Path, flag: str, *, file: str = LOCK_FILE) -> Iterator[None]:
+    """Keeps other runs out of a directory, which is made if it is not there; `flag` is the one that names it. `file`:
+    its file that is locked, in place of the one for the whole directory.
 
     Raises:
         CheckpointError: another run is writing there, or it cannot be written.
     """
     make_writable(directory, flag)
     try:
-        descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(directory / file, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise CheckpointError(
-            f"{flag} is {str(directory)!r}, whose file {LOCK_FILE} cannot be opened ({error.strerror}): remove it, or "
+            f"{flag} is {str(directory)!r}, whose file {file} cannot be opened ({error.strerror}): remove it, or "
             f"choose another {flag}."
         ) from error
     try:

@@ -90,9 +90,30 @@ DPO_ESSENTIALS: Mapping[str, Sequence[str]] = {
 DATA_EXAMPLE = """  rollgrad data show --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
       --data.dataset conversations.jsonl --n 5"""
 
+GENERATE_EXAMPLE = """  rollgrad generate --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
+      --data.prompt_dataset reasoning_gym:basic_arithmetic --rollout.n_samples_per_prompt 8 --out replies.jsonl"""
+
+GENERATE_ESSENTIALS: Mapping[str, Sequence[str]] = {
+    "The model": ("actor.model_name_or_path", "actor.dtype"),
+    "The prompts": ("data.prompt_dataset", "data.prompt_split", "data.input_key", "data.max_samples"),
+    "Replies": (
+        *("rollout.n_samples_per_prompt", "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p"),
+        *("rollout.engine", "train.seed"),
+    ),
+}
+
+SCORE_EXAMPLE = """  rollgrad score --input replies.jsonl --reward.verifier last_number --out scored.jsonl"""
+
+SCORE_ESSENTIALS: Mapping[str, Sequence[str]] = {
+    **REWARD,
+    "The tokenizer": ("actor.model_name_or_path",),
+}
+
 ESSENTIALS = {
     "train rl": (RUN_EXAMPLE, RUN_ESSENTIALS),
     "eval": (EVAL_EXAMPLE, EVAL_ESSENTIALS),
+    "generate": (GENERATE_EXAMPLE, GENERATE_ESSENTIALS),
+    "score": (SCORE_EXAMPLE, SCORE_ESSENTIALS),
     "train sft": (SFT_EXAMPLE, SFT_ESSENTIALS),
     "train dpo": (DPO_EXAMPLE, DPO_ESSENTIALS),
     "data show": (DATA_EXAMPLE, EXAMPLES),

@@ -24,6 +24,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines, raise_together
 from rollgrad.entrypoints.cli.chat import ChatArguments, chat
 from rollgrad.entrypoints.cli.data import DataShowArguments, show_data
+from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments, generate, score
 from rollgrad.entrypoints.cli.help import asks_for_help, show_help
 from rollgrad.entrypoints.cli.offline import TRAINERS, parse_offline, rehearse_offline
 from rollgrad.entrypoints.cli.parsing import (
@@ -202,6 +203,24 @@ def evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
+def generate_replies(arguments: Sequence[str]) -> int:
+    """`rollgrad generate`."""
+    if asks_for_help(arguments):
+        return show_help("generate", GenerateArguments, arguments)
+    configure_logging()
+    generate(arguments)
+    return 0
+
+
+def score_replies(arguments: Sequence[str]) -> int:
+    """`rollgrad score`."""
+    if asks_for_help(arguments):
+        return show_help("score", ScoreArguments, arguments)
+    configure_logging()
+    score(arguments)
+    return 0
+
+
 def openrlhf(arguments: Sequence[str]) -> int:
     """`rollgrad openrlhf`."""
     from rollgrad.entrypoints.openrlhf.command import USAGE, changed_settings, check, translate_command
@@ -266,6 +285,8 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     **{f"train {name}": (partial(train_offline, name), trainer.purpose) for name, trainer in TRAINERS.items()},
     "data show": (data_show, "show rows with the tokens that are trained"),
     "eval": (evaluate, "evaluate a model on held-out prompts"),
+    "generate": (generate_replies, "sample replies to a data set's prompts into a file"),
+    "score": (score_replies, "judge the replies in a file by a reward"),
     "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
     "chat": (talk, "talk to a model in the terminal, with its tools"),
     "serve agent": (serve_agents, "serve a model with its tools to OpenAI and Anthropic clients"),

@@ -56,13 +56,13 @@ class DatasetPromptSource(PromptSource):
         while len(indices) < count:
             drawn, cursor = cursor.take(count - len(indices), self._size, shuffle=self._shuffle)
             indices += filter(self.survey.keeps, drawn)
-        prompts = [self._prompt(index) for index in indices]
+        prompts = [self.prompt(index) for index in indices]
         self._cursor = cursor
         return prompts
 
     def prompts(self) -> list[Prompt]:
         """Returns every prompt once, in file order; leaves the position alone."""
-        return [self._prompt(index) for index in range(self._size) if self.survey.keeps(index)]
+        return [self.prompt(index) for index in range(self._size) if self.survey.keeps(index)]
 
     def __len__(self) -> int:
         return self._kept
@@ -85,6 +85,7 @@ class DatasetPromptSource(PromptSource):
             )
         self._cursor = cursor
 
-    def _prompt(self, index: int) -> Prompt:
+    def prompt(self, index: int) -> Prompt:
+        """Returns the prompt of row `index`."""
         row = self._dataset[index]
         return self._builder.build(row, datasource_of(row))

@@ -95,6 +95,10 @@ class ReasoningGymPromptSource(PromptSource):
         """Returns every prompt once, in the generator's order; leaves the position alone."""
         return self._source.prompts()
 
+    def prompt(self, index: int) -> Prompt:
+        """Returns the prompt of task `index`."""
+        return self._source.prompt(index)
+
     def __len__(self) -> int:
         return len(self._source)
 

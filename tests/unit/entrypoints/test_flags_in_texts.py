@@ -25,7 +25,7 @@ FILES = sorted(
     for path in (ROOT / folder).glob(pattern)
 )
 
-OURS = {*EVERY, *(negative(name) for name, kind in EVERY.items() if kind is bool), "help", "version", "run"}
+OURS = {*EVERY, *(negative(name) for name, kind in EVERY.items() if kind is bool), "help", "version", "run", "in"}
 OPENRLHF = {*FLAT, *FLAGS, *IMPLIED}
 OPENRLHF_FILES = re.compile(r"openrlhf|migration\.md|guide\.md|redaction\.py")
 """Where OpenRLHF's flags are spoken of; elsewhere they would be mistaken for ours."""

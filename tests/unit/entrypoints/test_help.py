@@ -8,11 +8,13 @@ import sys
 
 import pytest
 
-from rollgrad.application.settings.rules import validate, validate_evaluation
+from rollgrad.application.settings.rules import evaluation_errors, setting_errors
 from rollgrad.application.settings.rules.examples import sft_errors
+from rollgrad.application.settings.rules.generation import generation_errors, scoring_errors
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.entrypoints.cli.data import DataShowArguments
+from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments
 from rollgrad.entrypoints.cli.help import ESSENTIALS, NOT_OF_EXAMPLES
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.offline import SFTArguments
@@ -20,7 +22,13 @@ from rollgrad.entrypoints.cli.parsing import EvalArguments, TrainArguments, flag
 from rollgrad.entrypoints.config_io import setting_names
 
 SECTIONS = sorted({name.rpartition(".")[0] for name in setting_names()})
-KINDS = {"train rl": TrainArguments, "eval": EvalArguments}
+KINDS = {"train rl": TrainArguments, "eval": EvalArguments, "generate": GenerateArguments, "score": ScoreArguments}
+CHECKS = {
+    "train rl": setting_errors,
+    "eval": evaluation_errors,
+    "generate": generation_errors,
+    "score": scoring_errors,
+}
 SFT_KINDS = {"train sft": SFTArguments, "data show": DataShowArguments}
 
 
@@ -58,8 +66,8 @@ def test_defaults_are_those_of_the_settings(capsys: pytest.CaptureFixture[str]) 
 def test_the_example_is_one_that_runs(command: str) -> None:
     words = shlex.split(ESSENTIALS[command][0].replace("\\\n", " "))
     assert words[: 1 + len(command.split())] == ["rollgrad", *command.split()]
-    config = parse_run(KINDS[command], RLConfig, command, words[1 + len(command.split()) :])[1]
-    validate(config) if command == "train rl" else validate_evaluation(config)
+    _, config, unread = parse_run(KINDS[command], RLConfig, command, words[1 + len(command.split()) :])
+    assert [*unread, *CHECKS[command](config)] == []
 
 
 @pytest.mark.parametrize("command", SFT_KINDS)

@@ -1,0 +1,38 @@
+"""Sampled replies that are kept for later: to be scored, selected and learned from."""
+
+from attrs import frozen
+
+from rollgrad.domain.episodes.generation import StopReason
+from rollgrad.domain.episodes.prompts import Prompt
+
+SAMPLES_OF_A_ROW = 2**20
+"""Distance of the seeds' numbers of two rows: more than the samples that anybody draws of one prompt."""
+
+
+def reply_number(row: int, sample: int) -> int:
+    """Returns the number of a reply, from which its seed is computed. It depends on nothing else, so that a reply is
+    the same in whatever order replies are sampled, and however many of each prompt.
+
+    >>> reply_number(2, 5) - reply_number(2, 0)
+    5
+    """
+    return row * SAMPLES_OF_A_ROW + sample
+
+
+@frozen(kw_only=True)
+class Reply:
+    """One sampled reply.
+
+    `row` is the number of its prompt in the data set, from 0; `sample` numbers the replies to one prompt, from 0.
+    `completion` is the text of `token_ids` without special tokens, `logprobs` their log-probs under the sampling
+    distribution, and `seed` that of the sampling.
+    """
+
+    row: int
+    sample: int
+    prompt: Prompt
+    completion: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: StopReason
+    seed: int

@@ -1,0 +1,106 @@
+"""`rollgrad generate` and `rollgrad score`."""
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from attrs import define, evolve
+
+from rollgrad.application.settings.rules.generation import generation_errors, scoring_errors
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.algo import AlgoConfig
+from rollgrad.domain.errors import ConfigurationError, RollgradError, raise_together
+from rollgrad.domain.settings import setting
+from rollgrad.entrypoints.cli.parsing import RunFlags, parse_run
+from rollgrad.entrypoints.composition.extensions import spelling_errors
+from rollgrad.entrypoints.config_io import dump_config
+from rollgrad.entrypoints.redaction import print_settings
+
+
+@define(kw_only=True, slots=False)
+class GenerateFlags(RunFlags):
+    """Flags of `rollgrad generate`."""
+
+    out: Path | None = setting(
+        None, "File of the replies, JSON lines; the replies that it has already are not sampled again. Required."
+    )
+    logprobs: bool = setting(False, "Write the log-probs of the tokens, too.")
+
+
+@define(kw_only=True, slots=False)
+class ScoreFlags(RunFlags):
+    """Flags of `rollgrad score`."""
+
+    input: Path | None = setting(
+        None, "File of replies, as `rollgrad generate` writes it; --in is another name of this flag. Required."
+    )
+    out: Path | None = setting(
+        None, "File of the replies with their rewards; those that it has already are not judged again. Required."
+    )
+
+
+@define(kw_only=True)
+class GenerateArguments(GenerateFlags, RLConfig):
+    """Samples replies to the prompts of data.prompt_dataset into a file. It reads the settings of a training run."""
+
+
+@define(kw_only=True)
+class ScoreArguments(ScoreFlags, RLConfig):
+    """Judges the replies in a file by the reward of a training run, whose settings it reads."""
+
+
+def generate(arguments: Sequence[str]) -> None:
+    """`rollgrad generate`.
+
+    Raises:
+        RollgradError: a flag, a setting, a file or the data are wrong.
+    """
+    parsed, config, unread = parse_run(GenerateArguments, RLConfig, "generate", arguments)
+    errors = [*unread, *spelling_errors(config), *generation_errors(config)]
+    if parsed.print_config:
+        print_settings(dump_config(config))
+        raise_together(errors)
+        return
+    from rollgrad.entrypoints.dry_run import generation_file_problems
+
+    errors += _named("--out", parsed.out)
+    raise_together([*errors, *generation_file_problems(config)])
+    assert parsed.out is not None
+    with contextlib.redirect_stdout(sys.stderr):
+        from rollgrad.entrypoints import generation
+
+        replies = generation.generate(config, parsed.out, logprobs=parsed.logprobs)
+    sys.stderr.write(f"{replies.made} replies sampled, {replies.rows} in all\n")
+    sys.stdout.write(f"{parsed.out}\n")
+
+
+def score(arguments: Sequence[str]) -> None:
+    """`rollgrad score`.
+
+    Raises:
+        RollgradError: a flag, a setting, a file or the data are wrong.
+    """
+    words = [f"--input{word[4:]}" if word.partition("=")[0] == "--in" else word for word in arguments]
+    parsed, config, unread = parse_run(ScoreArguments, RLConfig, "score", words)
+    errors = [*unread, *spelling_errors(config), *scoring_errors(evolve(config, algo=AlgoConfig()))]
+    if parsed.print_config:
+        print_settings(dump_config(config))
+        raise_together(errors)
+        return
+    from rollgrad.entrypoints.dry_run import scoring_file_problems
+
+    errors += [*_named("--input", parsed.input), *_named("--out", parsed.out)]
+    raise_together([*errors, *scoring_file_problems(config)])
+    assert parsed.input is not None
+    assert parsed.out is not None
+    with contextlib.redirect_stdout(sys.stderr):
+        from rollgrad.entrypoints import generation
+
+        replies = generation.score(config, parsed.input, parsed.out)
+    sys.stderr.write(f"{replies.made} replies judged, {replies.rows} in all\n")
+    sys.stdout.write(f"{parsed.out}\n")
+
+
+def _named(flag: str, path: Path | None) -> list[RollgradError]:
+    return [] if path else [ConfigurationError(f"No file is named: set {flag}.")]

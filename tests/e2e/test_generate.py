@@ -1,0 +1,272 @@
+"""`rollgrad generate` and `rollgrad score` as a user runs them, with a real (tiny) model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rollgrad
+from rollgrad.adapters.data.replies import RowLog
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import ActorConfig, DType
+from rollgrad.application.settings.sections.data import DataConfig
+from rollgrad.application.settings.sections.reward import RewardConfig
+from rollgrad.application.settings.sections.rollout import RolloutConfig
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, EngineError
+from rollgrad.entrypoints.cli.main import main
+
+PROMPTS, SAMPLES = 5, 3
+REWARD = """
+def reward_func(queries, prompts, labels, completions):
+    rewards = [None if label == "2" else len(query) + int(label) for query, label in zip(queries, labels)]
+    return {"rewards": rewards, "scores": [0.5] * len(labels), "extra_logs": {"long": [len(c) for c in completions]}}
+"""
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"What is {a} plus {a}?", "answer": str(a), "note": "\u2028 two\nlines"} for a in range(PROMPTS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def function(tmp_path: Path) -> Path:
+    path = tmp_path / "reward.py"
+    path.write_text("def reward_func(queries, prompts, labels, completions):\n    return [len(q) for q in queries]\n")
+    return path
+
+
+def settings(model: Path, data: Path, **rollout: Any) -> RLConfig:
+    return RLConfig(
+        actor=ActorConfig(model_name_or_path=str(model), dtype=DType.FLOAT32),
+        data=DataConfig(prompt_dataset=str(data)),
+        rollout=RolloutConfig(**{"n_samples_per_prompt": SAMPLES, "max_new_tokens": 6, **rollout}),
+    )
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def tokens(path: Path) -> dict[tuple[int, int], list[int]]:
+    return {(row["row"], row["sample"]): row["tokens"] for row in rows(path)}
+
+
+def test_each_prompt_is_answered(tiny_model_dir: Path, prompts: Path, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    out = tmp_path / "replies.jsonl"
+    replies = rollgrad.generate(settings(tiny_model_dir, prompts), out, logprobs=True)
+    assert (replies.path, replies.rows, replies.made) == (out, PROMPTS * SAMPLES, PROMPTS * SAMPLES)
+    written = rows(out)
+    assert [(row["row"], row["sample"]) for row in written] == [
+        (row, sample) for row in range(PROMPTS) for sample in range(SAMPLES)
+    ]
+    assert len({tuple(row["tokens"]) for row in written}) > PROMPTS  # samples differ
+    assert len({row["seed"] for row in written}) == len(written)
+    for row in written:
+        assert row["messages"] == [{"role": "user", "content": f"What is {row['row']} plus {row['row']}?"}]
+        assert tiny_tokenizer.decode(row["prompt_tokens"]) == row["prompt"]
+        assert tiny_tokenizer.decode(row["tokens"], skip_special_tokens=True) == row["completion"]
+        assert len(row["logprobs"]) == len(row["tokens"]) <= 6
+        assert max(row["logprobs"]) < 0
+        assert row["stop_reason"] in ("stop", "length")
+        assert (row["model"], row["label"]) == (str(tiny_model_dir), str(row["row"]))
+        assert row["metadata"]["note"] == "\u2028 two\nlines"
+
+
+def test_a_run_that_was_cut_off_is_continued_with_the_same_replies(
+    tiny_model_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever of the file is left, and in whatever portions it was made."""
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "replies.jsonl"
+    rollgrad.generate(settings(tiny_model_dir, prompts), whole)
+    assert rollgrad.generate(settings(tiny_model_dir, prompts, n_samples_per_prompt=1), out).made == PROMPTS
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(lines[3] + lines[0] + lines[1][:-7])
+    replies = rollgrad.generate(settings(tiny_model_dir, prompts, max_concurrent=2), out)
+    assert (replies.rows, replies.made) == (PROMPTS * SAMPLES, PROMPTS * SAMPLES - 2)
+    assert tokens(out) == tokens(whole)
+    assert "an incomplete last line is removed" in capsys.readouterr().out
+    before = out.read_bytes()
+    assert rollgrad.generate(settings(tiny_model_dir, prompts), out).made == 0
+    assert out.read_bytes() == before
+
+
+def test_some_rows_alone_are_answered(tiny_model_dir: Path, prompts: Path, tmp_path: Path) -> None:
+    rollgrad.generate(settings(tiny_model_dir, prompts), tmp_path / "all.jsonl")
+    rollgrad.generate(settings(tiny_model_dir, prompts), tmp_path / "some.jsonl", rows=[4, 1])
+    some = tokens(tmp_path / "some.jsonl")
+    assert list(some) == [(row, sample) for row in (4, 1) for sample in range(SAMPLES)]
+    assert some.items() <= tokens(tmp_path / "all.jsonl").items()
+
+
+def test_a_file_of_other_replies_is_refused(tiny_model_dir: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "replies.jsonl"
+    config = settings(tiny_model_dir, prompts, max_new_tokens=2)
+    rollgrad.generate(config, out)
+    before = out.read_bytes()
+    with pytest.raises(CheckpointError, match=r"rollout\.temperature \(1\.0, now 0\.5\).*another --out"):
+        rollgrad.generate(settings(tiny_model_dir, prompts, max_new_tokens=2, temperature=0.5), out)
+    prompts.write_text(prompts.read_text().replace("0 plus 0", "zero plus zero"))
+    with pytest.raises(CheckpointError, match=r"differ in prompts "):
+        rollgrad.generate(config, out)
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("my notes\n")
+    with pytest.raises(CheckpointError, match=r"mine\.jsonl is there already"):
+        rollgrad.generate(config, mine)
+    assert (out.read_bytes(), mine.read_text()) == (before, "my notes\n")
+
+
+def test_what_was_sampled_before_an_error_is_kept(
+    tiny_model_dir: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollgrad.application.episodes.single_turn import SingleTurnExecutor
+
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "replies.jsonl"
+    config = settings(tiny_model_dir, prompts)
+    rollgrad.generate(config, whole)
+    run = SingleTurnExecutor.run
+
+    async def fails(self: Any, request: Any) -> Any:
+        if (request.group_id, request.sample_id) == (3, 1):
+            raise EngineError("The engine is gone.")
+        return await run(self, request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SingleTurnExecutor, "run", fails)
+        with pytest.raises(EngineError, match="gone"):
+            rollgrad.generate(config, out)
+    kept = out.read_bytes()
+    assert whole.read_bytes().startswith(kept)
+    assert len(rows(out)) == 3 * SAMPLES + 1
+    rollgrad.generate(config, out)
+    assert tokens(out) == tokens(whole)
+
+
+def test_a_full_disk_leaves_whole_lines(
+    tiny_model_dir: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "replies.jsonl"
+    config = settings(tiny_model_dir, prompts, max_new_tokens=2)
+    flush = RowLog.flush
+
+    def full(self: Any) -> None:
+        class Full:
+            file = self._file
+
+            def write(self, text: bytes) -> int:
+                return int(self.file.write(text[: len(text) // 2]))
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.file, name)
+
+        self._file = Full()
+        flush(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowLog, "flush", full)
+        with pytest.raises(CheckpointError, match="make room"):
+            rollgrad.generate(config, out)
+    assert out.read_bytes() == b""
+    assert rollgrad.generate(config, out).rows == PROMPTS * SAMPLES
+
+
+def test_replies_are_judged_as_in_training(
+    tiny_model_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replies, out, reward = tmp_path / "replies.jsonl", tmp_path / "scored.jsonl", tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    words = ["--actor.model_name_or_path", str(tiny_model_dir), "--data.prompt_dataset", str(prompts)]
+    sampling = ["--rollout.max_new_tokens", "6", "--rollout.n_samples_per_prompt", "2", "--out", str(replies)]
+    assert main(["generate", *words, *sampling]) == 0
+    assert main(["score", "--in", str(replies), "--reward.function_path", str(reward), "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{replies}\n{out}\n"
+    assert "10 replies judged, 10 in all" in printed.err
+    for before, row in zip(rows(replies), rows(out), strict=True):
+        assert before.items() <= row.items()
+        if row["label"] == "2":
+            assert (row["reward"], row["scores"]) == (None, None)  # the function does not apply
+        else:
+            text = row["completion"] + ("<|im_end|>" if row["stop_reason"] == "stop" else "")
+            assert row["reward"] == len(row["prompt"]) + len(text) + int(row["label"])
+            assert (row["scores"], row["metrics"]) == (0.5, {"long": len(row["completion"])})
+
+
+def test_scoring_is_continued(tiny_model_dir: Path, prompts: Path, tmp_path: Path, function: Path) -> None:
+    replies, whole, out = (tmp_path / name for name in ("replies.jsonl", "whole.jsonl", "scored.jsonl"))
+    config = settings(tiny_model_dir, prompts)
+    rollgrad.generate(config, replies)
+    config.reward = RewardConfig(function_path=str(function))
+    rollgrad.score(config, replies, whole)
+    rollgrad.score(config, replies, out)
+    out.write_bytes(out.read_bytes()[:-200])
+    assert rollgrad.score(config, replies, out).made == 1
+    assert out.read_bytes() == whole.read_bytes()
+    function.write_text(function.read_text() + "# another one\n")
+    with pytest.raises(CheckpointError, match=r"differ in function "):
+        rollgrad.score(config, replies, out)
+
+
+def test_rewards_of_all_kinds_judge(
+    tiny_model_dir: Path, reward_model_dir: Path, prompts: Path, tmp_path: Path
+) -> None:
+    replies = tmp_path / "replies.jsonl"
+    config = settings(tiny_model_dir, prompts, n_samples_per_prompt=1)
+    rollgrad.generate(config, replies)
+    config.reward = RewardConfig(model_name_or_path=str(reward_model_dir))
+    rollgrad.score(config, replies, tmp_path / "model.jsonl")
+    assert len({row["reward"] for row in rows(tmp_path / "model.jsonl")}) == PROMPTS
+    generated = RLConfig(
+        actor=config.actor,
+        data=DataConfig(prompt_dataset="reasoning_gym:basic_arithmetic", size=3),
+        rollout=config.rollout,
+    )
+    rollgrad.generate(generated, tmp_path / "gym.jsonl")
+    rollgrad.score(generated, tmp_path / "gym.jsonl", tmp_path / "judged.jsonl")
+    assert [0 <= row["reward"] <= 1 for row in rows(tmp_path / "judged.jsonl")] == [True] * 3
+
+
+def test_foreign_replies_are_judged(tmp_path: Path) -> None:
+    """Texts alone need no model."""
+    source, out = tmp_path / "mine.jsonl", tmp_path / "scored.jsonl"
+    source.write_text(
+        '{"prompt": "2 + 2", "completion": "It is 4", "label": "4"}\n\n{"prompt": "a", "completion": "b"}'
+    )
+    rollgrad.score(RLConfig(), source, out, reward=lambda completions: [len(text) for text in completions])
+    assert [row["reward"] for row in rows(out)] == [7, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"prompt": "a"}\n', r"Line 1 of .* has no text 'completion'"),
+        ("{}\n[]\n", r"Line 1 of .* has no text 'prompt'"),
+        ('{"prompt": "a", "completion": "b"}\n{"pro\n', r"Line 2 of .* is no JSON"),
+        ('{"prompt": "a", "completion": "b", "row": 1, "sample": 0}\n' * 2, r"Line 2 of .* again sample 0 of row 1"),
+        ("", "has no rows"),
+    ],
+)
+def test_a_wrong_line_is_named(text: str, sentence: str, tmp_path: Path) -> None:
+    source = tmp_path / "mine.jsonl"
+    source.write_text(text)
+    with pytest.raises(DataError, match=sentence):
+        rollgrad.score(RLConfig(), source, tmp_path / "out.jsonl", reward=len)
+
+
+def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--agent.attempts", "2", "--rollout.top_p", "7"]) == 2
+    error = capsys.readouterr().err
+    for words in ("rollout.top_p", "agent.attempts", "--data.prompt_dataset", "--actor.model_name_or_path", "--out"):
+        assert words in error
+    assert main(["score", "--out", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "set --input" in error
+    assert "No reward is set" in error
+
+
+def test_the_file_that_is_read_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="which is the file that is read"):
+        rollgrad.score(RLConfig(), tmp_path / "a.jsonl", tmp_path / "a.jsonl", reward=len)
