@@ -115,6 +115,17 @@ def structure_config(data: Mapping[str, Any] | None, *, preset: str | None = Non
     return config
 
 
+def structure_run(run: type[Run], data: Mapping[str, Any]) -> Run:
+    """Builds the settings of any run from nested mappings; what they leave out keeps its default.
+
+    Raises:
+        ConfigurationError: an unknown key, or a value of a wrong type.
+    """
+    config, problems = _structured(run, data, None, None)
+    raise_together(problems)
+    return config
+
+
 def forget_preset(config: attrs.AttrsInstance) -> None:
     """Unsets the preset of a run, where it has one."""
     if PRESET in setting_names(type(config)):
@@ -191,6 +202,13 @@ def dump_config(config: attrs.AttrsInstance) -> str:
     return text
 
 
+def changed_settings(run: attrs.AttrsInstance) -> str:
+    """Returns the settings of a run that differ from the defaults, as YAML."""
+    changed = _difference(yaml.safe_load(dump_config(run)), yaml.safe_load(dump_config(type(run)())))
+    text: str = yaml.safe_dump(changed, sort_keys=False)
+    return text
+
+
 def setting_names(cls: type[attrs.AttrsInstance] = RLConfig, prefix: str = "") -> Iterator[str]:
     """Yields the dotted names of all settings, e.g. `algo.advantage.estimator`."""
     for field in attrs.fields(cls):
@@ -231,6 +249,15 @@ def _section(
         except Exception:  # cattrs wraps what the hooks raise in groups of its own
             problems.append(ConfigurationError(f"{name} is {value!r}, but it must be {_describe(fields[key])}."))
     return cls(**values)
+
+
+def _difference(values: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if value != default[key]:
+            section = isinstance(value, dict) and isinstance(default[key], dict)
+            result[key] = _difference(value, default[key]) if section else value
+    return result
 
 
 def _describe(kind: Any) -> str:

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rollgrad
+from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules import evaluation_errors, setting_errors
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError, RollgradError, problem_lines, raise_together
 from rollgrad.entrypoints.cli.chat import ChatArguments, chat
 from rollgrad.entrypoints.cli.data import DataShowArguments, show_data
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments, generate, score
-from rollgrad.entrypoints.cli.help import asks_for_help, show_help
+from rollgrad.entrypoints.cli.help import HELP_FLAGS, asks_for_help, show_help
 from rollgrad.entrypoints.cli.offline import TRAINERS, parse_offline, rehearse_offline
 from rollgrad.entrypoints.cli.parsing import (
     DoctorArguments,
@@ -37,9 +38,10 @@ from rollgrad.entrypoints.cli.parsing import (
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments, serve_reward_model
 from rollgrad.entrypoints.composition.extensions import spelling_errors
-from rollgrad.entrypoints.config_io import dump_config
+from rollgrad.entrypoints.config_io import changed_settings, dump_config
 from rollgrad.entrypoints.names.suggestions import unknown_command
 from rollgrad.entrypoints.redaction import OutputClosedError, print_settings, redacted_output
+from rollgrad.entrypoints.translation.draft import TranslatedCommand, TranslatedRun
 
 if TYPE_CHECKING:
     from rollgrad.entrypoints.library import TrainResult
@@ -160,6 +162,11 @@ def train_offline(name: str, arguments: Sequence[str]) -> int:
     if parsed.dry_run:
         rehearse_offline(run, errors)
         return 0
+    return _train_examples(name, run, errors)
+
+
+def _train_examples(name: str, run: OfflineRun, errors: Sequence[RollgradError]) -> int:
+    """Trains, unless there is a problem; `errors` are those of the settings."""
     from rollgrad.entrypoints.dry_run import example_file_problems
 
     raise_together([*errors, *example_file_problems(run)])
@@ -223,28 +230,43 @@ def score_replies(arguments: Sequence[str]) -> int:
 
 def openrlhf(arguments: Sequence[str]) -> int:
     """`rollgrad openrlhf`."""
-    from rollgrad.entrypoints.openrlhf.command import USAGE, changed_settings, check, translate_command
-    from rollgrad.entrypoints.openrlhf.serve import ServerTranslation
+    from rollgrad.entrypoints.openrlhf.command import USAGE, translate_command
 
+    return _translate(arguments, USAGE, translate_command)
+
+
+def _translate(
+    arguments: Sequence[str],
+    usage: str,
+    translate: Callable[[Sequence[str]], "TranslatedRun | TranslatedCommand"],
+) -> int:
+    """Prints what another tool's command becomes here, or with --run runs it."""
     words = [word for word in arguments if word != "--run"]
-    if not words or words[0] in ("-h", "--help"):
-        sys.stdout.write(USAGE)
+    if not words or words[0] in HELP_FLAGS:
+        sys.stdout.write(usage)
         return 0
-    translated = translate_command(words)
-    if isinstance(translated, ServerTranslation):
-        sys.stderr.writelines(f"{note}\n" for note in translated.notes)
-        if len(words) < len(arguments):
-            return serve_reward(translated.words)
-        sys.stdout.write(f"{shlex.join(['rollgrad', 'serve', 'reward', *translated.words])}\n")
+    translated = translate(words)
+    sys.stderr.writelines(f"{note}\n" for note in translated.notes)
+    runs = len(words) < len(arguments)
+    if isinstance(translated, TranslatedCommand):
+        if runs:
+            return _dispatch(translated.words)
+        sys.stdout.write(f"{shlex.join(['rollgrad', *translated.words])}\n")
         return 0
-    config, notes = translated
-    sys.stderr.writelines(f"{note}\n" for note in notes)
-    if len(words) < len(arguments):
-        return _train(config)
-    refusal = check(config)
-    if refusal:
-        sys.stderr.write(f"rollgrad train rl will refuse this: {refusal}\n")
-    print_settings(changed_settings(config))
+    name, run = translated.command.removeprefix("train "), translated.run
+    if isinstance(run, OfflineRun):
+        errors = TRAINERS[name].errors(run)
+        if runs:
+            configure_logging()
+            return _train_examples(name, run, errors)
+    else:
+        if runs:
+            return _train(run)
+        errors = setting_errors(run)
+    sys.stderr.writelines(
+        f"rollgrad {translated.command} will refuse this: {line}\n" for error in errors for line in problem_lines(error)
+    )
+    print_settings(f"# rollgrad {translated.command} --config FILE\n{changed_settings(run)}")
     return 0
 
 

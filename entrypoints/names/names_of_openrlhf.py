@@ -1,35 +1,6 @@
 """The flags of `openrlhf.cli.train_ppo_ray`: the older flat names, and what each dotted name becomes here."""
 
-from enum import Enum, auto
-
-from attrs import frozen
-
-
-class Kind(Enum):
-    """Kind of a flag's value."""
-
-    SWITCH = auto()
-    INTEGER = auto()
-    NUMBER = auto()
-    TEXT = auto()
-    WORDS = auto()
-    PAIR = auto()
-    BOUNDS = auto()
-    """A pair, or the upper bound alone."""
-    PROBABILITIES = auto()
-    """Numbers with commas between."""
-
-
-@frozen
-class Flag:
-    """A flag of OpenRLHF: its kind and either `to`, the setting with the same meaning, or `reason`, why there is none.
-    Neither: `entrypoints.openrlhf` translates it together with others. `idle`: values that ask for nothing."""
-
-    kind: Kind
-    to: str | None = None
-    reason: str | None = None
-    idle: tuple[str, ...] = ()
-
+from rollgrad.entrypoints.names.flags import Flag, Kind, Program
 
 OFFLOAD = "models stay where they are loaded"
 COLLECTIVES = "NCCL is called without Ray's collectives, which leaves the weights the same"
@@ -335,3 +306,8 @@ IMPLIED: dict[str, tuple[str, str]] = {
     "use_icepop": ("algo.advantage.is_correction_type", "icepop"),
 }
 """Switches of the older release that became a value."""
+
+TRAINER = Program(
+    name="openrlhf.cli.train_ppo_ray", flags=FLAGS, names={**{name: (name,) for name in FLAGS}, **FLAT}, implied=IMPLIED
+)
+"""The trainer by reinforcement learning."""

@@ -2,25 +2,14 @@
 
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS
-from rollgrad.entrypoints.openrlhf.draft import Draft
-
-SCHEDULERS = {
-    "constant": ("constant", False, None),
-    "constant_with_warmup": ("constant", True, None),
-    "linear": ("linear", True, 0.0),
-    "cosine": ("cosine_with_min_lr", True, 0.0),
-}
-"""Schedules by Hugging Face's name: our name, whether it warms up, and its floor if that is fixed. Others become
-cosine_with_min_lr."""
-
-MUON_DEFAULTS = {"lr": 0.02, "momentum": 0.95}
-"""Muon's settings in OpenRLHF."""
+from rollgrad.entrypoints.openrlhf.draft import RLDraft
+from rollgrad.entrypoints.openrlhf.shared import translate_optimizer, translate_schedule
 
 CORRECTIONS = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("geometric", "mask")}
 """Level and mode of OpenRLHF's types of correction."""
 
 
-def translate_algorithm(draft: Draft) -> None:
+def translate_algorithm(draft: RLDraft) -> None:
     """Sets `algo`, `critic`, and the actor's loss, optimizer and schedule.
 
     Raises:
@@ -30,12 +19,12 @@ def translate_algorithm(draft: Draft) -> None:
     _kl(draft)
     _policy_loss(draft)
     _critic(draft)
-    _optimizer(draft, "actor")
-    _schedule(draft, "actor")
+    translate_optimizer(draft, "actor")
+    translate_schedule(draft, "actor")
     _correction(draft)
 
 
-def _advantages(draft: Draft) -> None:
+def _advantages(draft: RLDraft) -> None:
     for key in ("gamma", "lambd"):
         value = draft.value(f"algo.advantage.{key}", 1.0)
         if key in draft.traits.uses:
@@ -50,7 +39,7 @@ def _advantages(draft: Draft) -> None:
     _filtering(draft)
 
 
-def _filtering(draft: Draft) -> None:
+def _filtering(draft: RLDraft) -> None:
     if draft.value("algo.dynamic_filtering_enable", False):
         draft.set("algo.dynamic_filtering_enable", True)
         draft.set("algo.dynamic_filtering_range", draft.value("algo.dynamic_filtering_range", [0.0, 1.0]))
@@ -58,7 +47,7 @@ def _filtering(draft: Draft) -> None:
         draft.lose("algo.dynamic_filtering_range", "no group is filtered without --dynamic_filtering")
 
 
-def _kl(draft: Draft) -> None:
+def _kl(draft: RLDraft) -> None:
     coef = draft.kl_coef
     draft.set("algo.kl.init_coef", coef)
     if coef == 0:
@@ -86,7 +75,7 @@ def _kl(draft: Draft) -> None:
         )
 
 
-def _policy_loss(draft: Draft) -> None:
+def _policy_loss(draft: RLDraft) -> None:
     loss = draft.value("actor.policy_loss_type", "ppo")
     draft.set("actor.policy_loss_type", loss)
     eps, eps_low_high = draft.value("actor.eps_clip", 0.2), draft.value("actor.eps_clip_low_high")
@@ -101,7 +90,7 @@ def _policy_loss(draft: Draft) -> None:
         draft.lose("actor.dual_clip", f"the {loss} loss has no bound for negative advantages")
 
 
-def _critic(draft: Draft) -> None:
+def _critic(draft: RLDraft) -> None:
     if not draft.has_critic:
         for name in draft.options:
             shared = draft.options.get(name.replace("critic.", "actor.", 1)) is draft.options[name]
@@ -116,39 +105,11 @@ def _critic(draft: Draft) -> None:
     if frozen_steps >= 0:
         draft.set("critic.freezing_steps", frozen_steps + 1)
         draft.change("critic.freezing_steps", f"{frozen_steps + 1} rollouts, since OpenRLHF counts from 0")
-    _optimizer(draft, "critic")
-    _schedule(draft, "critic")
+    translate_optimizer(draft, "critic")
+    translate_schedule(draft, "critic")
 
 
-def _optimizer(draft: Draft, model: str) -> None:
-    optim = draft.value(f"{model}.optim", "adam")
-    draft.set(f"{model}.optim", optim)
-    for key, default in MUON_DEFAULTS.items():
-        if optim == "muon":
-            draft.set(f"{model}.muon.{key}", draft.value(f"{model}.muon.{key}", default))
-        else:
-            draft.lose(f"{model}.muon.{key}", f"the optimizer is AdamW without --{model}.optim muon, in OpenRLHF too")
-    if optim == "muon" and draft.value(f"{model}.max_norm", 1.0) > 0:
-        draft.change(f"{model}.optim", "gradients are clipped before Muon turns them into steps, in OpenRLHF after it")
-
-
-def _schedule(draft: Draft, model: str) -> None:
-    kind = draft.value(f"{model}.lr_scheduler", "cosine_with_min_lr")
-    if kind != "cosine_with_min_lr" and kind not in SCHEDULERS:
-        draft.change(f"{model}.lr_scheduler", "cosine_with_min_lr takes its place")
-    ours, warms_up, floor = SCHEDULERS.get(kind, ("cosine_with_min_lr", True, None))
-    draft.set(f"{model}.lr_scheduler", ours)
-    if warms_up:
-        draft.set(f"{model}.lr_warmup_ratio", draft.value(f"{model}.lr_warmup_ratio", 0.03))
-    else:
-        draft.lose(f"{model}.lr_warmup_ratio", f"the {kind} schedule does not warm up, in OpenRLHF neither")
-    if kind in SCHEDULERS:
-        draft.lose(f"{model}.min_lr_ratio", f"the {kind} schedule has no such floor, in OpenRLHF neither")
-    if ours != "constant":
-        draft.set(f"{model}.min_lr_ratio", draft.value(f"{model}.min_lr_ratio", 0.1) if floor is None else floor)
-
-
-def _correction(draft: Draft) -> None:
+def _correction(draft: RLDraft) -> None:
     prefix = "algo.advantage.is_correction"
     if not draft.value(f"{prefix}_enable", False):
         for key in ("threshold", "type"):

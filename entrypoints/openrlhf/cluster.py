@@ -3,7 +3,8 @@
 OpenRLHF always has a cluster. Here a run has one if the command names a setting of it (`CLUSTER_FLAGS`).
 """
 
-from rollgrad.entrypoints.openrlhf.draft import Draft
+from rollgrad.entrypoints.openrlhf.draft import RLDraft
+from rollgrad.entrypoints.openrlhf.shared import translate_adapters
 
 NODE = {"num_nodes": 1, "num_gpus_per_node": 8}
 """OpenRLHF's default processes of a model."""
@@ -22,11 +23,8 @@ REWARD_FLAGS = (*(f"reward.{key}" for key in NODE), "train.colocate_critic_rewar
 GPU_MEMORY = 0.95
 """OpenRLHF's share of a GPU for an engine."""
 
-LORA_ALPHA = 16
-"""OpenRLHF's default of LoRA's alpha."""
 
-
-def translate_cluster(draft: Draft) -> None:
+def translate_cluster(draft: RLDraft) -> None:
     """Sets `cluster`, `vllm`, `train.colocate_*`, the processes of each model, and the actor's adapters.
 
     Raises:
@@ -55,7 +53,7 @@ def translate_cluster(draft: Draft) -> None:
         draft.lose("vllm.enable_sleep", "engines sleep where they share GPUs with models, in OpenRLHF too")
 
 
-def _processes(draft: Draft) -> None:
+def _processes(draft: RLDraft) -> None:
     """Translates the number of processes of each model."""
     actor = {key: draft.value(f"actor.{key}", default) for key, default in NODE.items()}
     for key, value in actor.items():
@@ -70,7 +68,7 @@ def _processes(draft: Draft) -> None:
             draft.lose(f"ref.{key}", "a KL weight of 0 loads no reference, in OpenRLHF neither")
 
 
-def _sharing(draft: Draft) -> bool:
+def _sharing(draft: RLDraft) -> bool:
     """Returns whether models and engines share GPUs."""
     together = bool(draft.value("train.colocate_all", False))
     if together and draft.value("train.async_enable", False):
@@ -93,7 +91,7 @@ def _sharing(draft: Draft) -> bool:
     return together
 
 
-def _engines(draft: Draft, *, together: bool) -> None:
+def _engines(draft: RLDraft, *, together: bool) -> None:
     """Translates the settings of vLLM's engines; `together` with models they have one GPU each."""
     engines, size = draft.value("vllm.num_engines", 1), draft.value("vllm.tensor_parallel_size", 1)
     if together and size > 1:
@@ -104,7 +102,7 @@ def _engines(draft: Draft, *, together: bool) -> None:
     draft.set("vllm.gpu_memory_utilization", draft.value("vllm.gpu_memory_utilization", GPU_MEMORY))
 
 
-def _transfer(draft: Draft) -> None:
+def _transfer(draft: RLDraft) -> None:
     """Translates the way of weights. `auto` is NCCL, and CUDA IPC if GPUs are shared, like OpenRLHF's nccl."""
     backend = draft.value("vllm.sync_backend", "nccl")
     if backend == "gloo":
@@ -114,18 +112,12 @@ def _transfer(draft: Draft) -> None:
         draft.lose("vllm.sync_backend", "weights go by NCCL, or by CUDA IPC where models and engines share GPUs")
 
 
-def _adapters(draft: Draft) -> None:
+def _adapters(draft: RLDraft) -> None:
     """Translates the actor's LoRA adapters."""
-    rank = draft.value("ds.lora.rank", 0)
-    if not rank:
-        for key in ("lora.alpha", "lora.target_modules", "load_in_4bit"):
-            draft.lose(f"ds.{key}", "all weights are trained without --lora_rank")
+    translate_adapters(draft)
+    if not draft.value("ds.lora.rank", 0):
         return
-    draft.set("actor.lora.rank", rank)
-    draft.set("actor.lora.alpha", draft.value("ds.lora.alpha", LORA_ALPHA))
-    draft.set("actor.lora.target_modules", draft.value("ds.lora.target_modules", ["all-linear"]))
     if draft.value("ds.load_in_4bit", False):
-        draft.set("actor.lora.load_in_4bit", True)
         loaded = {"critic": draft.has_critic, "reward model": draft.reward_model is not None}
         if others := " and ".join(name for name, there in loaded.items() if there):
             draft.change("ds.load_in_4bit", f"of the actor, not of the {others}")

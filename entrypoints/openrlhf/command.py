@@ -1,49 +1,82 @@
-"""Translates OpenRLHF command lines to rollgrad's settings.
+"""Translates OpenRLHF command lines to rollgrad's settings and commands.
 
-Flags with a counterpart of the same meaning, and those without one, are in `entrypoints.names.names_of_openrlhf`; flags
-that depend on each other are translated by `algorithm`, `run`, `checkpoints` and `cluster`. OpenRLHF's defaults are
-applied, because they differ from ours. Importable without torch.
+Flags with a counterpart of the same meaning, and those without one, are in `names.names_of_openrlhf` and its
+neighbours; flags that depend on each other are translated by `algorithm`, `run`, `shared` and `cluster`, of trainers
+over examples by `examples`. OpenRLHF's defaults are applied, because they differ from ours. Importable without torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import yaml
 from attrs import frozen
 
-from rollgrad.application.settings.rules import validate
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.config_io import dump_config, structure_config
+from rollgrad.entrypoints.config_io import structure_config
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS
+from rollgrad.entrypoints.names.names_of_openrlhf import TRAINER as PROGRAM
 from rollgrad.entrypoints.openrlhf.algorithm import translate_algorithm
-from rollgrad.entrypoints.openrlhf.checkpoints import translate_checkpoints
 from rollgrad.entrypoints.openrlhf.cluster import translate_cluster
-from rollgrad.entrypoints.openrlhf.draft import Draft
+from rollgrad.entrypoints.openrlhf.draft import RLDraft
+from rollgrad.entrypoints.openrlhf.examples import TRAINERS, translate_trainer
 from rollgrad.entrypoints.openrlhf.run import translate_run
-from rollgrad.entrypoints.openrlhf.serve import ServerTranslation, translate_server
-from rollgrad.entrypoints.openrlhf.words import SERVER, TRAINER, options, parse, read_command
+from rollgrad.entrypoints.openrlhf.serve import translate_server
+from rollgrad.entrypoints.openrlhf.shared import translate_checkpoints
+from rollgrad.entrypoints.openrlhf.words import SERVER, TRAINER, Command, read_command
+from rollgrad.entrypoints.translation.draft import TranslatedCommand, TranslatedRun
+from rollgrad.entrypoints.translation.words import options, parse
 
 USAGE = """usage: rollgrad openrlhf [--run] COMMAND...
 
 Translates an OpenRLHF command (python3 -m openrlhf.cli.train_ppo_ray --flag value ..., flat or dotted flags, ray job
-submit and deepspeed included) to settings, and prints those that differ from the defaults as YAML for
-rollgrad train rl --config. What has no counterpart, or not the same one, is listed on stderr.
+submit, deepspeed and torchrun included) to settings, and prints those that differ from the defaults as YAML. What has
+no counterpart, or not the same one, is listed on stderr.
 
-A command of openrlhf.cli.serve_rm becomes one of rollgrad serve reward, which is printed.
+  train_ppo_ray         rollgrad train rl
+  train_sft, train_dpo  rollgrad train sft, rollgrad train dpo
+  serve_rm              a command of rollgrad serve reward, which is printed
 
   --run   train, or serve, instead of printing
 """
 
+OTHERS = {
+    "train_rm": "training reward models is not there yet",
+    "train_prm": "training process reward models is not there yet",
+    "train_kto": "training on labelled replies is not there yet",
+    "train_kd": "distillation over examples is not there yet",
+}
+"""Reasons why other modules have no counterpart."""
 
-def translate_command(argv: Sequence[str]) -> tuple[RLConfig, list[str]] | ServerTranslation:
-    """Returns the configuration of an OpenRLHF command and notes about it; for its reward server, the command here.
+
+def translate_command(argv: Sequence[str]) -> TranslatedRun | TranslatedCommand:
+    """Returns the run of an OpenRLHF command, or for a program that trains nothing the command here, with notes.
 
     Raises:
-        ConfigurationError: `translate` refuses the command.
+        ConfigurationError: the command cannot be translated.
     """
     command = read_command(argv)
-    return translate_server(parse(command.flags)) if command.module == SERVER else translated_config(argv)
+    if command.module == TRAINER:
+        config, notes = translated_config(argv)
+        return TranslatedRun("train rl", config, notes)
+    if command.module == SERVER:
+        return translate_server(command.flags)
+    _check_module(command, *TRAINERS)
+    return translate_trainer(command)
+
+
+def _check_module(command: Command, *modules: str) -> None:
+    """Refuses a command of another module.
+
+    Raises:
+        ConfigurationError: it is one.
+    """
+    if command.module in modules:
+        return
+    known = (TRAINER, *TRAINERS, SERVER)
+    why = OTHERS.get(command.module, f"the commands that are translated are {', '.join(known)}")
+    raise ConfigurationError(
+        f"openrlhf.cli.{command.module} has no counterpart in rollgrad ({why}): run this step with OpenRLHF."
+    )
 
 
 @frozen
@@ -56,28 +89,25 @@ class Translation:
 
 
 def translate(argv: Sequence[str]) -> Translation:
-    """Translates an OpenRLHF command.
+    """Translates a command of OpenRLHF's trainer by reinforcement learning.
 
     Raises:
         ConfigurationError: it is not a `train_ppo_ray` command, or OpenRLHF has no such flag or value.
     """
     command = read_command(argv)
     if command.module != TRAINER:
-        raise ConfigurationError(f"openrlhf.cli.{command.module} trains nothing: translate openrlhf.cli.{TRAINER}.")
-    draft = Draft(options(parse(command.flags)), submitted=command.submitted)
-    for name in draft.options:
-        reason = FLAGS[name].reason
-        if draft.asks(name) and reason is not None:
-            draft.lose(name, reason)
-    for name, flag in FLAGS.items():
-        if flag.to is not None and name in draft.options and not name.startswith("critic."):
-            draft.set(flag.to, draft.value(name))
+        raise ConfigurationError(
+            f"openrlhf.cli.{command.module} does not train by reinforcement learning: translate openrlhf.cli.{TRAINER}."
+        )
+    draft = RLDraft(program=PROGRAM, options=options(PROGRAM, parse(command.flags)), submitted=command.submitted)
+    for name in dict.fromkeys((*draft.options, *FLAGS)):
+        if FLAGS[name].reason is not None or not name.startswith("critic."):
+            draft.follow(name)
     translate_checkpoints(draft)
     translate_algorithm(draft)
     translate_run(draft)
     translate_cluster(draft)
-    lost = [f"not honoured: {line}" for line in dict.fromkeys(draft.lost)]
-    return Translation(draft.settings, [*lost, *(f"not identical: {line}" for line in dict.fromkeys(draft.changed))])
+    return Translation(draft.settings, draft.notes)
 
 
 def translated_config(argv: Sequence[str]) -> tuple[RLConfig, list[str]]:
@@ -88,28 +118,3 @@ def translated_config(argv: Sequence[str]) -> tuple[RLConfig, list[str]]:
     """
     translation = translate(argv)
     return structure_config(translation.settings), translation.notes
-
-
-def changed_settings(config: RLConfig) -> str:
-    """Returns the settings that differ from the defaults, as YAML."""
-    changed = _difference(yaml.safe_load(dump_config(config)), yaml.safe_load(dump_config(RLConfig())))
-    text: str = yaml.safe_dump(changed, sort_keys=False)
-    return text
-
-
-def check(config: RLConfig) -> str | None:
-    """Returns the problems for which `rollgrad train rl` would refuse the configuration; None if there are none."""
-    try:
-        validate(config)
-    except ConfigurationError as error:
-        return str(error)
-    return None
-
-
-def _difference(values: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        if value != default[key]:
-            section = isinstance(value, dict) and isinstance(default[key], dict)
-            result[key] = _difference(value, default[key]) if section else value
-    return result

@@ -1,6 +1,7 @@
 """The run of an OpenRLHF command: batches, lengths, rewards, data and evaluation."""
 
-from rollgrad.entrypoints.openrlhf.draft import Draft
+from rollgrad.entrypoints.openrlhf.draft import RLDraft
+from rollgrad.entrypoints.openrlhf.shared import translate_text
 
 PROMPT_TOKENS = 1024
 """OpenRLHF's default limit of prompts and of replies, in tokens."""
@@ -9,7 +10,7 @@ REWARD_TIMEOUT = 180.0
 """Seconds that OpenRLHF waits for a reward server; for a reward model it waits without end."""
 
 
-def translate_run(draft: Draft) -> None:
+def translate_run(draft: RLDraft) -> None:
     """Sets `rollout`, `train`, `reward`, `data` and `eval`.
 
     Raises:
@@ -18,11 +19,11 @@ def translate_run(draft: Draft) -> None:
     _batches(draft)
     _lengths(draft)
     _reward(draft)
-    _data(draft)
+    translate_text(draft)
     _evaluation(draft)
 
 
-def _batches(draft: Draft) -> None:
+def _batches(draft: RLDraft) -> None:
     prompts, samples = draft.value("rollout.batch_size", 1024), draft.value("rollout.n_samples_per_prompt", 1)
     draft.set("rollout.batch_size", prompts)
     draft.set("rollout.n_samples_per_prompt", samples)
@@ -45,7 +46,7 @@ def _batches(draft: Draft) -> None:
         draft.lose("train.ema_beta", "no average is kept without --enable_ema, in OpenRLHF neither")
 
 
-def _overlap(draft: Draft, prompts: int) -> None:
+def _overlap(draft: RLDraft, prompts: int) -> None:
     """Translates the overlap of rollouts with each other and with training."""
     in_flight = draft.value("rollout.vllm_generate_batch_size", prompts)
     corrects = draft.value("algo.advantage.is_correction_enable", False)
@@ -77,7 +78,7 @@ def _overlap(draft: Draft, prompts: int) -> None:
         draft.lose("rollout.vllm_generate_batch_size", needs)
 
 
-def _lengths(draft: Draft) -> None:
+def _lengths(draft: RLDraft) -> None:
     total = draft.value("data.max_len")
     prompt, reply = draft.value("data.prompt_max_len"), draft.value("rollout.max_new_tokens")
     dropped = "is dropped before the first step here (--data.overlong error refuses it), while OpenRLHF cuts it"
@@ -96,7 +97,7 @@ def _lengths(draft: Draft) -> None:
 # Rewards, data and evaluation.
 
 
-def _reward(draft: Draft) -> None:
+def _reward(draft: RLDraft) -> None:
     url = draft.value("reward.remote_url")
     if url is not None and url.endswith(".py"):
         draft.set("reward.function_path", url)
@@ -128,7 +129,7 @@ def _reward(draft: Draft) -> None:
             )
 
 
-def _normalize(draft: Draft) -> None:
+def _normalize(draft: RLDraft) -> None:
     if draft.reward_model is None:
         draft.lose("reward.normalize_enable", "OpenRLHF too does so for reward models only")
         return
@@ -137,7 +138,7 @@ def _normalize(draft: Draft) -> None:
         draft.change("reward.normalize_enable", "rewards alone are scaled, in OpenRLHF the critic's values too")
 
 
-def _reward_model(draft: Draft) -> None:
+def _reward_model(draft: RLDraft) -> None:
     model = draft.reward_model
     if model is None:
         draft.lose("reward.model_name_or_path", "--remote_rm_url or --agent_func_path replaces it")
@@ -148,30 +149,7 @@ def _reward_model(draft: Draft) -> None:
         draft.change("reward.model_name_or_path", f"{model} alone, for a run has one reward")
 
 
-def _data(draft: Draft) -> None:
-    chat, template = draft.value("data.apply_chat_template", False), draft.value("data.input_template")
-    draft.set("data.apply_chat_template", chat)
-    if template is not None:
-        if chat:
-            draft.lose("data.input_template", "the chat template is on, which counts more, in OpenRLHF too")
-        elif "{}" not in template:
-            draft.lose("data.input_template", "it has no {} where the prompt goes; OpenRLHF ignores it too")
-        else:
-            draft.set("data.input_template", template)
-    if chat and "data.tokenizer_chat_template" in draft.options:
-        draft.set("data.chat_template", draft.value("data.tokenizer_chat_template"))
-    else:
-        draft.lose("data.tokenizer_chat_template", "no chat template is used without --apply_chat_template")
-    if "data.max_samples" in draft.options:
-        draft.set("data.max_samples", draft.value("data.max_samples"))
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(draft.value("ds.param_dtype"))
-    if dtype is not None:
-        draft.set("actor.dtype", dtype)
-    else:
-        draft.change("ds.param_dtype", "bfloat16 where the hardware multiplies it natively, else float32")
-
-
-def _evaluation(draft: Draft) -> None:
+def _evaluation(draft: RLDraft) -> None:
     dataset = draft.value("eval.dataset")
     if not dataset:
         for key in ("split", "temperature", "n_samples_per_prompt", "steps"):

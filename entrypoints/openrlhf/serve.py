@@ -1,26 +1,21 @@
 """Translates OpenRLHF's server of a reward model (`openrlhf.cli.serve_rm`) to `rollgrad serve reward`."""
 
 from collections.abc import Sequence
-from typing import Any
-
-from attrs import frozen
 
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED, KERNELS, Flag, Kind
-from rollgrad.entrypoints.names.suggestions import nearest
-from rollgrad.entrypoints.openrlhf.words import SERVER, Given, read_values
-
-MAX_LENGTH = 2048
-"""OpenRLHF's default number of tokens of a text."""
+from rollgrad.entrypoints.names.flags import Flag, Kind, Program
+from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED, KERNELS
+from rollgrad.entrypoints.translation.draft import Draft, TranslatedCommand
+from rollgrad.entrypoints.translation.words import options, parse
 
 FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
-SERVER_FLAGS: dict[str, Flag] = {
+_FLAGS: dict[str, Flag] = {
     "port": Flag(Kind.INTEGER, "port"),
     "host": Flag(Kind.TEXT, "host"),
     "reward.model_name_or_path": Flag(Kind.TEXT, "model"),
-    "data.max_len": Flag(Kind.INTEGER, "max_length"),
-    "ds.param_dtype": Flag(Kind.TEXT, "dtype"),
+    "data.max_len": Flag(Kind.INTEGER, "max_length", default=2048),
+    "ds.param_dtype": Flag(Kind.TEXT),
     "batch_size": Flag(Kind.INTEGER, reason="texts that wait are scored together, up to --batch_tokens"),
     "reward.normalize_enable": Flag(Kind.SWITCH, reason="scores are the model's own"),
     "ds.load_in_4bit": Flag(Kind.SWITCH, reason="a reward model is not quantised"),
@@ -30,58 +25,39 @@ SERVER_FLAGS: dict[str, Flag] = {
         for name in ("ds.value_head_prefix", "ds.attn_implementation", "data.disable_fast_tokenizer", "use_ms")
     },
 }
-"""Flags of `rollgrad serve reward`, or why there is none, by OpenRLHF's dotted name of the newer release."""
+
+SERVER = Program(
+    name="openrlhf.cli.serve_rm",
+    flags=_FLAGS,
+    names={
+        **{name: (name,) for name in _FLAGS},
+        **{flat: names for flat, names in FLAT.items() if set(names) <= _FLAGS.keys()},
+    },
+    implied={flat: implied for flat, implied in IMPLIED.items() if implied[0] in _FLAGS},
+)
+"""The server, and the flags of `rollgrad serve reward` that its flags become."""
 
 
-@frozen
-class ServerTranslation:
-    """Translation of a server. `words`: arguments of `rollgrad serve reward`. `notes`: one line for each flag without
-    an identical counterpart."""
-
-    words: list[str]
-    notes: list[str]
-
-
-def translate_server(flags: Sequence[Given]) -> ServerTranslation:
+def translate_server(words: Sequence[str]) -> TranslatedCommand:
     """Translates the flags of `openrlhf.cli.serve_rm`, with its defaults but for the host.
 
     Raises:
         ConfigurationError: the server has no such flag or value.
     """
-    values: dict[str, Any] = {"max_length": MAX_LENGTH}
-    notes = []
-    for given in flags:
-        name, read = _dotted(given)
-        flag = SERVER_FLAGS[name]
-        value = read_values(flag, read)
-        if flag.reason is not None:
-            if value is not False:
-                notes.append(f"not honoured: {given}: {flag.reason}")
-        elif flag.to == "dtype":
-            if value not in FORMATS:
-                raise ConfigurationError(f"{value} is none of {', '.join(FORMATS)}: change {given.flag}.")
-            values["dtype"] = FORMATS[value]
-        else:
-            values[str(flag.to)] = value
-    notes.append("not identical: of a text longer than --max_length the end is scored, in OpenRLHF the beginning")
-    if values.get("host", "127.0.0.1") != "127.0.0.1":
-        notes.append(f"not identical: --host {values['host']}: clients need a token, see --token_file")
-    elif "host" not in values:
-        notes.append("not identical: it listens on 127.0.0.1 without --host, in OpenRLHF on all interfaces")
-    return ServerTranslation([word for name, value in values.items() for word in (f"--{name}", str(value))], notes)
-
-
-def _dotted(given: Given) -> tuple[str, Given]:
-    """Returns the dotted name of a flag, and the flag with its value."""
-    name = given.flag.removeprefix("--").replace("-", "_")
-    if name in IMPLIED and IMPLIED[name][0] in SERVER_FLAGS:
-        read_values(Flag(Kind.SWITCH), given)
-        dotted, value = IMPLIED[name]
-        return dotted, Given(given.flag, (value,), implied=True)
-    (dotted, *_) = FLAT.get(name, (name,))
-    if dotted in SERVER_FLAGS:
-        return dotted, given
-    flat = [flat for flat, dotted in FLAT.items() if dotted[0] in SERVER_FLAGS]
-    suggestion = nearest(name, (*SERVER_FLAGS, *flat))
-    hint = f"did you mean --{suggestion}?" if suggestion else "remove it."
-    raise ConfigurationError(f"{given.flag} is not a flag of openrlhf.cli.{SERVER}; {hint}")
+    draft = Draft(program=SERVER, options=options(SERVER, parse(words)))
+    for name in dict.fromkeys((*draft.options, *_FLAGS)):
+        draft.follow(name)
+    dtype = draft.value("ds.param_dtype")
+    if dtype is not None:
+        if dtype not in FORMATS:
+            given = draft.options["ds.param_dtype"]
+            raise ConfigurationError(f"{dtype} is none of {', '.join(FORMATS)}: change {given.flag}.")
+        draft.set("dtype", FORMATS[dtype])
+    draft.changed.append("of a text longer than --max_length the end is scored, in OpenRLHF the beginning")
+    host = draft.value("host")
+    if host is None:
+        draft.changed.append("it listens on 127.0.0.1 without --host, in OpenRLHF on all interfaces")
+    elif host != "127.0.0.1":
+        draft.change("host", "clients need a token, see --token_file")
+    flags = [word for name, value in draft.settings.items() for word in (f"--{name}", str(value))]
+    return TranslatedCommand(["serve", "reward", *flags], draft.notes)

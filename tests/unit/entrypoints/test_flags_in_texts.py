@@ -10,6 +10,7 @@ import pytest
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.entrypoints.cli.parsing import TrainArguments, flag_kinds, parse_run
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
+from rollgrad.entrypoints.openrlhf.examples import TRAINERS
 from tests.flags import EVERY, example, negative
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,8 +27,8 @@ FILES = sorted(
 )
 
 OURS = {*EVERY, *(negative(name) for name, kind in EVERY.items() if kind is bool), "help", "version", "run", "in"}
-OPENRLHF = {*FLAT, *FLAGS, *IMPLIED}
-OPENRLHF_FILES = re.compile(r"openrlhf|migration\.md|guide\.md|redaction\.py")
+OPENRLHF = {*FLAT, *FLAGS, *IMPLIED, *(name for trainer in TRAINERS.values() for name in trainer.program.names)}
+OPENRLHF_FILES = re.compile(r"openrlhf|translation|migration\.md|guide\.md|redaction\.py")
 """Where OpenRLHF's flags are spoken of; elsewhere they would be mistaken for ours."""
 
 PLACEHOLDERS = {"flag", "name", "section.flag", "section.no_flag", "SECTION.SETTING"}
@@ -36,7 +37,7 @@ FOREIGN = {
     *("address", "head", "block", "exclude", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node"),  # Ray, Slurm
     *("cpus-per-task", "job-name", "time", "runtime-env-json"),
     *("shm-size", "ipc", "cap-add", "security-opt"),  # Docker
-    *("no-deps", "constraint", "index-url", "module"),  # pip, deepspeed
+    *("no-deps", "constraint", "index-url", "module", "num_gpus"),  # pip, deepspeed
     *("enable-scale-out", "api-key", "logprobs-mode", "weight-transfer-config", "generate", "max-num-seqs"),  # vLLM
     *("no-enable-chunked-prefill", "max-num-batched-tokens", "kv-cache-memory-bytes"),
     *("query-gpu", "format"),  # nvidia-smi

@@ -1,0 +1,161 @@
+"""Translates OpenRLHF's trainers over examples to settings of `rollgrad train sft`, `train dpo` and the others.
+
+Flags with a counterpart of the same meaning, and those without one, are in `names.names_of_openrlhf_trainers`.
+"""
+
+from collections.abc import Callable, Mapping
+
+from attrs import define, frozen
+
+from rollgrad.application.settings.dpo import DPORun
+from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.sft import SFTRun
+from rollgrad.entrypoints.config_io import structure_run
+from rollgrad.entrypoints.names.flags import Program
+from rollgrad.entrypoints.names.names_of_openrlhf_trainers import DPO, SFT
+from rollgrad.entrypoints.openrlhf.shared import (
+    translate_adapters,
+    translate_checkpoints,
+    translate_optimizer,
+    translate_schedule,
+    translate_text,
+)
+from rollgrad.entrypoints.openrlhf.words import Command
+from rollgrad.entrypoints.translation.draft import Draft, TranslatedRun
+from rollgrad.entrypoints.translation.words import options, parse
+
+ONE_PROCESS = "a single process divides nothing"
+
+
+@define(kw_only=True)
+class ExamplesDraft(Draft):
+    """A translation in progress of a trainer over examples."""
+
+    command: Command
+    """The command with its launcher."""
+
+
+@frozen
+class Trainer:
+    """A trainer over examples: its `program`, the class of our `run`, and what translates flags that depend on each
+    other."""
+
+    program: Program
+    run: type[OfflineRun]
+    finish: Callable[[Draft], None]
+
+
+def translate_trainer(command: Command) -> TranslatedRun:
+    """Translates the command of a trainer over examples, with OpenRLHF's defaults.
+
+    Raises:
+        ConfigurationError: OpenRLHF has no such flag or value.
+    """
+    trainer = TRAINERS[command.module]
+    draft = ExamplesDraft(
+        program=trainer.program, options=options(trainer.program, parse(command.flags)), command=command
+    )
+    for name in dict.fromkeys((*draft.options, *trainer.program.flags)):
+        draft.follow(name)
+    translate_checkpoints(draft)
+    translate_optimizer(draft, "actor")
+    translate_schedule(draft, "actor")
+    translate_adapters(draft)
+    translate_text(draft)
+    _rows(draft)
+    _evaluation(draft)
+    _processes(draft)
+    trainer.finish(draft)
+    if draft.value("ds.lora.rank", 0):
+        draft.change(
+            "ds.lora.rank", "the model is saved with adapters merged, and in adapter below it the adapters alone"
+        )
+    run = structure_run(trainer.run, draft.settings)
+    return TranslatedRun(f"train {command.module.removeprefix('train_')}", run, draft.notes)
+
+
+def _rows(draft: Draft) -> None:
+    draft.set("data.overlong", "cut")
+    draft.change("data.max_len", "no end is put where a longer example is cut, in OpenRLHF the end-of-sequence token")
+    probs = draft.value("data.dataset_probs")
+    if probs and "," in str(draft.value("data.dataset", "")):
+        draft.set("data.probs", probs)
+
+
+def _evaluation(draft: Draft) -> None:
+    dataset, steps = draft.value("eval.dataset"), draft.value("eval.steps", -1)
+    if not dataset:
+        for key in ("split", "steps"):
+            if key != "steps" or steps != -1:
+                draft.lose(f"eval.{key}", "there is nothing to evaluate on without --eval_dataset")
+        return
+    draft.set("eval.dataset", dataset)
+    draft.set("eval.split", draft.value("eval.split"))
+    draft.set("eval.steps", steps)
+    often = "in OpenRLHF after every epoch" if steps == -1 else "and in between as asked"
+    draft.change("eval.dataset", f"evaluates before and after training, {often}")
+
+
+def _processes(draft: ExamplesDraft) -> None:
+    """Translates the processes. OpenRLHF has one on every GPU of the machine unless its launcher says how many."""
+    sequence, tensor = draft.value("ds.ring_attn_size", 1), draft.value("ds.tensor_parallel_size", 1)
+    launched = draft.command
+    count = sequence * tensor if launched.processes is None else launched.processes
+    if count * launched.machines == 1:
+        if launched.processes is None:
+            draft.changed.append(
+                "one process trains, in OpenRLHF one on every GPU of the machine: write deepspeed --num_gpus N for N"
+            )
+        for name in ("ds.zero_stage", "ds.adam_offload"):
+            draft.lose(name, ONE_PROCESS)
+        for name in ("ds.ring_attn_size", "ds.tensor_parallel_size"):
+            if draft.asks(name):
+                draft.lose(name, ONE_PROCESS)
+        return
+    draft.set("cluster.enable", True)
+    draft.set("actor.num_nodes", launched.machines)
+    draft.set("actor.num_gpus_per_node", count)
+    draft.set("ds.sequence_parallel_size", sequence)
+    draft.set("ds.tensor_parallel_size", tensor)
+    draft.set("ds.zero_stage", draft.value("ds.zero_stage", 2))
+    draft.set("ds.adam_offload", draft.value("ds.adam_offload", False))
+
+
+def _finish_sft(draft: Draft) -> None:
+    key = draft.value("data.input_key")
+    if draft.value("pretrain_mode_enable", False):
+        draft.set("data.format", "text")
+        draft.set("data.apply_chat_template", False)
+        for setting in ("input_template", "output_key"):
+            draft.settings["data"].pop(setting, None)
+        for name in ("data.output_key", "data.multiturn", "data.apply_chat_template", "data.input_template"):
+            draft.lose(name, f"with --pretrain_mode all of the column {key} is trained, in OpenRLHF too")
+    elif not draft.value("data.output_key"):
+        draft.set("data.train_on", "assistant" if draft.value("data.multiturn", False) else "last")
+    else:
+        draft.lose("data.multiturn", f"all of --output_key is trained after each {key}")
+
+
+def _finish_dpo(draft: Draft) -> None:
+    ipo, smoothing = draft.value("ipo_enable", False), draft.value("label_smoothing", 0.0)
+    imitation = draft.value("nll_loss_coef", 0.0)
+    loss = "ipo_sum" if ipo else "sigmoid"
+    if ipo and smoothing:
+        draft.lose("label_smoothing", "--ipo has no labels to smooth, in OpenRLHF neither")
+    else:
+        draft.set("dpo.label_smoothing", smoothing)
+    if imitation:
+        draft.set("dpo.loss", [loss, "sft"])
+        draft.set("dpo.loss_weights", [1.0, imitation])
+        draft.change(
+            "nll_loss_coef", "the mean over all chosen tokens of a step, in OpenRLHF over pairs of their means"
+        )
+    else:
+        draft.set("dpo.loss", [loss])
+
+
+TRAINERS: Mapping[str, Trainer] = {
+    "train_sft": Trainer(SFT, SFTRun, _finish_sft),
+    "train_dpo": Trainer(DPO, DPORun, _finish_dpo),
+}
+"""By the module of OpenRLHF."""
