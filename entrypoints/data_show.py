@@ -10,7 +10,7 @@ from rich.text import Text
 from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.application.settings.offline import OfflineRun
-from rollgrad.application.settings.sections.examples import PairDataConfig
+from rollgrad.application.settings.sections.examples import LabelDataConfig, PairDataConfig
 from rollgrad.entrypoints.composition.chat import make_codec, make_tokenizer
 from rollgrad.entrypoints.composition.examples import make_eval_examples, make_examples
 
@@ -29,12 +29,16 @@ def show_rows(run: OfflineRun, *, count: int, console: Console | None = None) ->
     model = run.actor.model_name_or_path
     tokenizer = make_tokenizer(run.actor, run.data)
     examples = make_examples(run.data, run.train, model, tokenizer, make_codec(run.data, tokenizer), check=False)
+    shown = 0
     for index in range(min(count, len(examples))):
         example = examples[index]
         for number, branch in enumerate(example.branches, 1):
             of = f", branch {number} of {len(example.branches)}" if len(example.branches) > 1 else ""
-            if isinstance(run.data, PairDataConfig):
+            if isinstance(run.data, LabelDataConfig):
+                of = ", good" if examples.labels[shown] else ", bad"
+            elif isinstance(run.data, PairDataConfig):
                 of = ", chosen" if number == 1 else ", rejected"
+            shown += 1
             console.print(
                 f"row {example.row + 1}{of}: {len(branch)} tokens, {branch.trained_length} trained", style="bold"
             )

@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.application.settings.dpo import DPORun, dpo_errors
+from rollgrad.application.settings.kto import KTORun, kto_errors
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import CheckpointError, raise_together
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.dpo import dpo_container
+from rollgrad.entrypoints.composition.kto import kto_container
 from rollgrad.entrypoints.composition.lifetimes import give
 from rollgrad.entrypoints.composition.sft import sft_container
 from rollgrad.entrypoints.data_show import show_report
@@ -59,6 +61,23 @@ def train_dpo(config: DPORun, **adapters: Any) -> TrainResult:
     """
     raise_together(dpo_errors(config))
     return _train("train_dpo", config, dpo_container, adapters)
+
+
+def train_kto(config: KTORun, **adapters: Any) -> TrainResult:
+    """Trains a model on replies that are labelled good or bad, as `config` says.
+
+    Args:
+        config: the run; see `rollgrad train kto --help` for every setting.
+        adapters: as for `train_sft`.
+
+    Returns:
+        What was made, as `train_sft` does.
+
+    Raises:
+        RollgradError: as `train_sft`; or the model does not begin as its reference; or a step has one reply alone.
+    """
+    raise_together(kto_errors(config))
+    return _train("train_kto", config, kto_container, adapters)
 
 
 def _train(

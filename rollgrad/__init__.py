@@ -13,6 +13,7 @@ from rollgrad.moved import install
 if TYPE_CHECKING:
     from rollgrad.adapters.tools.function import tool as tool
     from rollgrad.application.settings.dpo import DPORun as DPORun
+    from rollgrad.application.settings.kto import KTORun as KTORun
     from rollgrad.application.settings.run import RLConfig as RLConfig
     from rollgrad.application.settings.sft import SFTRun as SFTRun
     from rollgrad.domain.algorithms.estimators.registry import estimator as estimator
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rollgrad.entrypoints.library import load_config as load_config
     from rollgrad.entrypoints.library import train as train
     from rollgrad.entrypoints.offline import train_dpo as train_dpo
+    from rollgrad.entrypoints.offline import train_kto as train_kto
     from rollgrad.entrypoints.offline import train_sft as train_sft
 
 __version__ = "0.1.0"
@@ -42,6 +44,8 @@ _PUBLIC = {
     "train_sft": "rollgrad.entrypoints.offline",
     "DPORun": "rollgrad.application.settings.dpo",
     "train_dpo": "rollgrad.entrypoints.offline",
+    "KTORun": "rollgrad.application.settings.kto",
+    "train_kto": "rollgrad.entrypoints.offline",
     "TrainResult": "rollgrad.entrypoints.library",
     "estimator": "rollgrad.domain.algorithms.estimators.registry",
     "policy_loss": "rollgrad.domain.algorithms.losses.contract",
@@ -50,6 +54,7 @@ _PUBLIC = {
 }
 __all__ = [
     "DPORun",
+    "KTORun",
     "RLConfig",
     "Replies",
     "SFTRun",
@@ -65,6 +70,7 @@ __all__ = [
     "tool",
     "train",
     "train_dpo",
+    "train_kto",
     "train_sft",
 ]
 

@@ -71,17 +71,22 @@ class ExampleLearner(Generic[Example]):
             NonFiniteUpdateError: the loss or the gradient is not finite; nothing has changed.
         """
         batch = self._pack(examples)
-        metrics = self._model.update(split(batch, self._max_tokens, self._shares), self._objective)
+        metrics = self._model.update(split(batch, self._max_tokens, self._shares), self.objective_for(examples))
         counts = {"tokens": float(batch.token_count), "trained_tokens": float(batch.action_mask_N.sum())}
         return {f"train/{name}": float(value) for name, value in (metrics | counts).items()}
+
+    def objective_for(self, examples: Sequence[Example]) -> Any:
+        """Returns the loss of a batch of `examples`; here it is that of every batch."""
+        return self._objective
 
     def parts(self, examples: Sequence[Example]) -> list[ExampleBatch]:
         """Returns the micro-batches of `examples`, with the weights that they have in all of them together."""
         return split(self._pack(examples), self._max_tokens, self._shares)
 
-    def measure_part(self, part: ExampleBatch) -> Mapping[str, Tensor | float]:
-        """Returns the loss and the objective's metrics of one of the `parts`."""
-        output = self._objective(self._scores(part), part)
+    def measure_part(self, part: ExampleBatch, objective: Any = None) -> Mapping[str, Tensor | float]:
+        """Returns the loss and the objective's metrics of one of the `parts`; `objective` is that for all of them,
+        by default the loss of every batch."""
+        output = (objective or self._objective)(self._scores(part), part)
         return {"loss": output.loss, **output.metrics}
 
     def save(self, checkpoints: CheckpointStore, name: str) -> None:

@@ -2,7 +2,7 @@
 their evaluation."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic
 
 from torch import Tensor
@@ -12,6 +12,24 @@ from rollgrad.application.pipelines.run import Evaluation, StepReport, StepSourc
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.example_source import ExampleSource
+
+
+def next_examples(
+    cursor: PromptCursor, size: int, *, batch_size: int, total: int | None
+) -> tuple[list[int], PromptCursor]:
+    """Returns the indices of the next step's examples of `size`, and the place after them; `total` ends a run."""
+    # Counted from the place in the examples: a run that goes on for more epochs had a smaller step before.
+    left = batch_size if total is None else total - cursor.taken(size)
+    return cursor.take(min(batch_size, left), size)
+
+
+def coming_steps(
+    cursor: PromptCursor, size: int, *, steps: int, batch_size: int, total: int | None
+) -> Iterator[list[int]]:
+    """Yields the indices of the examples of each of the next `steps` steps, as `Epochs` takes them."""
+    for _ in range(steps):
+        indices, cursor = next_examples(cursor, size, batch_size=batch_size, total=total)
+        yield indices
 
 
 class Epochs(StepSource[Example], Generic[Example]):
@@ -51,9 +69,7 @@ class Epochs(StepSource[Example], Generic[Example]):
         """Takes the optimizer step after `done` ones."""
         started = self._clock.monotonic()
         size = len(self._examples)
-        # Counted from the place in the examples: a run that goes on for more epochs had a smaller step before.
-        left = self._batch_size if self._total is None else self._total - self._cursor.taken(size)
-        indices, cursor = self._cursor.take(min(self._batch_size, left), size)
+        indices, cursor = next_examples(self._cursor, size, batch_size=self._batch_size, total=self._total)
         examples = [self._examples[index] for index in indices]
         # In a thread, so that signals reach the run while a step is computed.
         metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learner.learn, examples))
@@ -98,9 +114,12 @@ class ExampleEvaluation(Evaluation, Generic[Example]):
         """Returns the loss and the objective's metrics, as `eval/name`."""
         examples = [self._examples[index] for index in range(len(self._examples))]
         measured: list[Mapping[str, Tensor | float]] = []
+        objective, cancelled = await uninterrupted(asyncio.to_thread(self._learner.objective_for, examples))
+        if cancelled:
+            raise asyncio.CancelledError
         for part in self._learner.parts(examples):
             # In a thread, so that signals reach the run while a micro-batch is computed.
-            metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learner.measure_part, part))
+            metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learner.measure_part, part, objective))
             if cancelled:
                 raise asyncio.CancelledError
             measured.append(metrics)

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 from attrs import define
 
-from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.offline import ReferencedRun, reference_problems
 from rollgrad.application.settings.rules.examples import example_problems, shared_problems
 from rollgrad.application.settings.sections.examples import ExampleModelConfig, ExampleTrainConfig, PairDataConfig
 from rollgrad.application.settings.sections.optimizer import AdamConfig
-from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.algorithms.catalogue import IMITATION, PAIR_LOSSES
 from rollgrad.domain.algorithms.settings import PreferenceSettings
@@ -37,11 +36,10 @@ class PreferenceModelConfig(ExampleModelConfig):
 
 
 @define(kw_only=True, field_transformer=own_first)
-class DPORun(OfflineRun):
+class DPORun(ReferencedRun):
     """A run that learns from preference pairs."""
 
     actor: PreferenceModelConfig = section(PreferenceModelConfig, "The model that is trained.")
-    ref: RefConfig = section(RefConfig, "The frozen reference.")
     dpo: PreferenceSettings = section(PreferenceSettings, "The loss of preference pairs.")
     data: PairDataConfig = section(PairDataConfig, "The preference pairs.")
     train: ExampleTrainConfig = section(ExampleTrainConfig, "How pairs become optimizer steps.")
@@ -58,6 +56,7 @@ def dpo_errors(run: DPORun) -> list[ConfigurationError]:
     def rules(run: DPORun) -> Iterator[Iterator[str]]:
         yield example_problems(run)
         yield loss_problems(run)
+        yield reference_problems(run)
         yield shared_problems(run)
 
     return broken_rules(run, rules)
@@ -99,9 +98,4 @@ def loss_problems(run: DPORun) -> Iterator[str]:
         yield (
             f"ref.model_name_or_path is {run.ref.model_name_or_path!r}, but {', '.join(dpo.loss)} compares with no "
             "reference: leave --ref.model_name_or_path out, or change --dpo.loss."
-        )
-    if run.cluster.enable and (run.ref.num_nodes, run.ref.num_gpus_per_node) != (None, None):
-        yield (
-            "ref.num_nodes or ref.num_gpus_per_node is set, but the reference is in the actor's processes, before "
-            "training begins: leave --ref.num_nodes and --ref.num_gpus_per_node out."
         )

@@ -3,6 +3,8 @@
 Importable without torch.
 """
 
+from collections.abc import Iterator
+
 from attrs import define
 
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
@@ -15,6 +17,7 @@ from rollgrad.application.settings.sections.examples import (
     RowsConfig,
 )
 from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.domain.settings import section
 
 
@@ -30,3 +33,19 @@ class OfflineRun:
     ds: DeepSpeedConfig = section(DeepSpeedConfig, "How models are divided over their processes.")
     ckpt: CheckpointConfig = section(CheckpointConfig, "What is written where.")
     logger: LoggerConfig = section(LoggerConfig, "Where metrics go.")
+
+
+@define(kw_only=True)
+class ReferencedRun(OfflineRun):
+    """A run that compares the model with a frozen reference, whose log-probs are computed before training begins."""
+
+    ref: RefConfig = section(RefConfig, "The frozen reference.")
+
+
+def reference_problems(run: ReferencedRun) -> Iterator[str]:
+    """Yields what is wrong with the processes of the reference."""
+    if run.cluster.enable and (run.ref.num_nodes, run.ref.num_gpus_per_node) != (None, None):
+        yield (
+            "ref.num_nodes or ref.num_gpus_per_node is set, but the reference is in the actor's processes, before "
+            "training begins: leave --ref.num_nodes and --ref.num_gpus_per_node out."
+        )

@@ -12,7 +12,7 @@ from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from rollgrad.domain.batches.packed import PackedBatch
-from rollgrad.domain.episodes.examples import Demonstration, Preference, WeightedTokens
+from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, WeightedTokens
 
 CHOSEN, REJECTED = 0, 1
 """`sample_ids_S` of the two replies of a pair."""
@@ -106,17 +106,65 @@ def pack_preferences(pairs: Sequence[Preference]) -> ExampleBatch:
     weights_P = torch.tensor([pair.weight for pair in pairs], dtype=torch.float64)
     weights_N = weights_P[batch.group_ids_S][batch.sequence_ids_N]
     chosen_N = batch.action_mask_N & (batch.sample_ids_S == CHOSEN)[batch.sequence_ids_N]
-    references = [pair.ref_logprobs_A for pair in pairs if pair.ref_logprobs_A is not None]
-    ref_logprobs_N = None
-    if len(references) == len(pairs):
-        ref_logprobs_N = torch.zeros(batch.token_count)
-        ref_logprobs_N[batch.action_mask_N] = torch.cat(references)
     return evolve(
         batch,
-        ref_logprobs_N=ref_logprobs_N,
+        ref_logprobs_N=_references([pair.ref_logprobs_A for pair in pairs], batch),
         loss_weights_N=_shares(weights_N, weights_P.sum(), batch.action_mask_N),
         positive_weights_N=_shares(weights_N, weights_N[chosen_N].sum(), chosen_N),
     )
+
+
+def pack_labels(labels: Sequence[Label]) -> ExampleBatch:
+    """Lays the labelled replies of one optimizer step end to end; `group_ids_S` is the place of each in `labels`, and
+    `scores_S` 1 where it is desirable. `ref_logprobs_N` is filled in if all have theirs. `loss_weights_N` is, at each
+    trained token, the reply's share in the sum of all weights.
+
+    Raises:
+        ValueError: all replies have the weight 0.
+    """
+    batch = pack_sequences(
+        [label.reply for label in labels], group_ids=range(len(labels)), sample_ids=[0] * len(labels)
+    )
+    weights_S = torch.tensor([label.weight for label in labels], dtype=torch.float64)
+    return evolve(
+        batch,
+        scores_S=torch.tensor([float(label.desirable) for label in labels]),
+        ref_logprobs_N=_references([label.ref_logprobs_A for label in labels], batch),
+        loss_weights_N=_shares(weights_S[batch.sequence_ids_N], weights_S.sum(), batch.action_mask_N),
+    )
+
+
+def mismatched(labels: Sequence[Label], *, longest: int | None = None) -> list[WeightedTokens]:
+    """Returns the prompt of each label with the completion of the one before it (of the last one, for the first), as
+    KTO measures its distance from the reference (Ethayarajh et al. 2024, arXiv:2402.01306, section 4).
+
+    Args:
+        labels: those of one optimizer step, in their order.
+        longest: number of tokens that a sequence is cut to; None cuts none.
+    """
+    return [
+        other_completion(label.reply, before.reply, longest=longest)
+        for label, before in zip(labels, [*labels[-1:], *labels[:-1]], strict=True)
+    ]
+
+
+def other_completion(asked: WeightedTokens, answered: WeightedTokens, *, longest: int | None = None) -> WeightedTokens:
+    """Returns what precedes the first trained token of `asked`, and after it what follows that of `answered`; of the
+    end as much as `longest` leaves."""
+    own, other = (int((sequence.weights_T > 0).nonzero()[0]) for sequence in (asked, answered))
+    tokens_T = torch.cat([asked.token_ids_T[:own], answered.token_ids_T[other:]])[:longest]
+    weights_T = torch.cat([torch.zeros(own), answered.weights_T[other:]])[:longest]
+    return WeightedTokens(token_ids_T=tokens_T, weights_T=weights_T, prompt_length=own)
+
+
+def _references(logprobs: Sequence[Tensor | None], batch: PackedBatch) -> Tensor | None:
+    """Returns ref_logprobs_N, of the log-probs of each example's trained tokens; None if one of them has none."""
+    known = [column_A for column_A in logprobs if column_A is not None]
+    if len(known) < len(logprobs):
+        return None
+    ref_logprobs_N = torch.zeros(batch.token_count)
+    ref_logprobs_N[batch.action_mask_N] = torch.cat(known)
+    return ref_logprobs_N
 
 
 def _shares(weights_N: Tensor, total: Tensor, mask_N: Tensor) -> Tensor:

@@ -86,6 +86,11 @@ class Preference:
         if torch.equal(self.chosen.token_ids_T, self.rejected.token_ids_T):
             raise DataError("The chosen and the rejected reply are equal token for token: drop the pair.")
 
+    @property
+    def replies(self) -> tuple[WeightedTokens, ...]:
+        """The chosen and the rejected reply."""
+        return self.chosen, self.rejected
+
     def __len__(self) -> int:
         return len(self.chosen) + len(self.rejected)
 
@@ -93,12 +98,20 @@ class Preference:
 @frozen(kw_only=True, eq=False)
 class Label:
     """A reply that somebody found good (`desirable`) or bad, as KTO learns from. `weight` multiplies its loss; `row` is
-    its place in the data."""
+    the place of its row in the data, and `place` its own among all replies: of a pair's row there are two.
+    `ref_logprobs_A` float32: log-probs under a reference of the trained tokens; None until they are known."""
 
     reply: WeightedTokens
     desirable: bool
     row: int
     weight: float = 1.0
+    place: int = 0
+    ref_logprobs_A: Tensor | None = None
+
+    @property
+    def replies(self) -> tuple[WeightedTokens, ...]:
+        """The reply alone."""
+        return (self.reply,)
 
     def __len__(self) -> int:
         return len(self.reply)

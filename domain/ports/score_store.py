@@ -15,5 +15,6 @@ class ScoreStore(Protocol):
         ...
 
     def append(self, key: str, first: int, scores: Sequence[Tensor]) -> None:
-        """Keeps the scores of examples `first`, `first` + 1, ...: one float32 tensor [A] for each."""
+        """Keeps the scores of examples `first`, `first` + 1, ...: one tensor [A] for each, all of one
+        format."""
         ...

@@ -87,6 +87,16 @@ DPO_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "Output": ("ckpt.output_dir", "ckpt.save_steps", "ckpt.resume"),
 }
 
+KTO_EXAMPLE = """  rollgrad train kto --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
+      --data.dataset labelled.jsonl --ckpt.output_dir runs/kto"""
+
+KTO_ESSENTIALS: Mapping[str, Sequence[str]] = {
+    "The model": ("actor.model_name_or_path", "ref.model_name_or_path"),
+    "The replies": ("data.dataset", "data.prompt_key", "data.completion_key", "data.label_key", "data.max_tokens"),
+    "The loss": ("kto.loss", "kto.beta", "kto.balance"),
+    **{topic: DPO_ESSENTIALS[topic] for topic in ("The optimizer", "Training", "Evaluation", "Output")},
+}
+
 DATA_EXAMPLE = """  rollgrad data show --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
       --data.dataset conversations.jsonl --n 5"""
 
@@ -116,12 +126,13 @@ ESSENTIALS = {
     "score": (SCORE_EXAMPLE, SCORE_ESSENTIALS),
     "train sft": (SFT_EXAMPLE, SFT_ESSENTIALS),
     "train dpo": (DPO_EXAMPLE, DPO_ESSENTIALS),
+    "train kto": (KTO_EXAMPLE, KTO_ESSENTIALS),
     "data show": (DATA_EXAMPLE, EXAMPLES),
 }
 """The example and the essential settings of each command that reads the settings of a run."""
 
 
-OF_EXAMPLES = ("train sft", "train dpo", "data show")
+OF_EXAMPLES = ("train sft", "train dpo", "train kto", "data show")
 NOT_OF_EXAMPLES = frozenset({"actor.lora.sync", "logger.log_samples"})
 """Settings of runs that sample, which commands over examples refuse and do not show."""
 

@@ -7,6 +7,7 @@ from typing import Any
 from attrs import define, frozen
 
 from rollgrad.application.settings.dpo import DPORun, dpo_errors
+from rollgrad.application.settings.kto import KTORun, kto_errors
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
@@ -38,6 +39,12 @@ class DPOArguments(ExampleFlags, DPORun):
     YAML file."""
 
 
+@define(kw_only=True)
+class KTOArguments(ExampleFlags, KTORun):
+    """Trains a model on replies that are labelled good or bad, by KTO. Every setting below is also a key of the YAML
+    file."""
+
+
 @frozen
 class Trainer:
     """A trainer over examples: `rollgrad train NAME`, and `entrypoints.offline.train_NAME`."""
@@ -52,6 +59,7 @@ class Trainer:
 TRAINERS: Mapping[str, Trainer] = {
     "sft": Trainer("fine-tune a model on conversations and texts", SFTArguments, SFTRun, sft_errors),
     "dpo": Trainer("train a model on preference pairs", DPOArguments, DPORun, dpo_errors),
+    "kto": Trainer("train a model on replies labelled good or bad", KTOArguments, KTORun, kto_errors),
 }
 """By name."""
 

@@ -20,6 +20,7 @@ from rollgrad.application.settings.sections.examples import (
     ExampleEvalConfig,
     ExampleFormat,
     ExampleTrainConfig,
+    LabelDataConfig,
     PairDataConfig,
     RowsConfig,
 )
@@ -81,10 +82,16 @@ def make_total_steps(train: ExampleTrainConfig, examples: Sized, ckpt: Checkpoin
     of its epochs takes."""
     if train.max_steps is not None:
         return train.max_steps
-    position = ((begun(ckpt) if continues(ckpt) else None) or {}).get("position")
-    done = 0 if position is None else int(position["step"])
-    taken = 0 if position is None else PromptCursor.from_state_dict(position).taken(len(examples))
+    position = starting_position(ckpt)
+    done, taken = (0, 0) if position is None else (position[0], position[1].taken(len(examples)))
     return done + math.ceil(max(0, len(examples) * train.num_epochs - taken) / train.batch_size)
+
+
+def starting_position(ckpt: CheckpointConfig) -> tuple[int, PromptCursor] | None:
+    """Returns the steps that a run which continues has taken, and its place in the examples; None for a run from its
+    beginning, or if its training state does not say."""
+    position = ((begun(ckpt) if continues(ckpt) else None) or {}).get("position")
+    return None if position is None else (int(position["step"]), PromptCursor.from_state_dict(position))
 
 
 def make_total_examples(train: ExampleTrainConfig, examples: Sized) -> int | None:
@@ -114,13 +121,17 @@ def reading_settings(data: RowsConfig) -> ReadingSettings:
         input_template=data.input_template,
     )
     if isinstance(data, PairDataConfig):
-        return evolve(
+        settings = evolve(
             settings,
             format=ExampleFormat.PAIRS,
             input_key=data.prompt_key,
             chosen_key=data.chosen_key,
             rejected_key=data.rejected_key,
         )
+        if isinstance(data, LabelDataConfig):
+            kind = ExampleFormat.UNPAIRED
+            return evolve(settings, format=kind, output_key=data.completion_key, label_key=data.label_key)
+        return settings
     assert isinstance(data, ExampleDataConfig)
     return evolve(
         settings, format=data.format, input_key=data.input_key, output_key=data.output_key, train_on=data.train_on

@@ -103,7 +103,7 @@ class OfflineContainer(BaseContainer):
         learner,
         learned,
         batch_size=BaseContainer.config.provided.train.batch_size,
-        total=providers.Callable(make_total_examples, BaseContainer.config.provided.train, examples),
+        total=providers.Callable(make_total_examples, BaseContainer.config.provided.train, learned),
         seed=BaseContainer.config.provided.train.seed,
         clock=BaseContainer.clock,
     )

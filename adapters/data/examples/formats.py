@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 from rollgrad.adapters.data.datasets.columns import has_value, value_at
-from rollgrad.adapters.data.examples.recognition import REPLY_COLUMN, ReadingSettings
+from rollgrad.adapters.data.examples.recognition import LABEL_COLUMN, REPLY_COLUMN, ReadingSettings
 from rollgrad.adapters.data.examples.rows import (
     Conversation,
+    Labelled,
     Pair,
     PlainText,
     Pretokenised,
@@ -19,6 +20,7 @@ from rollgrad.adapters.data.examples.rows import (
     RowError,
     Sample,
     broken,
+    read_label,
     read_messages,
     read_number,
     read_sharegpt,
@@ -214,12 +216,27 @@ def _pair(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     if not all(replies) or not asked:
         raise broken("The two conversations have no prompt in common, or one of them no reply of its own.")
     first, second = (_conversation(row, [*asked, *reply], settings, context=len(asked)) for reply in replies)
-    if not {*first.weights, *second.weights} <= {0.0, 1.0}:
-        raise broken(
-            "A message of a pair has a weight other than 0 and 1: replies are compared whole; leave the weight out, or "
-            "give the row one in the column weight."
-        )
+    _refuse_weights(first, second)
     return Pair(chosen=first, rejected=second, margin=margin)
+
+
+def _unpaired(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
+    label_key = settings.label_key or LABEL_COLUMN
+    desirable = read_label(_value(row, label_key), label_key)
+    reply = _completion(row, settings)
+    assert isinstance(reply, Conversation | PlainText)
+    _refuse_weights(reply)
+    return Labelled(reply=reply, desirable=desirable)
+
+
+def _refuse_weights(*replies: Conversation | PlainText) -> None:
+    """Raises if messages have weights that a comparison of whole replies cannot heed."""
+    weights = {weight for reply in replies if isinstance(reply, Conversation) for weight in reply.weights}
+    if not weights <= {0.0, 1.0}:
+        raise broken(
+            "A message has a weight other than 0 and 1: replies are compared whole; leave the weight out, or give the "
+            "row one in the column weight."
+        )
 
 
 def _pair_of_texts(
@@ -344,5 +361,6 @@ READERS: Mapping[ExampleFormat, Callable[[Mapping[str, Any], ReadingSettings], S
     ExampleFormat.ALPACA: _alpaca,
     ExampleFormat.TEXT: _text,
     ExampleFormat.PAIRS: _pair,
+    ExampleFormat.UNPAIRED: _unpaired,
 }
 """Functions that parse a row of each format."""

@@ -30,18 +30,18 @@ from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.adapters.data.examples.rows import Reason, RowError
 from rollgrad.adapters.data.examples.sources import Mixture
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
-from rollgrad.domain.episodes.examples import Demonstration, Preference, WeightedTokens
+from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, WeightedTokens
 from rollgrad.domain.errors import DataError
 
 log = structlog.get_logger(__name__)
 
-VERSION = 3
+VERSION = 4
 """Raised when the same rows and settings become other tokens."""
 CHUNK = 256
 """Rows handed to a process together."""
 LARGE = 1000
 """Rows from which a terminal is shown a progress bar."""
-ARRAYS = ("tokens", "weights", "lengths", "prompt_lengths", "branch_counts", "rows", "row_weights", "margins")
+ARRAYS = ("tokens", "weights", "lengths", "prompt_lengths", "branch_counts", "rows", "row_weights", "margins", "labels")
 REPORT_FILE = "report.json"
 
 
@@ -53,7 +53,8 @@ class PreparedExamples:
     `written_on` the date that a template wrote which writes it.
 
     `tokens` int32 and `weights` float32 of all branches end to end, `lengths` and `prompt_lengths` int64 of each
-    branch, `branch_counts` int64, `row_weights` and `margins` float32 of each example.
+    branch, `branch_counts` int64, `row_weights` and `margins` float32 of each example; `labels` bool of each branch,
+    true for a good reply (the chosen one of a pair), false for all where rows have no labels.
     """
 
     tokens: Any
@@ -64,6 +65,7 @@ class PreparedExamples:
     rows: Any
     row_weights: Any
     margins: Any
+    labels: Any
     report: DataReport
     fingerprint: str
     origin: str
@@ -113,6 +115,37 @@ class PreparedPairs:
         chosen, rejected = example.branches
         margin = float(self.examples.margins[index])
         return Preference(chosen=chosen, rejected=rejected, row=example.row, weight=example.weight, margin=margin)
+
+
+@frozen(eq=False)
+class PreparedLabels:
+    """The labelled replies of a data set, by index: the reply of each row, of a pair the chosen one, and after them the
+    rejected replies, so that neighbours answer different prompts."""
+
+    examples: PreparedExamples
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Label:
+        place, number = int(self._places[index]), int(index >= len(self.examples))
+        example = self.examples[place]
+        branch = int(self.examples._firsts[place]) + number
+        return Label(
+            reply=example.branches[number],
+            desirable=bool(self.examples.labels[branch]),
+            row=example.row,
+            weight=example.weight,
+            place=index,
+        )
+
+    _places: Any = field(init=False, repr=False)
+
+    @_places.default
+    def _rows_of_replies(self) -> Any:
+        return numpy.concatenate(
+            [numpy.arange(len(self.examples)), numpy.flatnonzero(self.examples.branch_counts == 2)]
+        )
 
 
 def prepare_examples(
@@ -187,6 +220,7 @@ def _prepare_all(
     rows: list[int] = []
     row_weights: list[float] = []
     margins: list[float] = []
+    labels: list[bool] = []
     row_lengths: list[int] = []
     results = _results(mixture, tokenizer, settings, num_workers)
     for index, result in enumerate(_with_bar(results, len(mixture), setting)):
@@ -211,10 +245,11 @@ def _prepare_all(
         rows.append(index)
         row_weights.append(result.weight)
         margins.append(result.margin)
+        labels += result.labels or (False,) * len(result.branches)
         row_lengths.append(sum(len(branch.token_ids) for branch in result.branches))
         report.used += 1
         report.branches += len(result.branches)
-        report.branched_rows += len(result.branches) > 1 and settings.reading.format is not ExampleFormat.PAIRS
+        report.branched_rows += len(result.branches) > 1 and not result.labels  # two replies are no branches
         report.trained_tokens += sum(branch.trained for branch in result.branches)
         report.notice(result.anomalies)
     report.tokens = sum(row_lengths)
@@ -228,6 +263,7 @@ def _prepare_all(
         "rows": numpy.asarray(rows, dtype=numpy.int64),
         "row_weights": numpy.asarray(row_weights, dtype=numpy.float32),
         "margins": numpy.asarray(margins, dtype=numpy.float32),
+        "labels": numpy.asarray(labels, dtype=bool),
     }
     return arrays, report
 

@@ -14,7 +14,16 @@ from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.chat.training_text import Anomaly, TokenBranch, TrainingText, TrainingTokens
 from rollgrad.adapters.data.examples.formats import read_row
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
-from rollgrad.adapters.data.examples.rows import Conversation, Pair, PlainText, Pretokenised, Reason, RowError, broken
+from rollgrad.adapters.data.examples.rows import (
+    Conversation,
+    Labelled,
+    Pair,
+    PlainText,
+    Pretokenised,
+    Reason,
+    RowError,
+    broken,
+)
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.errors import ConfigurationError, DataError
 
@@ -33,12 +42,14 @@ class PreparationSettings:
 @frozen(kw_only=True)
 class PreparedRow:
     """A row that can be trained on: its branches (of a pair the chosen and the rejected reply), what was noticed, its
-    weight, a pair's margin, and whether it was over the limit."""
+    weight, a pair's margin, whether each branch is a good reply, where rows say that, and whether the row was over the
+    limit."""
 
     branches: tuple[TokenBranch, ...]
     anomalies: frozenset[Anomaly]
     weight: float
     margin: float = 0.0
+    labels: tuple[bool, ...] = ()
     overlong: bool = False
 
 
@@ -70,12 +81,20 @@ class Preparer:
         sample, weight = read_row(row, kind, self._settings.reading)
         if weight == 0:
             raise RowError(Reason.UNTRAINED, "The row has the weight 0.")
-        margin = sample.margin if isinstance(sample, Pair) else 0.0
-        made = self._pair(sample) if isinstance(sample, Pair) else self._tokens(sample)
+        margin, labels = 0.0, tuple[bool, ...]()
+        match sample:
+            case Pair():
+                made, margin, labels = self._pair(sample), sample.margin, (True, False)
+            case Labelled():
+                made, labels = self._reply(sample.reply), (sample.desirable,)
+            case _:
+                made = self._tokens(sample)
         limit = self._settings.max_tokens
         longest = max(len(branch.token_ids) for branch in made.branches)
         if longest <= limit:
-            return PreparedRow(branches=made.branches, anomalies=made.anomalies, weight=weight, margin=margin)
+            return PreparedRow(
+                branches=made.branches, anomalies=made.anomalies, weight=weight, margin=margin, labels=labels
+            )
         if self._settings.overlong is not LongRows.CUT:
             raise RowError(Reason.OVERLONG, f"It has {longest} tokens, more than --data.max_tokens {limit}.")
         cut = [TokenBranch(token_ids=b.token_ids[:limit], weights=b.weights[:limit]) for b in made.branches]
@@ -84,18 +103,25 @@ class Preparer:
             raise RowError(Reason.CUT, f"Nothing that is trained is within its first {limit} of {longest} tokens.")
         if isinstance(sample, Pair):
             _refuse_equal(left)
-        return PreparedRow(branches=left, anomalies=made.anomalies, weight=weight, margin=margin, overlong=True)
+        return PreparedRow(
+            branches=left, anomalies=made.anomalies, weight=weight, margin=margin, labels=labels, overlong=True
+        )
 
     def _pair(self, pair: Pair) -> TrainingTokens:
         """Both replies, each with the prompt before it."""
-        made = [self._tokens(sample) for sample in (pair.chosen, pair.rejected)]
-        if any(len(reply.branches) > 1 for reply in made):
-            raise RowError(Reason.REFUSED, "The chat template rewrites the history within a reply of the pair.")
+        made = [self._reply(sample) for sample in (pair.chosen, pair.rejected)]
         branches = tuple(reply.branches[0] for reply in made)
         _refuse_equal(branches)
         if isinstance(pair.chosen, PlainText) and isinstance(pair.rejected, PlainText):
             branches = _from_first_difference(branches, common_prompt=pair.chosen.whole)
         return TrainingTokens(branches=branches, anomalies=made[0].anomalies | made[1].anomalies)
+
+    def _reply(self, sample: Conversation | PlainText) -> TrainingTokens:
+        """A reply that is judged whole."""
+        made = self._tokens(sample)
+        if len(made.branches) > 1:
+            raise RowError(Reason.REFUSED, "The chat template rewrites the history within a reply that is judged.")
+        return made
 
     def _tokens(self, sample: Conversation | PlainText | Pretokenised) -> TrainingTokens:
         try:

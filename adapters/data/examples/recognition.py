@@ -4,7 +4,7 @@ Invariant: if several formats fit, none is chosen: that is an error that names t
 say (`formats`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from attrs import field, frozen
@@ -25,6 +25,8 @@ COLUMNS: Mapping[ExampleFormat, tuple[str, ...]] = {
 PAIR_COLUMNS = ("chosen", "rejected")
 REPLY_COLUMN = "completion"
 """Column of the reply to a prompt whose column is named."""
+LABEL_COLUMN = "label"
+"""Column that says whether a reply is good."""
 
 OTHER_TASKS: Mapping[str, tuple[str, ...]] = {
     "preference pairs": PAIR_COLUMNS,
@@ -38,14 +40,15 @@ OTHER_TASKS: Mapping[str, tuple[str, ...]] = {
 class ReadingSettings:
     """Settings of parsing rows: the format, the columns by name where they are not the format's own, whether texts
     become messages of the chat template, a system message before every conversation, a text with {} around plain
-    prompts, and what is trained. The format of preference pairs is never told by columns: who learns from pairs sets
-    it."""
+    prompts, and what is trained. The formats of preference pairs and of labelled replies are never told by columns
+    alone: who learns from them sets one."""
 
     format: ExampleFormat = ExampleFormat.AUTO
     input_key: str | None = None
     output_key: str | None = None
     chosen_key: str | None = None
     rejected_key: str | None = None
+    label_key: str | None = None
     apply_chat_template: bool = True
     system_prompt: str | None = None
     input_template: str | None = None
@@ -69,10 +72,19 @@ def find_format(
     """
     present = set(columns)
     shown_columns = ", ".join(sorted(present - {"datasource"})) or "none"
-    first = "prompt" if settings.format is ExampleFormat.PAIRS else "input"
-    for key, flag in ((settings.input_key, f"--data.{first}_key"), (settings.output_key, "--data.output_key")):
+    judged = settings.format in (ExampleFormat.PAIRS, ExampleFormat.UNPAIRED)
+    named = {
+        "prompt" if judged else "input": settings.input_key,
+        "completion" if judged else "output": settings.output_key,
+        "label": settings.label_key,
+    }
+    for flag, key in named.items():
         if key is not None and key not in present and key.partition(".")[0] not in present:
-            raise DataError(f"{name!r} has no column {key!r}: set {flag} to one of its columns ({shown_columns}).")
+            raise DataError(
+                f"{name!r} has no column {key!r}: set --data.{flag}_key to one of its columns ({shown_columns})."
+            )
+    if settings.format is ExampleFormat.UNPAIRED:
+        return _labelled_format(present, name, settings)
     if settings.format is ExampleFormat.PAIRS:
         given = (settings.chosen_key, settings.rejected_key)
         missing = [name for name, key in zip(PAIR_COLUMNS, given, strict=True) if key is None and name not in present]
@@ -101,8 +113,8 @@ def find_format(
     if found == [ExampleFormat.COMPLETION] and labels and all(map(_says_good_or_bad, labels)):
         raise DataError(
             f"{name!r} can be read as {found[0]} ({', '.join(COLUMNS[found[0]])}), which imitates every completion, or "
-            "as good and bad completions (prompt, completion, label), which train sft does not learn from: keep only "
-            f"the rows with a true label, or set --data.format {found[0]} to imitate all."
+            "as good and bad completions (prompt, completion, label), which train kto learns from: keep only the rows "
+            f"with a true label, or set --data.format {found[0]} to imitate all."
         )
     if found:
         return found[0]
@@ -117,6 +129,31 @@ def find_format(
         f"{name!r} has the columns {shown_columns}, of which no format can be told ({known}): rename columns, or set "
         "--data.input_key and --data.output_key."
     )
+
+
+def _labelled_format(present: Set[str], name: str, settings: ReadingSettings) -> ExampleFormat:
+    """Returns whether rows are labelled replies, or pairs, each of which is two of them."""
+    paired = dict(zip(PAIR_COLUMNS, (settings.chosen_key, settings.rejected_key), strict=True))
+    labelled = {"prompt": settings.input_key, REPLY_COLUMN: settings.output_key, LABEL_COLUMN: settings.label_key}
+    are_pairs, are_labelled = (
+        all(key is not None or column in present for column, key in columns.items()) for columns in (paired, labelled)
+    )
+    if are_pairs and are_labelled:
+        raise DataError(
+            f"{name!r} has both labelled replies ({', '.join(labelled)}) and pairs ({', '.join(paired)}): leave out "
+            "the columns of one kind."
+        )
+    if are_pairs:
+        return ExampleFormat.PAIRS
+    if not are_labelled:
+        missing = [column for column, key in labelled.items() if key is None and column not in present]
+        flags = " and ".join(f"--data.{column}_key" for column in missing)
+        raise DataError(
+            f"{name!r} has no column {' and no column '.join(map(repr, missing))}, which labelled replies need, nor "
+            f"pairs (chosen, rejected): its columns are {', '.join(sorted(present)) or 'none'}; name the columns with "
+            f"{flags}."
+        )
+    return ExampleFormat.UNPAIRED
 
 
 def _says_good_or_bad(label: Any) -> bool:

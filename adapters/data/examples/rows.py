@@ -100,7 +100,15 @@ class Pair:
     margin: float = 0.0
 
 
-Sample = Conversation | PlainText | Pretokenised | Pair
+@frozen(kw_only=True)
+class Labelled:
+    """A reply that is good or bad."""
+
+    reply: Conversation | PlainText
+    desirable: bool
+
+
+Sample = Conversation | PlainText | Pretokenised | Pair | Labelled
 
 SHAREGPT_ROLES: Mapping[str, str] = {
     "system": "system",
@@ -227,6 +235,20 @@ def read_number(value: Any, column: str) -> float:
         return float(value)
     except OverflowError as error:
         raise broken(f"{column} is {shown(value)}, which is too large a number.") from error
+
+
+def read_label(value: Any, column: str) -> bool:
+    """Whether a label says good: true or 1, against false or 0, also as the words.
+
+    Raises:
+        RowError: it is something else.
+    """
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word in (True, "true", "1"):  # 1 and 1.0 are equal to True
+        return True
+    if word in (False, "false", "0"):
+        return False
+    raise broken(f"{column} is {shown(value)}: a label is true or 1 for a good reply, false or 0 for a bad one.")
 
 
 def without_none(value: Any) -> Any:

@@ -90,10 +90,11 @@ def format_problems(run: SFTRun) -> Iterator[str]:
             f"data.input_key is {data.input_key!r}, but data.format {data.format} has columns of its own: leave "
             "--data.input_key or --data.format out."
         )
-    if data.format is ExampleFormat.PAIRS:
+    others = {ExampleFormat.PAIRS: "train dpo", ExampleFormat.UNPAIRED: "train kto"}
+    if data.format in others:
         yield (
-            "data.format is pairs, which train dpo learns from: name the columns to imitate with --data.input_key and "
-            "--data.output_key, or leave --data.format out."
+            f"data.format is {data.format}, which {others[data.format]} learns from: name the columns to imitate with "
+            "--data.input_key and --data.output_key, or leave --data.format out."
         )
 
 

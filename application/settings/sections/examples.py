@@ -31,6 +31,8 @@ class ExampleFormat(StrEnum):
     """`text`, all of which is trained."""
     PAIRS = "pairs"
     """`chosen` and `rejected`, with or without a `prompt`: texts, replies as messages, or whole conversations."""
+    UNPAIRED = "unpaired"
+    """`prompt`, `completion` and `label`, which is true for a good completion and false for a bad one."""
 
 
 class TrainOn(StrEnum):
@@ -161,6 +163,16 @@ class PairDataConfig(RowsConfig):
     )
     chosen_key: str | None = setting(None, "Column with the better reply; default: chosen.")
     rejected_key: str | None = setting(None, "Column with the other reply; default: rejected.")
+
+
+@define(kw_only=True)
+class LabelDataConfig(PairDataConfig):
+    """The labelled replies, and how they become tokens. Each row has a prompt, a completion, as texts or messages, and
+    a label: true, or 1, for a good completion, false, or 0, for a bad one. A row of preference pairs is two, of which
+    the chosen reply is good and the rejected one bad. `weight` is the weight of a row in the loss."""
+
+    completion_key: str | None = setting(None, "Column with the reply; default: completion.")
+    label_key: str | None = setting(None, "Column with the label; default: label.")
 
 
 @define(kw_only=True)

@@ -8,7 +8,7 @@ from attrs import frozen
 from torch import Tensor
 
 from rollgrad.domain.batches.examples import ExampleBatch
-from rollgrad.domain.batches.metrics import Mean
+from rollgrad.domain.batches.metrics import Common, Mean
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
 UNPAIRED_LOSSES = ("kto", "apo_zero_unpaired")
@@ -73,9 +73,10 @@ class UnpairedObjective:
     kl: float = 0.0
 
     def __call__(self, scores: TokenScores, batch: ExampleBatch) -> LossOutput:
-        """Returns the micro-batch's share. Metrics are means over replies, weighted as in the step: `accuracy` (the
-        share on the right side of the reference point), `desirable_share` and `undesirable_share`, and beta r of the
-        desirable and of the other replies, `desirable_reward` and `undesirable_reward`.
+        """Returns the micro-batch's share. Metrics are `kl`, the step's reference point, and means over replies,
+        weighted as in the step: `accuracy` (the share on the right side of the reference point), `desirable_share` and
+        `undesirable_share`, and beta r of the desirable and of the other replies, `desirable_reward` and
+        `undesirable_reward`.
 
         Raises:
             ValueError: the batch lacks weights or reference log-probs.
@@ -94,6 +95,7 @@ class UnpairedObjective:
         desirable_weights_S, other_weights_S = weights_S * desirable_S, weights_S * ~desirable_S
         metrics: dict[str, Tensor | float] = {
             "accuracy": (weights_S * right_S).sum(),
+            "kl": Common(self.kl),
             "desirable_share": desirable_weights_S.sum(),
             "undesirable_share": other_weights_S.sum(),
             "desirable_reward": Mean((desirable_weights_S * rewards_S).sum(), desirable_weights_S.sum()),

@@ -11,6 +11,7 @@ from dependency_injector import providers
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.checkpoints.states import save_state
 from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig
+from rollgrad.application.settings.kto import KTORun, UnpairedModelConfig
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
@@ -19,6 +20,7 @@ from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.examples import (
     ExampleDataConfig,
     ExampleTrainConfig,
+    LabelDataConfig,
     PairDataConfig,
     RowsConfig,
 )
@@ -27,13 +29,10 @@ from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.entrypoints.composition.cluster import Cluster, Role, neighbours
-from rollgrad.entrypoints.composition.dpo import (
-    dpo_container,
-    make_dpo_roles,
-    reference_fingerprint,
-    reference_key,
-)
+from rollgrad.entrypoints.composition.dpo import dpo_container, make_dpo_roles
 from rollgrad.entrypoints.composition.examples import cache_directory, make_total_steps, reference_directory
+from rollgrad.entrypoints.composition.kto import kto_container
+from rollgrad.entrypoints.composition.reference import reference_fingerprint, reference_key
 from rollgrad.entrypoints.composition.rl import rl_container
 from rollgrad.entrypoints.composition.sft import sft_container
 
@@ -42,10 +41,13 @@ DPO = DPORun(
     data=PairDataConfig(dataset="nowhere.jsonl"),
 )
 SFT = SFTRun(actor=SupervisedModelConfig(model_name_or_path="m"), data=ExampleDataConfig(dataset="nowhere.jsonl"))
+KTO = KTORun(actor=UnpairedModelConfig(model_name_or_path="m"), data=LabelDataConfig(dataset="nowhere.jsonl"))
 RL = RLConfig(actor=ActorConfig(model_name_or_path="m"), data=DataConfig(prompt_dataset="nowhere.jsonl"))
 
 
-@pytest.mark.parametrize(("make", "run"), [(dpo_container, DPO), (sft_container, SFT), (rl_container, RL)])
+@pytest.mark.parametrize(
+    ("make", "run"), [(dpo_container, DPO), (kto_container, KTO), (sft_container, SFT), (rl_container, RL)]
+)
 def test_a_process_that_is_told_the_number_of_steps_reads_no_data(make: Any, run: Any) -> None:
     container = make(run)
     container.total_steps.override(providers.Object(7))

@@ -1,0 +1,121 @@
+"""Learning from labelled replies: the distance from the reference that KTO compares with, for each optimizer step.
+
+It is measured on mismatched replies: each prompt of the step with the completion before it, in the step's seeded order.
+Their log-probs under the reference are computed once for all coming steps, and kept.
+Invariant: the distance is that of the whole step, over all processes, however the step is divided.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import structlog
+import torch
+from attrs import evolve
+
+from rollgrad.application.learning.examples import ExampleLearner
+from rollgrad.application.learning.reference import CHUNK, trained_logprobs
+from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective, reference_point
+from rollgrad.domain.batches.examples import mismatched, other_completion, pack_labels
+from rollgrad.domain.episodes.examples import Label
+from rollgrad.domain.ports.example_source import ExampleSource
+from rollgrad.domain.ports.models import PolicyModel, ReferenceModel
+from rollgrad.domain.ports.score_store import ScoreStore
+
+log = structlog.get_logger(__name__)
+
+Places = tuple[int, int]
+"""Places of two labels: of the prompt, and of the completion put behind it."""
+
+
+def rotated(indices: Sequence[int]) -> list[Places]:
+    """Returns each index with the one before it; the first has the last before it."""
+    return list(zip(indices, [*indices[-1:], *indices[:-1]], strict=True))
+
+
+def mismatched_references(
+    labels: ExampleSource[Label],
+    steps: Iterable[Sequence[int]],
+    make_reference: Callable[[], ReferenceModel],
+    store: ScoreStore,
+    *,
+    key: str,
+    max_tokens: int,
+    longest: int | None = None,
+    shares: int = 1,
+    name: str = "the labels",
+) -> dict[Places, float]:
+    """Returns the log-prob under a reference of each mismatched completion of the coming steps.
+
+    Args:
+        labels: by index.
+        steps: indices of the labels of each step, in their order.
+        make_reference: loads the reference; not called if all log-probs are kept.
+        store: where they are kept, each as (prompt, completion, log-prob), whatever the steps that asked for it.
+        key: of the reference, the labels and `longest`.
+        max_tokens: token budget of one forward pass.
+        longest: as in `mismatched`.
+        shares: number of equal shares of the budget, as in `split`.
+        name: says in the log which labels they are.
+    """
+    kept = store.load(key)
+    known = {(int(prompt), int(completion)): logprob for prompt, completion, logprob in (row.tolist() for row in kept)}
+    needed = dict.fromkeys(places for indices in steps for places in rotated(indices))
+    missing = [places for places in needed if places not in known]
+    if missing:
+        log.info(f"computing the reference's log-probs of {name} mismatched", replies=len(missing), kept=len(known))
+        reference = make_reference()
+        for start in range(0, len(missing), CHUNK):
+            chunk = missing[start : start + CHUNK]
+            replies = [
+                other_completion(labels[prompt].reply, labels[completion].reply, longest=longest)
+                for prompt, completion in chunk
+            ]
+            found = trained_logprobs(reference.score, [(reply,) for reply in replies], max_tokens, shares)
+            sums = [float(logprobs_A.double().sum()) for logprobs_A in found]
+            rows = [
+                torch.tensor([*places, logprob], dtype=torch.float64)
+                for places, logprob in zip(chunk, sums, strict=True)
+            ]
+            store.append(key, len(kept) + start, rows)
+            known.update(zip(chunk, sums, strict=True))
+    return {places: known[places] for places in needed}
+
+
+class UnpairedLearner(ExampleLearner[Label]):
+    """Trains a language model on labelled replies, each step with its own distance from the reference.
+
+    Args:
+        model: a language model.
+        objective: the loss, whose `kl` is set for each step.
+        references: log-probs of mismatched completions under the reference; None if the loss has no such distance.
+        max_tokens: token budget of one micro-batch.
+        shares: number of equal shares of it, as in `split`.
+        longest: as in `mismatched_references`.
+    """
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        *,
+        objective: UnpairedObjective,
+        references: Mapping[Places, float] | None,
+        max_tokens: int,
+        shares: int = 1,
+        longest: int | None = None,
+    ) -> None:
+        super().__init__(model, pack=pack_labels, objective=objective, max_tokens=max_tokens, shares=shares)
+        self._policy = model
+        self._unpaired = objective
+        self._references = references
+        self._longest = longest
+
+    def objective_for(self, examples: Sequence[Label]) -> UnpairedObjective:
+        """Returns the loss of a batch, with the distance from the reference that its mismatched replies have."""
+        if self._references is None:
+            return self._unpaired
+        replies = mismatched(examples, longest=self._longest)
+        found = trained_logprobs(self._policy.score, [(reply,) for reply in replies], self._max_tokens, self._shares)
+        expected = [self._references[places] for places in rotated([label.place for label in examples])]
+        ratios_S = torch.stack([logprobs_A.double().sum() for logprobs_A in found]) - torch.tensor(
+            expected, dtype=torch.float64
+        )
+        return evolve(self._unpaired, kl=reference_point(ratios_S))

@@ -1,0 +1,102 @@
+"""A run that learns from replies that are labelled good or bad: its sections, and the rules across them.
+
+Importable without torch.
+"""
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+from attrs import define
+
+from rollgrad.application.settings.offline import ReferencedRun, reference_problems
+from rollgrad.application.settings.rules.examples import example_problems, shared_problems
+from rollgrad.application.settings.sections.examples import ExampleModelConfig, ExampleTrainConfig, LabelDataConfig
+from rollgrad.application.settings.sections.optimizer import AdamConfig
+from rollgrad.application.settings.validation import broken_rules
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.settings import NOT_NEGATIVE, POSITIVE, Condition, own_first, section, setting
+
+UNBALANCED = Condition(lambda here, run: not here.balance, "kto.balance sets it by the data", "leave --{at}balance out")
+
+
+class UnpairedLoss(StrEnum):
+    """Loss of a labelled reply."""
+
+    KTO = "kto"
+    """Compared with the distance from the reference."""
+    APO_ZERO = "apo_zero_unpaired"
+    """Compared with 0."""
+
+
+@define(kw_only=True)
+class KTOSettings:
+    """The loss of labelled replies."""
+
+    loss: UnpairedLoss = setting(
+        UnpairedLoss.KTO,
+        "kto: 1 - sigmoid(beta (r - z)) of a good reply and 1 - sigmoid(beta (z - r)) of a bad one, r its log-ratio "
+        "against the reference and z the mean of r over the step's prompts with other prompts' replies, at least 0 "
+        "(Ethayarajh et al. 2024, arXiv:2402.01306). apo_zero_unpaired: z is 0, for good replies better than the "
+        "model's.",
+    )
+    beta: float = setting(0.1, "Scale of the log-ratios against the reference.", POSITIVE)
+    desirable_weight: float = setting(1.0, "Weight of the loss of good replies.", NOT_NEGATIVE, only_if=UNBALANCED)
+    undesirable_weight: float = setting(1.0, "Weight of the loss of bad replies.", NOT_NEGATIVE, only_if=UNBALANCED)
+    balance: bool = setting(
+        False,
+        "Raise the weight of the rarer kind of replies, so that good and bad ones weigh the same over the data.",
+    )
+
+
+@define(kw_only=True, field_transformer=own_first)
+class UnpairedAdamConfig(AdamConfig):
+    """AdamW on float32 master weights; biases and norm weights are not decayed."""
+
+    lr: float | None = setting(  # type: ignore[assignment] # a default that depends on lora.rank
+        None, "Peak learning rate; default: 1e-6, with adapters (lora.rank above 0) 1e-5.", NOT_NEGATIVE
+    )
+
+
+@define(kw_only=True)
+class UnpairedModelConfig(ExampleModelConfig):
+    """The model that is trained, and its optimizer."""
+
+    adam: UnpairedAdamConfig = section(UnpairedAdamConfig, "AdamW.")
+    lrs = (1e-6, 1e-5)
+
+
+@define(kw_only=True, field_transformer=own_first)
+class KTORun(ReferencedRun):
+    """A run that learns from replies that are labelled good or bad."""
+
+    actor: UnpairedModelConfig = section(UnpairedModelConfig, "The model that is trained.")
+    kto: KTOSettings = section(KTOSettings, "The loss of labelled replies.")
+    data: LabelDataConfig = section(LabelDataConfig, "The labelled replies.")
+    train: ExampleTrainConfig = section(ExampleTrainConfig, "How replies become optimizer steps.")
+
+
+def kto_errors(run: KTORun) -> list[ConfigurationError]:
+    """Returns every rule that the settings of a run over labelled replies break."""
+
+    def rules(run: KTORun) -> Iterator[Iterator[str]]:
+        yield example_problems(run)
+        yield loss_problems(run)
+        yield reference_problems(run)
+        yield shared_problems(run)
+
+    return broken_rules(run, rules)
+
+
+def loss_problems(run: KTORun) -> Iterator[str]:
+    """Yields what is wrong with the loss."""
+    kto = run.kto
+    if kto.loss is UnpairedLoss.KTO and run.train.batch_size < 2:
+        yield (
+            f"train.batch_size is {run.train.batch_size}, but kto puts each reply of a step behind another's prompt: "
+            "set --train.batch_size to 2 or more, or --kto.loss apo_zero_unpaired."
+        )
+    if not kto.desirable_weight and not kto.undesirable_weight:
+        yield (
+            "kto.desirable_weight and kto.undesirable_weight are both 0, so that nothing is learned: raise "
+            "--kto.desirable_weight or --kto.undesirable_weight."
+        )

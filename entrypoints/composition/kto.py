@@ -1,0 +1,226 @@
+"""The composition root of `rollgrad train kto`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+from attrs import frozen
+from dependency_injector import providers
+
+from rollgrad.adapters.data.examples.preparation import PreparedExamples, PreparedLabels
+from rollgrad.application.learning.unpaired import Places, UnpairedLearner, mismatched_references
+from rollgrad.application.pipelines.epochs import ExampleEvaluation, coming_steps
+from rollgrad.application.settings.kto import KTORun, UnpairedLoss
+from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective
+from rollgrad.domain.batches.examples import pack_labels
+from rollgrad.domain.episodes.examples import Label
+from rollgrad.domain.episodes.prompts import PromptCursor
+from rollgrad.domain.errors import ConfigurationError, DataError
+from rollgrad.domain.ports.example_source import ExampleSource
+from rollgrad.domain.ports.models import PolicyModel
+from rollgrad.domain.ports.score_store import ScoreStore
+from rollgrad.entrypoints.composition.cluster import Role
+from rollgrad.entrypoints.composition.examples import make_total_examples, make_total_steps, starting_position
+from rollgrad.entrypoints.composition.offline import evaluation_kind, shares_of_pass, tokens_per_pass
+from rollgrad.entrypoints.composition.reference import ReferencedContainer, References, make_referenced_roles
+
+log = structlog.get_logger(__name__)
+
+BALANCED = (1.0, 4 / 3)
+"""Range of the good replies' weight over that of the bad ones (arXiv:2402.01306, eq. 8)."""
+ROUNDING = 1e-6
+
+
+@frozen(kw_only=True, eq=False)
+class JudgedLabels:
+    """Labels with the reference's log-probs, of their own replies and of mismatched ones; `mismatched` is None if the
+    loss needs none."""
+
+    labels: ExampleSource[Label]
+    mismatched: dict[Places, float] | None
+
+
+def make_labels(examples: PreparedExamples | ExampleSource[Label]) -> ExampleSource[Label]:
+    """Returns the labelled replies of prepared examples; a caller's own are as they are."""
+    return PreparedLabels(examples) if isinstance(examples, PreparedExamples) else examples
+
+
+def make_objective(run: KTORun, labels: ExampleSource[Label]) -> UnpairedObjective:
+    """Returns the loss, and says where good and bad replies do not weigh about the same.
+
+    Raises:
+        DataError: weights are to be balanced, but all replies are of one kind.
+    """
+    kto = run.kto
+    good = _good_replies(labels)
+    bad = len(labels) - good
+    weights = (kto.desirable_weight, kto.undesirable_weight)
+    if kto.balance:
+        if not good or not bad:
+            raise DataError(
+                f"All {len(labels)} replies of data.dataset are {'good' if good else 'bad'}, so that --kto.balance has "
+                "nothing to weigh them against: leave it out, or choose other data."
+            )
+        weights = (max(1.0, bad / good), max(1.0, good / bad))
+        log.info("the rarer kind of replies weighs more", desirable_weight=weights[0], undesirable_weight=weights[1])
+    elif good and bad and all(weights):
+        ratio = weights[0] * good / (weights[1] * bad)
+        if not BALANCED[0] - ROUNDING <= ratio <= BALANCED[1] + ROUNDING:
+            low, high = (bound * weights[1] * bad / good for bound in BALANCED)
+            log.warning(
+                f"The {good} good replies weigh {ratio:.3g} times as much as the {bad} bad ones, but KTO's authors "
+                f"advise 1 to 1.33 times: set --kto.desirable_weight between {low:.3g} and {high:.3g}, or "
+                "--kto.balance."
+            )
+    else:
+        log.warning(f"Of {len(labels)} replies {good} are good: a model learns from good and bad ones together.")
+    return UnpairedObjective(loss=kto.loss, beta=kto.beta, desirable_weight=weights[0], undesirable_weight=weights[1])
+
+
+def make_training_labels(
+    run: KTORun, labels: ExampleSource[Label], examples: Any, references: References, total_steps: int
+) -> JudgedLabels:
+    """Returns the labels to train on.
+
+    Raises:
+        ConfigurationError: a step has one reply alone; or the actor does not begin as its reference.
+    """
+    done, cursor = starting_position(run.ckpt) or (0, PromptCursor(run.train.seed))
+    size, batch_size = len(labels), run.train.batch_size
+    total = make_total_examples(run.train, labels)
+    steps = list(coming_steps(cursor, size, steps=max(0, total_steps - done), batch_size=batch_size, total=total))
+    if run.kto.loss is UnpairedLoss.KTO and any(len(indices) < 2 for indices in steps):
+        raise ConfigurationError(
+            f"The last of {total_steps} steps has one reply alone ({size} replies, train.batch_size {batch_size}), but "
+            "kto puts each reply of a step behind another's prompt: change --train.batch_size, or count steps with "
+            "--train.max_steps."
+        )
+    return _judged(run, labels, examples, references, steps, "data.dataset")
+
+
+def make_held_out_labels(
+    run: KTORun, labels: ExampleSource[Label], examples: Any, references: References
+) -> JudgedLabels:
+    """Returns the held-out labels, which are measured as one batch.
+
+    Raises:
+        ConfigurationError: there is one alone.
+    """
+    if run.kto.loss is UnpairedLoss.KTO and len(labels) < 2:
+        raise ConfigurationError(
+            "eval.dataset has one reply alone, but kto puts each reply behind another's prompt: choose other data with "
+            "--eval.dataset, or raise --eval.max_samples."
+        )
+    return _judged(run, labels, examples, references, [range(len(labels))], "eval.dataset")
+
+
+def make_learner(
+    run: KTORun, policy: PolicyModel, objective: UnpairedObjective, judged: JudgedLabels, examples: Any
+) -> UnpairedLearner:
+    """Returns what trains `policy`, or measures it, on labels."""
+    return UnpairedLearner(
+        policy,
+        objective=objective,
+        references=judged.mismatched,
+        max_tokens=tokens_per_pass(run),
+        shares=shares_of_pass(run),
+        longest=_longest(examples),
+    )
+
+
+class KTOContainer(ReferencedContainer):
+    """All objects of a run over labelled replies; `config` is the validated `KTORun`. `kto_container` makes it."""
+
+    labels = providers.Singleton(make_labels, ReferencedContainer.examples)
+    eval_labels = providers.Singleton(make_labels, ReferencedContainer.eval_examples)
+    training = providers.Singleton(
+        make_training_labels,
+        ReferencedContainer.config,
+        labels,
+        ReferencedContainer.examples,
+        ReferencedContainer.references,
+        ReferencedContainer.total_steps,
+    )
+    measured = providers.Singleton(
+        make_held_out_labels,
+        ReferencedContainer.config,
+        eval_labels,
+        ReferencedContainer.eval_examples,
+        ReferencedContainer.references,
+    )
+    eval_learner = providers.Singleton(
+        make_learner,
+        ReferencedContainer.config,
+        ReferencedContainer.policy,
+        ReferencedContainer.objective,
+        measured,
+        ReferencedContainer.eval_examples,
+    )
+
+
+def kto_container(config: KTORun) -> KTOContainer:
+    """Returns the container of a run with these settings."""
+    container = KTOContainer(config=config, make=providers.Object(kto_container))
+    container.override_providers(
+        pack=providers.Object(pack_labels),
+        objective=providers.Singleton(make_objective, config, container.labels),
+        learned=container.training.provided.labels,
+        held_out=container.measured.provided.labels,
+        learner=providers.Singleton(
+            make_learner, config, container.policy, container.objective, container.training, container.examples
+        ),
+        evaluation=providers.Selector(
+            providers.Callable(evaluation_kind, config.eval.dataset),
+            examples=providers.Singleton(ExampleEvaluation, container.eval_learner, container.held_out),
+            none=providers.Object(None),
+        ),
+        total_steps=providers.Singleton(make_total_steps, config.train, container.labels, config.ckpt),
+        actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
+        roles=providers.Callable(make_kto_roles, config),
+        colocated=providers.Object([set(make_kto_roles(config))]),  # the reference rests while the actor trains
+    )
+    return container
+
+
+def make_kto_roles(run: KTORun) -> dict[str, Role]:
+    """Returns the processes of the models in a cluster."""
+    return make_referenced_roles(run)
+
+
+def _judged(
+    run: KTORun,
+    labels: ExampleSource[Label],
+    examples: Any,
+    references: References,
+    steps: Sequence[Sequence[int]],
+    setting: str,
+) -> JudgedLabels:
+    mismatched: dict[Places, float] = {}
+
+    def also(make_reference: Any, store: ScoreStore, **budget: Any) -> None:
+        mismatched.update(
+            mismatched_references(labels, steps, make_reference, store, longest=longest, name=setting, **budget)
+        )
+
+    longest = _longest(examples)
+    compares = run.kto.loss is UnpairedLoss.KTO
+    judged = references.of(
+        labels,
+        examples,
+        setting=setting,
+        otherwise="the divergence from it would not begin at 0",
+        also=also if compares else None,
+        mismatched_up_to=longest,
+    )
+    return JudgedLabels(labels=judged, mismatched=mismatched if compares else None)
+
+
+def _longest(examples: Any) -> int | None:
+    """Returns the length that mismatched replies are cut to, that of the longest example that is allowed."""
+    return examples.report.max_tokens if isinstance(examples, PreparedExamples) else None
+
+
+def _good_replies(labels: ExampleSource[Label]) -> int:
+    if isinstance(labels, PreparedLabels):
+        return int(labels.examples.labels.sum())
+    return sum(labels[index].desirable for index in range(len(labels)))

@@ -1,0 +1,166 @@
+"""The reference of runs over examples: its processes, its log-probs before training, and the end of it after that."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from attrs import frozen
+from dependency_injector import providers
+
+from rollgrad.adapters.checkpoints.fingerprint import Fingerprint, model_fingerprint
+from rollgrad.adapters.checkpoints.score_files import ScoreFiles
+from rollgrad.adapters.data.examples.preparation import PreparedExamples
+from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
+from rollgrad.application.learning.reference import Judged, check_start, with_reference
+from rollgrad.application.settings.offline import ReferencedRun
+from rollgrad.application.settings.sections.ckpt import Resume
+from rollgrad.domain.ports.example_source import ExampleSource
+from rollgrad.domain.ports.models import PolicyModel, ReferenceModel
+from rollgrad.domain.ports.score_store import ScoreStore
+from rollgrad.entrypoints.composition.cluster import Cluster, Role
+from rollgrad.entrypoints.composition.examples import reference_directory
+from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles, shares_of_pass, tokens_per_pass
+from rollgrad.entrypoints.run_directory import continues
+
+START_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Mean difference in nats of a token's log-prob that rounding makes between two passes of one model, at most: the same
+example in another micro-batch goes through other kernels."""
+
+
+def make_referenced_roles(run: ReferencedRun, *, compared: bool = True) -> dict[str, Role]:
+    """Returns the processes of the models in a cluster: the reference has its own only if the loss is `compared` with
+    one, and the actor cannot stand for it, as it does before it is trained."""
+    roles = make_roles(run)
+    apart = run.ref.model_name_or_path is not None or run.ckpt.resume is not Resume.NEVER
+    return roles | ({"reference": roles["actor"]} if apart and compared else {})
+
+
+def reference_fingerprint(run: ReferencedRun) -> Fingerprint:
+    """Returns the fingerprint of the reference, of all its weights."""
+    return model_fingerprint(run.ref.model_name_or_path or run.actor.model_name_or_path, whole=True)
+
+
+def reference_key(run: ReferencedRun, model: Fingerprint, fingerprint: str | None, **more: Any) -> str | None:
+    """Returns what the log-probs of the reference `model` of the data with this fingerprint are kept under; None if the
+    reference is no file of this machine, or the data have no fingerprint. `more` is what else they depend on."""
+    if model["weights"] is None or fingerprint is None:
+        return None
+    device = default_device()
+    parts = {
+        "model": model,
+        "data": fingerprint,
+        "dtype": str(resolve_dtype(run.actor.dtype, device)),
+        "device": device.type,
+        "float32_head": run.actor.float32_head,
+        "load_in_4bit": run.actor.lora.load_in_4bit,
+        **more,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def unload_reference(
+    run: ReferencedRun,
+    local: providers.Singleton[Any],
+    remote: providers.Singleton[Any],
+    cluster: Callable[[], Cluster],
+) -> None:
+    """Frees the memory of the reference, in this process or in those of a cluster; it is loaded again when needed."""
+    local.reset()
+    if run.cluster.enable:
+        remote.reset()
+        cluster().end("reference")
+
+
+class Pass(Protocol):
+    """Another computation with the reference while it is loaded."""
+
+    def __call__(
+        self, make_reference: Callable[[], ReferenceModel], store: ScoreStore, *, key: str, max_tokens: int, shares: int
+    ) -> None:
+        """Computes with the reference what `store` does not keep under `key`."""
+        ...
+
+
+@frozen(kw_only=True)
+class References:
+    """Gives examples their log-probs under the reference.
+
+    Attributes:
+        run: the settings.
+        fingerprint: gives that of the reference; asked for when its files are here.
+        policy: gives the actor, which is its own reference until it is trained.
+        reference: loads the reference.
+        unload: forgets what `reference` loaded.
+    """
+
+    run: ReferencedRun
+    fingerprint: Callable[[], Fingerprint]
+    policy: Callable[[], PolicyModel]
+    reference: Callable[[], ReferenceModel]
+    unload: Callable[[], object]
+
+    def of(
+        self,
+        examples: ExampleSource[Judged],
+        prepared: object,
+        *,
+        setting: str,
+        otherwise: str,
+        also: Pass | None = None,
+        **also_depends_on: Any,
+    ) -> ExampleSource[Judged]:
+        """Returns `examples` with their log-probs.
+
+        Args:
+            examples: what is scored.
+            prepared: the prepared data that they are of; a caller's own, which have no fingerprint, are scored anew.
+            setting: names the data.
+            otherwise: what would be wrong if the actor did not begin as its reference.
+            also: computes more, before the reference is forgotten.
+            also_depends_on: what that depends on besides the reference and the data.
+
+        Raises:
+            ConfigurationError: the actor does not begin as its reference.
+        """
+        run = self.run
+        begins = run.ref.model_name_or_path is None and not continues(run.ckpt)
+        actor = self.policy() if begins else None  # loaded before its files are looked at: a hub's are here then
+        data = prepared.fingerprint if isinstance(prepared, PreparedExamples) else None
+        key = reference_key(run, self.fingerprint(), data)
+        store = ScoreFiles(None if key is None else reference_directory(run.data))
+        budget, shares = tokens_per_pass(run), shares_of_pass(run)
+        make_reference = self.reference if actor is None else lambda: actor
+        made = with_reference(
+            examples, make_reference, store, key=str(key), max_tokens=budget, shares=shares, name=setting
+        )
+        if also is not None:
+            its_key = reference_key(run, self.fingerprint(), data, **also_depends_on)
+            also(make_reference, store, key=str(its_key), max_tokens=budget, shares=shares)
+        self.unload()
+        if actor is not None:
+            tolerance = START_TOLERANCE[resolve_dtype(run.actor.dtype, default_device())]
+            check_start(actor, made, max_tokens=budget, shares=shares, tolerance=tolerance, otherwise=otherwise)
+        return made
+
+
+class ReferencedContainer(OfflineContainer):
+    """All objects of a run that compares the model with a reference; `config` is a `ReferencedRun`."""
+
+    unload = providers.Callable(
+        unload_reference,
+        OfflineContainer.config,
+        OfflineContainer.local_reference.provider,
+        OfflineContainer.remote_reference.provider,
+        OfflineContainer.cluster.provider,
+    )
+    fingerprint = providers.Singleton(reference_fingerprint, OfflineContainer.config)
+    references = providers.Singleton(
+        References,
+        run=OfflineContainer.config,
+        fingerprint=fingerprint.provider,
+        policy=OfflineContainer.policy.provider,
+        reference=OfflineContainer.loaded_reference.provider,
+        unload=unload.provider,
+    )
