@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 from rollgrad.adapters.data.datasets.columns import has_value, value_at
+from rollgrad.adapters.data.examples.ranked import best_and_worst, ranked_column
 from rollgrad.adapters.data.examples.recognition import LABEL_COLUMN, REPLY_COLUMN, ReadingSettings
 from rollgrad.adapters.data.examples.rows import (
     Conversation,
@@ -187,8 +188,12 @@ def _alpaca(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
 
 def _pair(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     """Prompt and replies are texts or messages; a reply that is messages and does not begin with the assistant's is a
-    whole conversation, and its prompt counts. Without a prompt it is what both replies begin with."""
+    whole conversation, and its prompt counts. Without a prompt it is what both replies begin with. Of ranked replies
+    the best and the worst are the pair."""
     keys = (settings.chosen_key or "chosen", settings.rejected_key or "rejected")
+    ranked = None if settings.chosen_key or settings.rejected_key else ranked_column(row)
+    if ranked is not None:
+        row = best_and_worst(row, ranked)
     prompt_key = settings.input_key or ("prompt" if row.get("prompt") is not None else None)
     prompt = None if prompt_key is None else _value(row, prompt_key)
     chosen, rejected = (_value(row, key) for key in keys)

@@ -9,6 +9,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from rollgrad.adapters.data.examples.ranked import ranked_column
 from rollgrad.application.settings.sections.examples import ExampleFormat, TrainOn
 from rollgrad.domain.errors import DataError
 
@@ -32,6 +33,7 @@ OTHER_TASKS: Mapping[str, tuple[str, ...]] = {
     "preference pairs": PAIR_COLUMNS,
     "labelled steps": ("completions", "labels"),
     "rankings": ("context", "completions"),
+    "ranked answers": ("prompt", "answers"),
 }
 """Columns of rows that other trainers learn from."""
 
@@ -88,7 +90,7 @@ def find_format(
     if settings.format is ExampleFormat.PAIRS:
         given = (settings.chosen_key, settings.rejected_key)
         missing = [name for name, key in zip(PAIR_COLUMNS, given, strict=True) if key is None and name not in present]
-        if missing:
+        if missing and (any(given) or ranked_column(present) is None):
             flags = " and ".join(f"--data.{name}_key" for name in missing)
             raise DataError(
                 f"{name!r} has no column {' and no column '.join(map(repr, missing))}, but pairs have one for each "

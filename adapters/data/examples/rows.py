@@ -34,6 +34,8 @@ class Reason(StrEnum):
     """It has more tokens than data.max_tokens."""
     EQUAL = "equal_replies"
     """The chosen and the rejected reply are the same tokens."""
+    TIED = "equal_ranks"
+    """All ranked replies of the row have one rank."""
     CUT = "reply_cut_off"
     """Cut to data.max_tokens nothing that is trained would be left."""
 

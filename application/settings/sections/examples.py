@@ -30,7 +30,8 @@ class ExampleFormat(StrEnum):
     TEXT = "text"
     """`text`, all of which is trained."""
     PAIRS = "pairs"
-    """`chosen` and `rejected`, with or without a `prompt`: texts, replies as messages, or whole conversations."""
+    """`chosen` and `rejected`, with or without a `prompt`: texts, replies as messages, or whole conversations; or
+    replies with ranks."""
     UNPAIRED = "unpaired"
     """`prompt`, `completion` and `label`, which is true for a good completion and false for a bad one."""
 
@@ -156,7 +157,8 @@ class ExampleDataConfig(RowsConfig):
 @define(kw_only=True)
 class PairDataConfig(RowsConfig):
     """The preference pairs, and how they become tokens. Each row has a chosen and a rejected reply, as texts or
-    messages, and a prompt, or else whole conversations; `weight` is its weight in the loss."""
+    messages, and a prompt, or else whole conversations; or ranked replies, whose best and worst are the pair. `weight` is
+    its weight in the loss."""
 
     prompt_key: str | None = setting(
         None, "Column with the prompt, a text or messages; default: prompt, where rows have one."

@@ -272,6 +272,33 @@ def test_templates_get_the_variables_of_the_row(tiny_tokenizer: Any) -> None:
     assert branch.trained < thinking.trained  # the generation prompt writes the empty thought, not the model
 
 
+def test_of_ranked_replies_the_best_and_the_worst_are_a_pair(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    pairs = evolve(READING, format=ExampleFormat.PAIRS)
+    plain = Preparer(tiny_tokenizer, PreparationSettings()).prepare(PAIR, ExampleFormat.PAIRS)
+    ranked = [(3, "eight"), (1, "seven"), (2, "nine")]
+    nectar = {"prompt": PAIR["prompt"], "answers": [{"answer": text, "rank": float(rank)} for rank, text in ranked]}
+    as_messages = [{"rank": r, "completion": [{"role": "assistant", "content": text}]} for r, text in ranked]
+    nemo = {"context": CHAT[:1], "completions": as_messages, "weight": 0.5}
+    for number, row in enumerate((nectar, nemo)):
+        tied = {**row, "answers": [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 1}], "prompt": "x"}
+        tied.pop("completions", None)
+        broken = {key: [{"rank": 1}] if isinstance(value, list) else value for key, value in row.items()}
+        found = prepared(
+            opened(write(tmp_path / f"{number}.jsonl", row, tied, broken), pairs), tiny_tokenizer, reading=pairs
+        )
+        assert {reason: drop.count for reason, drop in found.report.dropped.items()} == {
+            Reason.TIED: 1,
+            Reason.BROKEN: 1,
+        }
+        (example,) = [found[index] for index in range(len(found))]
+        assert example.weight == row.get("weight", 1.0)
+        for branch, wanted in zip(example.branches, plain.branches, strict=True):
+            assert tuple(branch.token_ids_T.tolist()) == wanted.token_ids
+            assert tuple(branch.weights_T.tolist()) == wanted.weights
+        with pytest.raises(DataError, match="train sft does not learn from"):
+            opened(tmp_path / f"{number}.jsonl")
+
+
 # Rows that cannot be used
 
 BAD: list[tuple[Mapping[str, Any], ExampleFormat, Reason]] = [
@@ -352,7 +379,7 @@ json_values = st.recursive(
     noise=st.dictionaries(
         st.sampled_from(["messages", "conversations", "prompt", "completion", "text", "input_ids", "labels", "tools",
                          "weight", "instruction", "output", "history", "system", "chat_template_kwargs",
-                         "chosen", "rejected", "margin", "attention_mask", "images", "input"]),
+                         "chosen", "rejected", "margin", "answers", "completions", "context", "attention_mask", "images", "input"]),
         json_values,
         max_size=3,
     ),
