@@ -10,7 +10,7 @@ from attrs import define
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleModelConfig, ExampleTrainConfig
 from rollgrad.application.settings.sections.optimizer import AdamConfig
-from rollgrad.domain.settings import NOT_NEGATIVE, own_first, section, setting
+from rollgrad.domain.settings import BELOW_ONE, NOT_NEGATIVE, Condition, own_first, section, setting
 
 
 class SupervisedLoss(StrEnum):
@@ -20,6 +20,9 @@ class SupervisedLoss(StrEnum):
     """Cross-entropy."""
     DFT = "dft"
     """Cross-entropy weighted by the token's probability, without a gradient through the weight."""
+
+
+WITH_NLL = Condition(lambda here, run: here.loss is SupervisedLoss.NLL, "the loss is not nll", "set --train.loss nll")
 
 
 @define(kw_only=True, field_transformer=own_first)
@@ -47,6 +50,12 @@ class SupervisedTrainConfig(ExampleTrainConfig):
         SupervisedLoss.NLL,
         "nll: cross-entropy, the mean over the trained tokens of an optimizer step. dft: each token's weighted by its "
         "probability (Wu et al. 2025, arXiv:2508.05629).",
+    )
+    label_smoothing: float = setting(
+        0.0,
+        "Weight in the target of the uniform distribution over the vocabulary (Szegedy et al. 2016, arXiv:1512.00567).",
+        BELOW_ONE,
+        only_if=WITH_NLL,
     )
 
 

@@ -15,12 +15,14 @@ class TokenScores:
     """Per-token results of a forward pass: `logprobs_N` and `entropy_N` (nats), float32, 0 outside actions.
 
     Both are of softmax(logits / temperature), with the sampling temperature of the rollout. `correct_N` float32 is 1
-    where the token is the most likely one, else 0; None unless the model was made to find that.
+    where the token is the most likely one, else 0, and `mean_logprobs_N` float32 the mean of log-probs over the
+    vocabulary; None unless the model was made to find them.
     """
 
     logprobs_N: Tensor
     entropy_N: Tensor
     correct_N: Tensor | None = None
+    mean_logprobs_N: Tensor | None = None
 
 
 @frozen(kw_only=True, eq=False)

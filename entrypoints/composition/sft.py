@@ -14,7 +14,9 @@ def sft_container(config: SFTRun) -> OfflineContainer:
     container = OfflineContainer(config=config, make=providers.Object(sft_container))
     container.override_providers(
         pack=providers.Object(pack_demonstrations),
-        objective=providers.Singleton(SupervisedObjective, loss=config.train.loss),
+        objective=providers.Singleton(
+            SupervisedObjective, loss=config.train.loss, label_smoothing=config.train.label_smoothing
+        ),
         learned=container.examples,
         held_out=container.eval_examples,
         total_steps=providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt),

@@ -73,8 +73,10 @@ def policy(reference: Any) -> Any:
 def ours(model: Any, batch: ExampleBatch, objective: Callable[..., LossOutput]) -> tuple[float, dict[str, Tensor]]:
     """(loss, its gradient at each weight), packed."""
     model.zero_grad()
-    logprobs_N, entropy_N = (scatter(column_A, batch) for column_A in PackedLM(model)(batch))
-    output = objective(TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N), batch)
+    columns = [scatter(column_A, batch) for column_A in PackedLM(model, correct=True)(batch)]
+    logprobs_N, entropy_N, correct_N, mean_N = columns
+    scores = TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, correct_N=correct_N, mean_logprobs_N=mean_N)
+    output = objective(scores, batch)
     output.loss.backward()
     return float(output.loss.detach()), gradients(model)
 
@@ -225,6 +227,20 @@ def test_sft(loss: str, pairs: list[Preference], policy: Any, tiny_model_dir: Pa
         _is_vlm=False,
     )
     agree(found, made.compute_loss(model, inputs), model)
+
+
+def test_label_smoothing_is_that_of_transformers(pairs: list[Preference], policy: Any, tiny_model_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    sequences = [pair.chosen for pair in pairs]
+    demonstrations = [Demonstration(branches=(sequence,), row=0) for sequence in sequences]
+    found = ours(policy, pack_demonstrations(demonstrations), SupervisedObjective(label_smoothing=SMOOTHING))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    model.load_state_dict(policy.state_dict())
+    inputs = padded(sequences)
+    labels = inputs["input_ids"].masked_fill(inputs.pop("completion_mask") == 0, -100)
+    agree(found, LabelSmoother(SMOOTHING)(model(**inputs), labels, shift_labels=True), model)
 
 
 def leaves(count: int) -> list[Tensor]:

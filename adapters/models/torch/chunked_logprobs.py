@@ -105,11 +105,12 @@ def token_logprobs(
         temperature: > 0.
         vocabulary: the rows of the vocabulary in `weight_VH` and `bias_V`.
         form: formula of the logits.
-        correct: also finds where the target is the most likely token, which takes another pass over the logits.
+        correct: also finds where the target is the most likely token, and the mean log-prob over the vocabulary, which
+            takes two more passes over the logits.
 
     Returns:
         (logprobs_A, entropy_A), float32, differentiable in hidden, weight and bias; with `correct` also correct_A,
-        float32, 1 where no token is more likely than the target, else 0.
+        float32, 1 where no token is more likely than the target, else 0, and mean_A, differentiable as well.
     """
     result: tuple[Tensor, ...] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_AH, weight_VH, bias_V, targets_A, temperature, vocabulary, form, correct
@@ -132,7 +133,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
         index, mine = vocabulary.rows(targets, len(weight))
-        columns = torch.empty(4 if correct else 3, len(hidden), dtype=torch.float32, device=hidden.device)
+        columns = torch.empty(6 if correct else 3, len(hidden), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = form.logits(hidden[part], weight, bias)
@@ -140,11 +141,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logits.div_(temperature)
             lse = torch.logsumexp(logits, dim=-1)
             target = torch.where(mine[part], logits.gather(1, index[part, None])[:, 0], 0.0)
-            best = [logits.amax(-1)] if correct else []  # before the logits are overwritten
+            found = [logits.amax(-1)] if correct else []  # before the logits are overwritten
             log_probs = logits.sub_(lse.clamp(min=NO_MASS)[:, None]).clamp_(min=NO_CHANCE, max=0.0)
+            if correct:
+                found += [log_probs.sum(-1), torch.full_like(lse, len(weight))]
             # Entropy as lse minus the mean logit would cancel badly for logits beyond 100; this form does not.
-            columns[:, part] = torch.stack([lse, target, -torch.linalg.vecdot(log_probs.exp(), log_probs), *best])
-        lse, target, own, *best = vocabulary.gathered(columns).unbind(1)
+            columns[:, part] = torch.stack([lse, target, -torch.linalg.vecdot(log_probs.exp(), log_probs), *found])
+        lse, target, own, *more = vocabulary.gathered(columns).unbind(1)
         normaliser = torch.logsumexp(lse, dim=0)
         logprobs = target.sum(0) - normaliser
         entropy = ((lse - normaliser).exp() * (own + normaliser - lse.clamp(min=NO_MASS))).sum(0)
@@ -153,12 +156,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not correct:
             return logprobs, entropy
-        correct_A = (target.sum(0) >= best[0].amax(0)).float()
+        best, totals, counts = more
+        correct_A = (target.sum(0) >= best.amax(0)).float()
+        # The sums are of each process's own log-softmax, over its rows alone.
+        mean = (totals + counts * (lse - normaliser).clamp(min=NO_CHANCE)).sum(0) / counts.sum(0)
+        ctx.size = counts.sum(0)
         ctx.mark_non_differentiable(correct_A)
-        return logprobs, entropy, correct_A
+        return logprobs, entropy, correct_A, mean
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *_: Tensor | None) -> Any:
+    def backward(
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+        _: Tensor | None = None,
+        grad_mean: Tensor | None = None,
+    ) -> Any:
         hidden, weight, bias, index, mine, normaliser, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -174,6 +187,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 None if grad_logprobs is None else grad_logprobs[part, None],
                 None if grad_entropy is None else grad_entropy[part, None],
                 entropy[part, None],
+                None if grad_mean is None else grad_mean[part, None],
+                None if grad_mean is None else (grad_mean / ctx.size)[part, None],
             )
             grad = grad.mul_(slope / ctx.temperature).to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
@@ -196,11 +211,15 @@ def _logit_gradient(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     entropy: Tensor,
+    grad_mean: Tensor | None,
+    mean_share: Tensor | None,
 ) -> Tensor:
-    """Returns g_l (onehot - p) - g_H p (log p + H), the gradient at the scaled logits. It overwrites `log_softmax`; the
-    other arguments are columns."""
+    """Returns g_l (onehot - p) - g_H p (log p + H) + g_M (1 / V - p), the gradient at the scaled logits; `mean_share`
+    is g_M / V. It overwrites `log_softmax`; the other arguments are columns."""
     log_softmax.clamp_(min=NO_CHANCE, max=0.0)
     coefficient: Tensor | float = 0.0 if grad_logprobs is None else grad_logprobs
+    if grad_mean is not None:
+        coefficient = coefficient + grad_mean
     if grad_entropy is None:
         grad = log_softmax.exp_().mul_(-coefficient)
     else:
@@ -208,4 +227,4 @@ def _logit_gradient(
         grad = log_softmax.exp_().mul_(slope).neg_()
     if grad_logprobs is not None:
         grad.scatter_add_(1, index, torch.where(mine, grad_logprobs, 0.0))
-    return grad
+    return grad if mean_share is None else grad.add_(mean_share)

@@ -73,8 +73,8 @@ def scatter(values_A: Tensor, batch: PackedBatch) -> Tensor:
 class PackedLM(nn.Module):
     """A causal language model over packed batches. `forward(batch)` returns (logprobs_A, entropy_A) of the action
     tokens under softmax(logits / temperature), float32; `forward(batch, True)` also (tokens_E, probabilities_E) of its
-    routers, as `expert_balance.routed` computes them. With `correct` there is a third column of action tokens: 1 where
-    the token is the most likely one, else 0.
+    routers, as `expert_balance.routed` computes them. With `correct` there are two more columns of action tokens:
+    1 where the token is the most likely one, else 0, and the mean log-prob over the vocabulary.
 
     `model` is a causal language model with packed attention installed (`loading.py`).
     """
@@ -111,7 +111,7 @@ class Scorer(nn.Module):
         return self._head[0]
 
     def forward(self, hidden_AH: Tensor, targets_A: Tensor) -> tuple[Tensor, ...]:
-        """Returns (logprobs_A, entropy_A), and correct_A if it was asked for."""
+        """Returns (logprobs_A, entropy_A), and (correct_A, mean_A) if they were asked for."""
         head = self.head
         return token_logprobs(
             hidden_AH,

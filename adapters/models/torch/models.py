@@ -89,11 +89,12 @@ def _copied(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict[str, T
 
 
 def _token_scores(scored: Sequence[Tensor], batch: PackedBatch) -> TokenScores:
-    logprobs_A, entropy_A, *correct = scored
+    logprobs_A, entropy_A, *more = scored
     return TokenScores(
         logprobs_N=scatter(logprobs_A, batch),
         entropy_N=scatter(entropy_A, batch),
-        correct_N=scatter(correct[0], batch) if correct else None,
+        correct_N=scatter(more[0], batch) if more else None,
+        mean_logprobs_N=scatter(more[1], batch) if more else None,
     )
 
 
@@ -111,7 +112,7 @@ class TorchPolicy(PolicyModel):
         gradient_checkpointing: recompute activations in the backward pass.
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`expert_balance.py`), which takes
             another forward pass.
-        correct: whether scores say which tokens are the most likely ones.
+        correct: whether scores say which tokens are the most likely ones, and the mean log-prob over the vocabulary.
         optimize: puts the model under an optimizer.
 
     Raises:

@@ -157,8 +157,8 @@ class ExampleDataConfig(RowsConfig):
 @define(kw_only=True)
 class PairDataConfig(RowsConfig):
     """The preference pairs, and how they become tokens. Each row has a chosen and a rejected reply, as texts or
-    messages, and a prompt, or else whole conversations; or ranked replies, whose best and worst are the pair. `weight` is
-    its weight in the loss."""
+    messages, and a prompt, or else whole conversations; or ranked replies, whose best and worst are the pair. `weight`
+    is its weight in the loss."""
 
     prompt_key: str | None = setting(
         None, "Column with the prompt, a text or messages; default: prompt, where rows have one."

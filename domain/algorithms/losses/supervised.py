@@ -47,21 +47,29 @@ def smoothed_nll(logprobs_N: Tensor, mean_logprobs_N: Tensor, label_smoothing: f
 
 @frozen(kw_only=True)
 class SupervisedObjective:
-    """Weighted sum of the tokens' losses; `loss` is from `SUPERVISED_LOSSES`; a `PolicyObjective`."""
+    """Weighted sum of the tokens' losses; `loss` is from `SUPERVISED_LOSSES`, and nll may have `label_smoothing` as in
+    `smoothed_nll`; a `PolicyObjective`."""
 
     loss: str = "nll"
+    label_smoothing: float = 0.0
 
     def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
         """Returns the micro-batch's share, and the metrics `nll` (nats a token), `entropy`, and `accuracy` (share of
         tokens that are the most likely ones) where the scores have it.
 
         Raises:
-            ValueError: the batch has no `loss_weights_N`.
+            ValueError: the batch has no `loss_weights_N`, or the scores none of what smoothing reads.
         """
         weights_N, mask_N = batch.filled("loss_weights_N"), batch.action_mask_N
         # Masked before anything is computed: a NaN behind a later mask would still reach gradients.
         logprobs_N = torch.where(mask_N, scores.logprobs_N, 0.0)
-        loss = weighted_sum(supervised_loss(self.loss, logprobs_N), weights_N, mask_N)
+        losses_N = supervised_loss(self.loss, logprobs_N)
+        if self.label_smoothing:
+            if scores.mean_logprobs_N is None:
+                raise ValueError("Label smoothing reads mean_logprobs_N, which the scores do not have.")
+            mean_logprobs_N = torch.where(mask_N, scores.mean_logprobs_N, 0.0)
+            losses_N = smoothed_nll(logprobs_N, mean_logprobs_N, self.label_smoothing)
+        loss = weighted_sum(losses_N, weights_N, mask_N)
         metrics = {
             "nll": -weighted_sum(logprobs_N.detach(), weights_N, mask_N),
             "entropy": weighted_sum(scores.entropy_N.detach(), weights_N, mask_N),

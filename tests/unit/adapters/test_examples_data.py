@@ -379,7 +379,8 @@ json_values = st.recursive(
     noise=st.dictionaries(
         st.sampled_from(["messages", "conversations", "prompt", "completion", "text", "input_ids", "labels", "tools",
                          "weight", "instruction", "output", "history", "system", "chat_template_kwargs",
-                         "chosen", "rejected", "margin", "answers", "completions", "context", "attention_mask", "images", "input"]),
+                         "chosen", "rejected", "margin", "answers", "completions", "context", "attention_mask",
+                         "images", "input"]),
         json_values,
         max_size=3,
     ),

@@ -204,7 +204,7 @@ def test_the_most_likely_tokens_are_found_on_the_way(chunk_rows: int, bias: bool
     best = torch.nn.functional.linear(hidden, weight, offset).argmax(-1)
     targets = torch.where(torch.arange(9) % 2 == 0, best, targets)
     plainly = token_logprobs(hidden, weight, offset, targets, 0.7)
-    *found, correct = token_logprobs(hidden, weight, offset, targets, 0.7, correct=True)
+    *found, correct, _ = token_logprobs(hidden, weight, offset, targets, 0.7, correct=True)
     assert correct.tolist() == (targets == best).float().tolist()
     assert not correct.requires_grad
     for one, other in zip(
@@ -213,6 +213,29 @@ def test_the_most_likely_tokens_are_found_on_the_way(chunk_rows: int, bias: bool
         strict=True,
     ):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_mean_over_the_vocabulary(chunk_rows: int, bias: bool) -> None:
+    """Alone, and beside the other results in one loss."""
+    hidden, weight, offset, targets = leaves(9, bias=bias)
+    pulls = torch.randn(3, 9, generator=torch.Generator().manual_seed(1))
+    inputs = [x for x in (hidden, weight, offset) if x is not None]
+    log_softmax = (torch.nn.functional.linear(hidden, weight, offset) / 0.7).log_softmax(-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    wanted = [log_softmax.gather(1, targets[:, None])[:, 0], entropy, log_softmax.mean(-1)]
+    logprobs, entropy, _, mean = token_logprobs(hidden, weight, offset, targets, 0.7, correct=True)
+    torch.testing.assert_close(mean, wanted[2])
+    for pull in (pulls, pulls * torch.tensor([[0.0], [0.0], [1.0]])):
+        for one, other in zip(
+            torch.autograd.grad((pull * torch.stack([logprobs, entropy, mean])).sum(), inputs, retain_graph=True),
+            torch.autograd.grad((pull * torch.stack(wanted)).sum(), inputs, retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    (alone,) = torch.autograd.grad(mean.sum(), [hidden])
+    (expected,) = torch.autograd.grad(wanted[2].sum(), [hidden])
+    torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("masked", [0, 19])
@@ -225,9 +248,12 @@ def test_shares_of_the_vocabulary_give_what_the_whole_gives(
     assert offset is not None
     offset.data[:masked] = -torch.inf
     targets = targets.clamp(min=masked)
-    pull = torch.randn(2, 9, generator=torch.Generator().manual_seed(1))
+    pull = torch.randn(3, 9, generator=torch.Generator().manual_seed(1))
     targets[::2] = torch.nn.functional.linear(hidden, weight, offset).argmax(-1)[::2]
-    *expected, correct = token_logprobs(hidden, weight, offset, targets, 0.7, correct=True)
+    compared = slice(None) if masked == 0 else slice(2)  # no mean over a vocabulary of which a part is masked out
+    pull = pull[compared]
+    logprobs, entropy, correct, mean = token_logprobs(hidden, weight, offset, targets, 0.7, correct=True)
+    expected = [logprobs, entropy, mean][compared]
     assert correct[::2].tolist() == [1.0] * 5
     expected_gradients = torch.autograd.grad((pull * torch.stack(expected)).sum(), [hidden, weight, offset])
     count = len(bounds) - 1
@@ -240,8 +266,9 @@ def test_shares_of_the_vocabulary_give_what_the_whole_gives(
             for x, part in zip((hidden, weight, offset), (slice(None), rows, rows), strict=True)
         ]
         share = ThreadShare(first=bounds[rank], rank=rank, table=table)
-        *found, shared = token_logprobs(*inputs, targets, 0.7, share, correct=True)
+        logprobs, entropy, shared, mean = token_logprobs(*inputs, targets, 0.7, share, correct=True)
         assert torch.equal(shared, correct)
+        found = [logprobs, entropy, mean][compared]
         return found, torch.autograd.grad((pull * torch.stack(found)).sum(), inputs)
 
     with ThreadPoolExecutor(count) as threads:
