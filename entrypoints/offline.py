@@ -10,6 +10,7 @@ from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.application.settings.dpo import DPORun, dpo_errors
 from rollgrad.application.settings.kto import KTORun, kto_errors
 from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.rm import RMRun, rm_errors
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import CheckpointError, raise_together
@@ -17,6 +18,7 @@ from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.dpo import dpo_container
 from rollgrad.entrypoints.composition.kto import kto_container
 from rollgrad.entrypoints.composition.lifetimes import give
+from rollgrad.entrypoints.composition.rm import rm_container
 from rollgrad.entrypoints.composition.sft import sft_container
 from rollgrad.entrypoints.data_show import show_report
 from rollgrad.entrypoints.run_directory import alone, check_output
@@ -78,6 +80,23 @@ def train_kto(config: KTORun, **adapters: Any) -> TrainResult:
     """
     raise_together(kto_errors(config))
     return _train("train_kto", config, kto_container, adapters)
+
+
+def train_rm(config: RMRun, **adapters: Any) -> TrainResult:
+    """Trains a reward model on preference pairs as `config` says.
+
+    Args:
+        config: the run; see `rollgrad train rm --help` for every setting.
+        adapters: as for `train_sft`; the model is `reward_model`.
+
+    Returns:
+        What was made, as `train_sft` does: `model` is a sequence classifier with one label.
+
+    Raises:
+        RollgradError: as `train_sft`.
+    """
+    raise_together(rm_errors(config))
+    return _train("train_rm", config, rm_container, adapters)
 
 
 def _train(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rollgrad.adapters.tools.function import tool as tool
     from rollgrad.application.settings.dpo import DPORun as DPORun
     from rollgrad.application.settings.kto import KTORun as KTORun
+    from rollgrad.application.settings.rm import RMRun as RMRun
     from rollgrad.application.settings.run import RLConfig as RLConfig
     from rollgrad.application.settings.sft import SFTRun as SFTRun
     from rollgrad.domain.algorithms.estimators.registry import estimator as estimator
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rollgrad.entrypoints.library import train as train
     from rollgrad.entrypoints.offline import train_dpo as train_dpo
     from rollgrad.entrypoints.offline import train_kto as train_kto
+    from rollgrad.entrypoints.offline import train_rm as train_rm
     from rollgrad.entrypoints.offline import train_sft as train_sft
 
 __version__ = "0.1.0"
@@ -46,6 +48,8 @@ _PUBLIC = {
     "train_dpo": "rollgrad.entrypoints.offline",
     "KTORun": "rollgrad.application.settings.kto",
     "train_kto": "rollgrad.entrypoints.offline",
+    "RMRun": "rollgrad.application.settings.rm",
+    "train_rm": "rollgrad.entrypoints.offline",
     "TrainResult": "rollgrad.entrypoints.library",
     "estimator": "rollgrad.domain.algorithms.estimators.registry",
     "policy_loss": "rollgrad.domain.algorithms.losses.contract",
@@ -56,6 +60,7 @@ __all__ = [
     "DPORun",
     "KTORun",
     "RLConfig",
+    "RMRun",
     "Replies",
     "SFTRun",
     "TrainResult",
@@ -71,6 +76,7 @@ __all__ = [
     "train",
     "train_dpo",
     "train_kto",
+    "train_rm",
     "train_sft",
 ]
 

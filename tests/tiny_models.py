@@ -19,8 +19,9 @@ TRAINING_TEXT = (
 )
 
 
-def make_tiny_tokenizer() -> Any:
-    """A byte-level BPE tokenizer of a few hundred tokens with a ChatML template; <|im_end|> ends a reply."""
+def make_tiny_tokenizer(*, spare: bool = True) -> Any:
+    """A byte-level BPE tokenizer of a few hundred tokens with a ChatML template; <|im_end|> ends a reply, and pads
+    unless there is a `spare` token for that."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -29,13 +30,16 @@ def make_tiny_tokenizer() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=320,
-        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=[*(["<|pad|>"] if spare else []), "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>" if spare else "<|im_end|>",
+        chat_template=CHAT_TEMPLATE,
     )
 
 

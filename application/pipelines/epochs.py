@@ -8,7 +8,9 @@ from typing import Any, Generic
 from torch import Tensor
 
 from rollgrad.application.learning.examples import Example, ExampleLearner, together
+from rollgrad.application.learning.rewards import RewardLearner
 from rollgrad.application.pipelines.run import Evaluation, StepReport, StepSource, uninterrupted
+from rollgrad.domain.episodes.examples import Preference
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.example_source import ExampleSource
@@ -124,3 +126,17 @@ class ExampleEvaluation(Evaluation, Generic[Example]):
                 raise asyncio.CancelledError
             measured.append(metrics)
         return {f"eval/{name}": value for name, value in together(measured).items()}
+
+
+class RewardEvaluation(ExampleEvaluation[Preference]):
+    """Measures a reward model on held-out pairs, and tells its learner the mean and the spread of their scores."""
+
+    def __init__(self, learner: RewardLearner, examples: ExampleSource[Preference]) -> None:
+        super().__init__(learner, examples)
+        self._reward_learner = learner
+
+    async def run(self) -> dict[str, float]:
+        """Returns the loss and the objective's metrics, as `eval/name`."""
+        metrics = await super().run()
+        self._reward_learner.note(metrics["eval/score_mean"], metrics["eval/score_std"])
+        return metrics

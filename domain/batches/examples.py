@@ -167,6 +167,29 @@ def _references(logprobs: Sequence[Tensor | None], batch: PackedBatch) -> Tensor
     return ref_logprobs_N
 
 
+def pack_comparisons(pairs: Sequence[Preference], *, margins: bool = False) -> ExampleBatch:
+    """Lays the pairs of one optimizer step end to end as `pack_preferences` does, for a reward model: of each reply the
+    last token alone is an action, at which its score is read. `scores_S` is the pair's margin with `margins`, else 0.
+
+    Raises:
+        ValueError: all pairs have the weight 0.
+    """
+    batch = pack_sequences(
+        [reply for pair in pairs for reply in (pair.chosen, pair.rejected)],
+        group_ids=[index for index in range(len(pairs)) for _ in range(2)],
+        sample_ids=[CHOSEN, REJECTED] * len(pairs),
+    )
+    weights_P = torch.tensor([pair.weight for pair in pairs], dtype=torch.float64)
+    last_N = torch.zeros(batch.token_count, dtype=torch.bool).index_fill(0, batch.starts_S + batch.lengths_S - 1, True)
+    margins_P = torch.tensor([pair.margin if margins else 0.0 for pair in pairs])
+    return evolve(
+        batch,
+        action_mask_N=last_N,
+        scores_S=margins_P.repeat_interleave(2),
+        loss_weights_N=_shares(weights_P[batch.group_ids_S][batch.sequence_ids_N], weights_P.sum(), last_N),
+    )
+
+
 def _shares(weights_N: Tensor, total: Tensor, mask_N: Tensor) -> Tensor:
     if float(total) <= 0:
         raise ValueError("All examples of an optimizer step have the weight 0: there is nothing to learn from.")

@@ -6,6 +6,7 @@ and who knows the sum of the step's weights divides by it. Everything else is a 
 be compared, added and logged like any float.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any, Self
@@ -73,6 +74,49 @@ class Mean(Metric):
     def over_steps(values: Sequence[Any], steps: int) -> float:
         """Returns the mean over everything that had weight in any step."""
         return float(reduce(Mean.joined, values))
+
+
+class Spread(Metric):
+    """The standard deviation of numbers (unbiased: their squares over their count minus 1), of which there are `count`
+    with this `mean` and this sum of `squares` around it; 0 for fewer than two."""
+
+    count: int
+    mean: float
+    squares: float
+
+    def __new__(cls, count: int, mean: float, squares: float) -> Self:
+        """Makes that of so many numbers."""
+        spread = super().__new__(cls, math.sqrt(squares / (count - 1)) if count > 1 else 0.0)
+        spread.count, spread.mean, spread.squares = count, mean, squares
+        return spread
+
+    @classmethod
+    def of(cls, values: Tensor) -> Self:
+        """Returns that of some numbers."""
+        numbers = values.detach().double()
+        mean = float(numbers.mean()) if len(numbers) else 0.0
+        return cls(len(numbers), mean, float((numbers - mean).square().sum()))
+
+    def __getnewargs__(self) -> tuple[int, float, float]:  # type: ignore[override]
+        """Returns what copies are made from."""
+        return self.count, self.mean, self.squares
+
+    def joined(self, other: Self) -> Self:
+        """Returns that of both (Chan et al. 1979, eq. 2.1)."""
+        count = self.count + other.count
+        if not count:
+            return self
+        apart = other.mean - self.mean
+        return type(self)(
+            count,
+            self.mean + apart * other.count / count,
+            self.squares + other.squares + apart**2 * self.count * other.count / count,
+        )
+
+    @staticmethod
+    def over_steps(values: Sequence[Any], steps: int) -> float:
+        """Returns that of the numbers of all steps."""
+        return float(reduce(Spread.joined, values))
 
 
 class Common(Metric):

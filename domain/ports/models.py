@@ -115,6 +115,25 @@ class ValueModel(Protocol):
 
 
 @runtime_checkable
+class TrainedReward(ValueModel, Protocol):
+    """A reward model being trained: one score for each action token, which stands for the text up to it, that token
+    included."""
+
+    def values(self, batch: PackedBatch) -> Tensor:
+        """Returns scores_N float32, 0 outside actions."""
+        ...
+
+    def set_moments(self, moments: tuple[float, float] | None) -> None:
+        """Sets the mean and the standard deviation of held-out scores, which `save` writes; None if nobody knows."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Writes a sequence classifier with one label and its tokenizer to the directory `path`, with the mean and the
+        standard deviation, if they are set, as `mean` and `std` in config.json."""
+        ...
+
+
+@runtime_checkable
 class ReferenceModel(Protocol):
     """A frozen policy, from which the KL divergence of the trained one is measured."""
 

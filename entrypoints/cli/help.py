@@ -97,6 +97,15 @@ KTO_ESSENTIALS: Mapping[str, Sequence[str]] = {
     **{topic: DPO_ESSENTIALS[topic] for topic in ("The optimizer", "Training", "Evaluation", "Output")},
 }
 
+RM_EXAMPLE = """  rollgrad train rm --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
+      --data.dataset pairs.jsonl --eval.dataset held_out_pairs.jsonl --ckpt.output_dir runs/rm"""
+
+RM_ESSENTIALS: Mapping[str, Sequence[str]] = {
+    **DPO_ESSENTIALS,
+    "The model": ("actor.model_name_or_path",),
+    "The loss": ("rm.margin", "rm.centring"),
+}
+
 DATA_EXAMPLE = """  rollgrad data show --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
       --data.dataset conversations.jsonl --n 5"""
 
@@ -127,12 +136,13 @@ ESSENTIALS = {
     "train sft": (SFT_EXAMPLE, SFT_ESSENTIALS),
     "train dpo": (DPO_EXAMPLE, DPO_ESSENTIALS),
     "train kto": (KTO_EXAMPLE, KTO_ESSENTIALS),
+    "train rm": (RM_EXAMPLE, RM_ESSENTIALS),
     "data show": (DATA_EXAMPLE, EXAMPLES),
 }
 """The example and the essential settings of each command that reads the settings of a run."""
 
 
-OF_EXAMPLES = ("train sft", "train dpo", "train kto", "data show")
+OF_EXAMPLES = ("train sft", "train dpo", "train kto", "train rm", "data show")
 NOT_OF_EXAMPLES = frozenset({"actor.lora.sync", "logger.log_samples"})
 """Settings of runs that sample, which commands over examples refuse and do not show."""
 

@@ -9,6 +9,7 @@ from attrs import define, frozen
 from rollgrad.application.settings.dpo import DPORun, dpo_errors
 from rollgrad.application.settings.kto import KTORun, kto_errors
 from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.rm import RMRun, rm_errors
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError, RollgradError, raise_together
@@ -45,6 +46,12 @@ class KTOArguments(ExampleFlags, KTORun):
     file."""
 
 
+@define(kw_only=True)
+class RMArguments(ExampleFlags, RMRun):
+    """Trains a reward model on preference pairs. It is saved as a sequence classifier with one label, which rollgrad
+    train rl, rollgrad serve reward and other programs load. Every setting below is also a key of the YAML file."""
+
+
 @frozen
 class Trainer:
     """A trainer over examples: `rollgrad train NAME`, and `entrypoints.offline.train_NAME`."""
@@ -60,6 +67,7 @@ TRAINERS: Mapping[str, Trainer] = {
     "sft": Trainer("fine-tune a model on conversations and texts", SFTArguments, SFTRun, sft_errors),
     "dpo": Trainer("train a model on preference pairs", DPOArguments, DPORun, dpo_errors),
     "kto": Trainer("train a model on replies labelled good or bad", KTOArguments, KTORun, kto_errors),
+    "rm": Trainer("train a reward model on preference pairs", RMArguments, RMRun, rm_errors),
 }
 """By name."""
 

@@ -22,6 +22,7 @@ from rollgrad.adapters.models.ray.sharded import (
     RankPolicy,
     ShardedPolicy,
     ShardedReference,
+    ShardedReward,
     ShardedValue,
     reward_copies,
 )
@@ -42,7 +43,7 @@ def rank_model(make: MakeContainer, model: str, config: Any, steps: int = 0) -> 
 
     Args:
         make: makes the run's container.
-        model: the container's provider: `local_policy`, `local_critic` or `local_reference`.
+        model: the container's provider: `local_policy`, `local_critic`, `local_reference` or `local_reward`.
         config: the run's settings.
         steps: optimizer steps of the whole run; a model without optimizer needs none.
     """
@@ -125,6 +126,11 @@ class Cluster:
         """Starts the critic."""
         parts = (rank_model, make, "local_critic", self._config, steps)
         return ShardedValue(self._group("critic", *parts), width=self._width)
+
+    def trained_reward(self, make: MakeContainer, steps: int) -> ShardedReward:
+        """Starts the reward model that is trained, in the actor's processes."""
+        parts = (rank_model, make, "local_reward", self._config, steps)
+        return ShardedReward(self._group("actor", *parts), width=self._width)
 
     def reference(self, make: MakeContainer) -> ShardedReference:
         """Starts the reference, whole in each process or group that shares its layers."""

@@ -4,15 +4,20 @@ It reads sections of settings, and knows nothing else of the run, so that all tr
 processes with parts of models (`cluster.py`), which call the same functions.
 """
 
+import math
 from typing import Any
+
+import torch
 
 from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm, load_critic, resolve_dtype
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchValue
 from rollgrad.adapters.models.torch.muon import MuonSettings
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.trained_reward import TorchReward
 from rollgrad.application.settings.sections.actor import ActorConfig
 from rollgrad.application.settings.sections.critic import CriticConfig
+from rollgrad.application.settings.sections.examples import ExampleModelConfig
 from rollgrad.application.settings.sections.optimizer import Optim
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sections.train import TrainConfig
@@ -110,6 +115,37 @@ def make_critic(
         flag="--critic.model_name_or_path",
     )
     return TorchValue(model, tokenizer, optimizer, head=head, optimize=optimize)
+
+
+def make_trained_reward(
+    actor: ExampleModelConfig, seed: int, tokenizer: Any, optimizer: OptimizerSettings, optimize: Optimize
+) -> TorchReward:
+    """Loads the model that becomes a reward model, with adapters if they are set. Its head is the one in its files, or
+    begins at random, with a standard deviation of 1 / sqrt(H + 1) as OpenRLHF's."""
+    device = default_device()
+    model, head = load_critic(
+        actor.model_name_or_path,
+        dtype=resolve_dtype(actor.dtype, device),
+        device=device,
+        flag=ACTOR_FLAG,
+        load_in_4bit=actor.lora.load_in_4bit,
+    )
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # its padding token was added
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    if actor.lora.rank:
+        add_lora(model, actor.lora, seed=seed)
+    if not head:
+        width = model.config.get_text_config().hidden_size
+        chance = torch.Generator().manual_seed(seed)
+        head = {"weight": torch.randn(1, width, generator=chance) / math.sqrt(width + 1)}
+    return TorchReward(
+        model,
+        tokenizer,
+        optimizer,
+        head={"weight": head["weight"]},  # a critic's bias is the same for all scores
+        gradient_checkpointing=actor.gradient_checkpointing,
+        optimize=optimize,
+    )
 
 
 def reference_model_kind(actor: ActorConfig, ref: RefConfig) -> str:

@@ -22,10 +22,7 @@ OTHER_COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(
         ("train kto", "kto"), "training on labelled replies is not there yet; rollgrad train dpo takes pairs."
     ),
-    **dict.fromkeys(
-        ("train rm", "train reward", "rm", "reward"),
-        "training reward models is not there yet; rollgrad serve reward serves one.",
-    ),
+    **dict.fromkeys(("train reward", "rm", "reward"), "write rollgrad train rm, or rollgrad serve reward."),
     **dict.fromkeys(
         ("train distill", "distill", "train gkd"), "write rollgrad train rl --algo.preset on_policy_distill."
     ),

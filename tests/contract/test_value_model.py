@@ -13,6 +13,7 @@ from torch import Tensor
 from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchValue
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.trained_reward import TorchReward
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
@@ -24,12 +25,13 @@ FLAG = "--critic.model_name_or_path"
 OBJECTIVE = ClippedValueObjective(clip=None)
 
 
-@pytest.fixture(params=["fake", "torch"])
+@pytest.fixture(params=["fake", "torch", "reward"])
 def make(request: pytest.FixtureRequest, tiny_model_dir: Path) -> Callable[[], ValueModel]:
     def torch_value() -> ValueModel:
         model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=FLAG)
         tokenizer = load_tokenizer(str(tiny_model_dir), flag=FLAG)
-        return TorchValue(model, tokenizer, OptimizerSettings(lr=1e-2, total_steps=30))
+        kind = TorchReward if request.param == "reward" else TorchValue
+        return kind(model, tokenizer, OptimizerSettings(lr=1e-2, total_steps=30))
 
     return FakeValue if request.param == "fake" else torch_value
 

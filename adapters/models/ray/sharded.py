@@ -29,6 +29,7 @@ from rollgrad.domain.ports.models import (
     PolicyObjective,
     ReferenceModel,
     TokenScores,
+    TrainedReward,
     ValueModel,
     ValueObjective,
 )
@@ -158,6 +159,15 @@ class ShardedValue(_Trained, ValueModel):
     def update(self, micro_batches: Sequence[Batch], objective: ValueObjective[Batch]) -> dict[str, float]:
         """Implements `ValueModel.update`."""
         return self._parts.update(micro_batches, objective)
+
+
+class ShardedReward(ShardedValue, TrainedReward):
+    """A `TrainedReward`; each process of `group` holds a `TorchReward`, and each `width` neighbours one part of a
+    batch."""
+
+    def set_moments(self, moments: tuple[float, float] | None) -> None:
+        """Implements `TrainedReward.set_moments`."""
+        self._group.all("set_moments", moments)
 
 
 class ShardedReference(ReferenceModel):

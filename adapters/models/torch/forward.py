@@ -26,7 +26,7 @@ from rollgrad.domain.batches.packed import PackedBatch
 @frozen(kw_only=True, eq=False)
 class ActionRows:
     """The action tokens that this process computes, on the model's device: `actions_B`, their indices among all
-    `count`; `hidden_BH`, the hidden states of their predecessors; `targets_B`, the tokens themselves."""
+    `count`; `hidden_BH`, the hidden states that are read for them; `targets_B`, the tokens themselves."""
 
     hidden_BH: Tensor
     targets_B: Tensor
@@ -36,9 +36,19 @@ class ActionRows:
     """Result of `expert_balance.routed` over all tokens, if requested."""
 
 
-def action_hidden(model: Any, batch: PackedBatch, group: SequenceGroup, *, routing: bool = False) -> ActionRows:
-    """Returns the model's last hidden states of `batch`, which every process of `group` has; `routing` needs a group of
-    one."""
+def action_hidden(
+    model: Any, batch: PackedBatch, group: SequenceGroup, *, routing: bool = False, back: int = 1
+) -> ActionRows:
+    """Returns the model's last hidden states of `batch`, which every process of `group` has.
+
+    Args:
+        model: with packed attention installed.
+        batch: the tokens.
+        group: the processes that share them.
+        routing: whether the routers' choices are returned too; needs a group of one.
+        back: how many tokens before an action token its hidden state is read: 1 is the state that predicts it, 0 the
+            state after it.
+    """
     weight = next(model.parameters())
     layout = group.padded(build_layout(batch))
     check_positions(model, int(batch.lengths_S.max()))
@@ -54,7 +64,7 @@ def action_hidden(model: Any, batch: PackedBatch, group: SequenceGroup, *, routi
         )
     hidden_CH = output.last_hidden_state[0]
     action_A = batch.action_mask_N.nonzero()[:, 0]
-    actions_B, rows_B = group.actions(layout.index_N[action_A - 1])
+    actions_B, rows_B = group.actions(layout.index_N[action_A - back])
     return ActionRows(
         hidden_BH=hidden_CH.index_select(0, rows_B.to(weight.device)),
         targets_B=batch.tokens_N[action_A[actions_B]].to(weight.device),
@@ -126,27 +136,47 @@ class Scorer(nn.Module):
 
 
 class PackedValue(nn.Module):
-    """A language model's body with a scalar head. `forward(batch)` returns values_A of the action tokens, float32.
+    """A language model's body with a scalar head. `forward(batch)` returns values_A of the action tokens, float32: the
+    value of a token is read from the hidden state before it.
 
     Without a `head` (`weight` [1, H] and, if there is one, `bias` [1]) values start at 0, so that an untrained head
     adds no bias.
     """
 
+    back = 1
+    """Tokens before an action token at which its value is read."""
+    with_bias = True
+    """Whether the head adds a number."""
+
     def __init__(self, model: Any, head: dict[str, Tensor]) -> None:
         super().__init__()
         self.model = backbone(model)
+        if hasattr(model, "peft_config"):  # by which `lora.plain_weights` knows that there are adapters
+            self.peft_config = model.peft_config
         self._group = sequence_group(model)
         self.value_head = nn.Linear(
-            model.config.get_text_config().hidden_size, 1, device=next(model.parameters()).device
+            model.config.get_text_config().hidden_size,
+            1,
+            bias=self.with_bias,
+            device=next(model.parameters()).device,
         )
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        for parameter in self.value_head.parameters():
+            nn.init.zeros_(parameter)
         if head:
-            self.value_head.load_state_dict({"bias": self.value_head.bias.detach(), **head})
+            started = {name: parameter.detach() for name, parameter in self.value_head.named_parameters()}
+            self.value_head.load_state_dict({**started, **head})
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Returns the values of the action tokens."""
-        rows = action_hidden(self.model, batch, self._group)
+        rows = action_hidden(self.model, batch, self._group, back=self.back)
         values_B: Tensor = self.value_head(rows.hidden_BH.to(self.value_head.weight.dtype))[:, 0]
         (values_A,) = self._group.gathered(rows.actions_B, rows.count, values_B.float())
         return values_A
+
+
+class PackedReward(PackedValue):
+    """A reward model: the value of an action token is read from the hidden state at it, where a sequence classifier
+    reads its score; the head has no bias."""
+
+    back = 0
+    with_bias = False

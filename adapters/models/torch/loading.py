@@ -112,7 +112,7 @@ def _require_weights(model: Any, missing: Iterable[str], name_or_path: str, flag
 
 
 def load_critic(
-    name_or_path: str, *, dtype: torch.dtype, device: torch.device, flag: str
+    name_or_path: str, *, dtype: torch.dtype, device: torch.device, flag: str, load_in_4bit: bool = False
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Returns a model as `load_causal_lm` does, and the scalar head in its checkpoint.
 
@@ -124,7 +124,9 @@ def load_critic(
     """
     from safetensors import SafetensorError
 
-    model = load_causal_lm(name_or_path, dtype=dtype, device=device, flag=flag, headless=True)
+    model = load_causal_lm(
+        name_or_path, dtype=dtype, device=device, flag=flag, load_in_4bit=load_in_4bit, headless=True
+    )
     try:
         head = _scalar_head(name_or_path)
         shape = tuple(head["weight"].shape) if head else None

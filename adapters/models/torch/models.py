@@ -51,7 +51,7 @@ GATHERED_BYTES = 64 * 2**20
 """Bytes of divided weights that are gathered at a time."""
 
 
-def _optimizer_step(
+def optimizer_step(
     micro_batches: Sequence[Batch], loss_of: Callable[[Batch], LossOutput], trained: TrainedModule
 ) -> dict[str, float]:
     """Accumulates the micro-batches' gradients and steps once."""
@@ -67,7 +67,54 @@ def _optimizer_step(
     return joined(parts) | trained.step()
 
 
-def _values(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[tuple[str, Tensor]]:
+def train_without_dropout(model: nn.Module) -> None:
+    """Puts a model in train mode without dropout: transformers recomputes activations in train mode only, but
+    ratios need a deterministic policy."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()
+
+
+def save_averaged(save: Callable[[Path], None], path: Path, trained: TrainedModule | None) -> None:
+    """Saves a model to `path`, and the one of averaged weights to `ema` below it, if `trained` keeps averages.
+
+    Raises:
+        OSError: the model cannot be written.
+    """
+    error: OSError | None = None
+    try:
+        save(path)
+    except OSError as raised:
+        error = raised
+    # All processes have parts of the averages that one of them writes.
+    if trained is not None and trained.agree(error is None):
+        with trained.averaged():
+            save(path / AVERAGE_DIRECTORY)
+    if error is not None:
+        raise error
+
+
+def check_same_weights(
+    state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], trained: TrainedModule
+) -> None:
+    """Checks that a state is of a run that trained these parameters.
+
+    Raises:
+        CheckpointError: it is of other weights.
+    """
+    masters = state["masters"]
+    if parameters.keys() != masters.keys() or any(
+        masters[name].numel() * parameter.element_size() != trained.bytes(parameter)
+        for name, parameter in parameters.items()
+    ):
+        raise CheckpointError(
+            "The state to continue from is of a run that trained other weights: set --actor.lora.rank, "
+            "--actor.lora.target_modules and --actor.model_name_or_path to what they were."
+        )
+
+
+def weight_values(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[tuple[str, Tensor]]:
     """Yields every weight once; a weight divided over processes is whole only until the next one is requested."""
     run: list[NamedWeight] = []
     filled = 0
@@ -83,7 +130,7 @@ def _values(weights: Sequence[NamedWeight], trained: TrainedModule) -> Iterator[
             filled += size
 
 
-def _copied(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
+def copied_weights(weights: Iterator[tuple[str, Tensor]], *, keep: bool) -> dict[str, Tensor]:
     """Returns copies on the CPU. Without `keep` it only goes through the weights, as every process must."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in weights if keep}
 
@@ -156,14 +203,14 @@ class TorchPolicy(PolicyModel):
         """Implements `PolicyModel.update`."""
         self.steps += 1
         if self._checkpointing:
-            self._train_without_dropout()
+            train_without_dropout(self.module)
         try:
             if not self._aux_loss_coef:
                 scored = self._scores
-                return _optimizer_step(micro_batches, lambda batch: objective(scored(batch), batch), self._trained)
+                return optimizer_step(micro_batches, lambda batch: objective(scored(batch), batch), self._trained)
             weights_E = self._balance_weights(micro_batches)
             balanced = partial(self._balanced, objective=objective, weights_E=weights_E)
-            return _optimizer_step(micro_batches, balanced, self._trained)
+            return optimizer_step(micro_batches, balanced, self._trained)
         finally:
             self.module.eval()
 
@@ -182,45 +229,26 @@ class TorchPolicy(PolicyModel):
         loss = output.loss + self._aux_loss_coef * share
         return LossOutput(loss=loss, metrics={**output.metrics, "aux_loss": Total(share)})
 
-    def _train_without_dropout(self) -> None:
-        """Puts the model in train mode without dropout: transformers recomputes activations in train mode only, but
-        ratios need a deterministic policy."""
-        self.module.train()
-        for module in self.module.modules():
-            if isinstance(module, nn.Dropout):
-                module.eval()
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Implements `PolicyModel.weights`."""
-        return _values(plain_weights(self.module), self._trained)
+        return weight_values(plain_weights(self.module), self._trained)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the adapters' own weights, by their names in peft's files; nothing without adapters."""
-        return _values(adapter_weights(self.module), self._trained)
+        return weight_values(adapter_weights(self.module), self._trained)
 
     def save(self, path: Path) -> None:
         """Implements `PolicyModel.save`. Adapters alone are in `adapter` below it, in peft's format; the model of
         averaged weights, if they are kept, in `ema`."""
-        error: OSError | None = None
-        try:
-            self._save(path)
-        except OSError as raised:
-            error = raised
-        if self._averages and self._trained.agree(
-            error is None
-        ):  # all processes have parts of the averages that one of them writes
-            with self._trained.averaged():
-                self._save(path / AVERAGE_DIRECTORY)
-        if error is not None:
-            raise error
+        save_averaged(self._save, path, self._trained if self._averages else None)
 
     def _save(self, path: Path) -> None:
         trained = self._trained
         if not trained.divided and not adapter_weights(self.module):
             save_pretrained(self.module, self._tokenizer, path)
             return
-        weights = _copied(self.weights(), keep=trained.first)
-        of_adapters = _copied(self.adapter(), keep=trained.first)
+        weights = copied_weights(self.weights(), keep=trained.first)
+        of_adapters = copied_weights(self.adapter(), keep=trained.first)
         if trained.first:
             save_pretrained(self.module, self._tokenizer, path, weights | plain_buffers(self.module))
             if of_adapters:
@@ -236,15 +264,8 @@ class TorchPolicy(PolicyModel):
         Raises:
             CheckpointError: the state belongs to other weights; nothing has changed.
         """
-        masters = state["masters"]
-        sizes = {f"model.{name}": p for name, p in self.module.named_parameters() if p.requires_grad}
-        if sizes.keys() != masters.keys() or any(
-            masters[name].numel() * p.element_size() != self._trained.bytes(p) for name, p in sizes.items()
-        ):
-            raise CheckpointError(
-                "The state to continue from is of a run that trained other weights: set --actor.lora.rank, "
-                "--actor.lora.target_modules and --actor.model_name_or_path to what they were."
-            )
+        trained = {f"model.{name}": p for name, p in self.module.named_parameters() if p.requires_grad}
+        check_same_weights(state, trained, self._trained)
         self._trained.load_state_dict(state)
 
 
@@ -282,6 +303,9 @@ class TorchValue(ValueModel):
     values of 0.
     """
 
+    packed: type[PackedValue] = PackedValue
+    """Module that computes the values."""
+
     def __init__(
         self,
         model: Any,
@@ -292,7 +316,7 @@ class TorchValue(ValueModel):
         optimize: Optimize = MasterOptimizer,
     ) -> None:
         self._tokenizer = tokenizer
-        self._module = PackedValue(model, dict(head or {}))
+        self._module = self.packed(model, dict(head or {}))
         self._trained = optimize(self._module, settings)
 
     def _values(self, batch: PackedBatch) -> Tensor:
@@ -305,13 +329,13 @@ class TorchValue(ValueModel):
 
     def update(self, micro_batches: Sequence[Batch], objective: ValueObjective[Batch]) -> dict[str, float]:
         """Implements `ValueModel.update`."""
-        return _optimizer_step(micro_batches, lambda batch: objective(self._values(batch), batch), self._trained)
+        return optimizer_step(micro_batches, lambda batch: objective(self._values(batch), batch), self._trained)
 
     def save(self, path: Path) -> None:
         """Writes the backbone as a Hugging Face model and the head as `value_head.safetensors`."""
         from safetensors.torch import save_file
 
-        weights = _copied(_values(plain_weights(self._module), self._trained), keep=self._trained.first)
+        weights = copied_weights(weight_values(plain_weights(self._module), self._trained), keep=self._trained.first)
         if self._trained.first:
             of_body = {name.removeprefix("model."): t for name, t in weights.items() if name.startswith("model.")}
             save_pretrained(self._module.model, self._tokenizer, path, of_body)

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rollgrad.domain.batches.examples import ExampleBatch
+from rollgrad.domain.batches.metrics import Mean, Spread
 from rollgrad.domain.ports.models import LossOutput
 
 
@@ -40,7 +41,8 @@ class RewardObjective:
 
     def __call__(self, values_N: Tensor, batch: ExampleBatch) -> LossOutput:
         """Returns the micro-batch's share; metrics are means over pairs: `accuracy` (the chosen reply has the higher
-        reward), `reward_gap`, `chosen_reward`, `rejected_reward`.
+        reward), `reward_gap`, `chosen_reward`, `rejected_reward`; and over replies, whatever their pairs weigh,
+        `score_mean` and the standard deviation `score_std`.
 
         Raises:
             ValueError: the batch lacks weights.
@@ -58,7 +60,11 @@ class RewardObjective:
             "chosen_reward": chosen_P,
             "rejected_reward": rejected_P,
         }
-        metrics = {name: (weights_P * column_P.detach()).sum() for name, column_P in columns.items()}
+        metrics: dict[str, Tensor | float] = {
+            name: (weights_P * column_P.detach()).sum() for name, column_P in columns.items()
+        }
+        counted = rewards_P2.detach()[weights_P > 0].flatten()  # a process without pairs has a copy that weighs nothing
+        metrics |= {"score_mean": Mean(counted.double().sum(), len(counted)), "score_std": Spread.of(counted)}
         return LossOutput(loss=(weights_P * loss_P).sum(), metrics=metrics)
 
 

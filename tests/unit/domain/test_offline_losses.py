@@ -3,6 +3,7 @@ Python."""
 
 import math
 import random
+import statistics
 from collections.abc import Mapping
 
 import pytest
@@ -129,9 +130,12 @@ def test_any_split_of_pairs_trains_the_reward_model_alike(seed: int, parts: int)
         leaf = rewards_N.clone().requires_grad_()
         found = objective(leaf, piece)
         (gradient_N,) = torch.autograd.grad(found.loss, leaf)
-        return float(found.loss.detach()), gradient_N, {name: float(value) for name, value in found.metrics.items()}
+        return float(found.loss.detach()), gradient_N, joined([found.metrics])
 
     loss, whole_N, metrics = output(batch, values_N)
+    scores = values_N[last_trained(batch)].tolist()
+    assert metrics["score_mean"] == pytest.approx(statistics.mean(scores), abs=1e-6)
+    assert metrics["score_std"] == pytest.approx(statistics.stdev(scores), abs=1e-6)
     last = [int(index) for index in last_trained(batch)]
     assert last == [
         int(part.nonzero()[-1, 0]) + start
@@ -148,15 +152,15 @@ def test_any_split_of_pairs_trains_the_reward_model_alike(seed: int, parts: int)
     )
     assert loss == pytest.approx(wanted, rel=1e-6)
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
-    summed_N, added = torch.zeros_like(whole_N), dict.fromkeys(metrics, 0.0)
+    summed_N, of_parts = torch.zeros_like(whole_N), []
     for part in order.tensor_split(min(parts, len(pairs))):
         sequences = torch.isin(batch.group_ids_S, part).nonzero()[:, 0].flip(0)
         index = batch.token_index(sequences)
         _, gradient_N, of_part = output(batch.select(sequences), values_N[index])
         summed_N[index] += gradient_N
-        added = {name: added[name] + value for name, value in of_part.items()}
+        of_parts.append(of_part)
     torch.testing.assert_close(summed_N, whole_N, rtol=1e-12, atol=1e-15)
-    assert added == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+    assert joined(of_parts) == pytest.approx(metrics, rel=1e-6, abs=1e-9)
     assert len(sums(batch, values_N)) == len(pairs)
 
 

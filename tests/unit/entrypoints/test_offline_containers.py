@@ -12,6 +12,7 @@ from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.checkpoints.states import save_state
 from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig
 from rollgrad.application.settings.kto import KTORun, UnpairedModelConfig
+from rollgrad.application.settings.rm import RewardModelConfig, RMRun
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
@@ -34,6 +35,7 @@ from rollgrad.entrypoints.composition.examples import cache_directory, make_tota
 from rollgrad.entrypoints.composition.kto import kto_container
 from rollgrad.entrypoints.composition.reference import reference_fingerprint, reference_key
 from rollgrad.entrypoints.composition.rl import rl_container
+from rollgrad.entrypoints.composition.rm import rm_container
 from rollgrad.entrypoints.composition.sft import sft_container
 
 DPO = DPORun(
@@ -42,11 +44,13 @@ DPO = DPORun(
 )
 SFT = SFTRun(actor=SupervisedModelConfig(model_name_or_path="m"), data=ExampleDataConfig(dataset="nowhere.jsonl"))
 KTO = KTORun(actor=UnpairedModelConfig(model_name_or_path="m"), data=LabelDataConfig(dataset="nowhere.jsonl"))
+RM = RMRun(actor=RewardModelConfig(model_name_or_path="m"), data=PairDataConfig(dataset="nowhere.jsonl"))
 RL = RLConfig(actor=ActorConfig(model_name_or_path="m"), data=DataConfig(prompt_dataset="nowhere.jsonl"))
 
 
 @pytest.mark.parametrize(
-    ("make", "run"), [(dpo_container, DPO), (kto_container, KTO), (sft_container, SFT), (rl_container, RL)]
+    ("make", "run"),
+    [(dpo_container, DPO), (kto_container, KTO), (rm_container, RM), (sft_container, SFT), (rl_container, RL)],
 )
 def test_a_process_that_is_told_the_number_of_steps_reads_no_data(make: Any, run: Any) -> None:
     container = make(run)
@@ -115,6 +119,9 @@ def test_a_callers_own_examples_need_no_fingerprint() -> None:
     free = dpo_container(evolve(DPO, dpo=PreferenceSettings(loss=("simpo",))))
     free.examples.override(providers.Object(["a pair"]))
     assert free.pairs() == ["a pair"]
+    compared = rm_container(RM)
+    compared.examples.override(providers.Object(["a pair"]))
+    assert compared.pairs() == ["a pair"]
 
 
 def test_a_clusters_reference_ends_when_the_log_probs_are_there() -> None:

@@ -196,7 +196,7 @@ def test_commands_of_other_tools(command: str, capsys: pytest.CaptureFixture[str
 
 def test_what_is_not_there_is_not_called_a_misspelling(capsys: pytest.CaptureFixture[str]) -> None:
     assert "training on labelled replies is not there yet" in errors(["train", "kto"], capsys)
-    assert "training reward models is not there yet" in errors(["train", "rm"], capsys)
+    assert "write rollgrad train rm" in errors(["train", "reward"], capsys)
 
 
 @pytest.mark.parametrize(
