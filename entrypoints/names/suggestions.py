@@ -19,9 +19,7 @@ OTHER_COMMANDS: Mapping[str, str] = {
     ),
     "sft": "write rollgrad train sft.",
     **dict.fromkeys(("dpo", "orpo", "train orpo"), "write rollgrad train dpo."),
-    **dict.fromkeys(
-        ("train kto", "kto"), "training on labelled replies is not there yet; rollgrad train dpo takes pairs."
-    ),
+    "kto": "write rollgrad train kto.",
     **dict.fromkeys(("train reward", "rm", "reward"), "write rollgrad train rm, or rollgrad serve reward."),
     **dict.fromkeys(
         ("train distill", "distill", "train gkd"), "write rollgrad train rl --algo.preset on_policy_distill."

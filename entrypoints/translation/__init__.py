@@ -1,1 +1,1 @@
-"""What translations of other tools' command lines have in common: words into flags, and flags into settings."""
+"""Turns words into flags and flags into settings, for translations of all other tools' command lines."""

@@ -194,11 +194,6 @@ def test_commands_of_other_tools(command: str, capsys: pytest.CaptureFixture[str
     assert any(f"rollgrad {known}" in error for known in (*COMMANDS, "--help", "--version")) or "vllm serve" in error
 
 
-def test_what_is_not_there_is_not_called_a_misspelling(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "training on labelled replies is not there yet" in errors(["train", "kto"], capsys)
-    assert "write rollgrad train rm" in errors(["train", "reward"], capsys)
-
-
 @pytest.mark.parametrize(
     ("given", "known"), [("trian rl", "train rl"), ("servereward", "serve reward"), ("evl", "eval")]
 )
