@@ -126,6 +126,31 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
     return _NAMED.sub(rf"\1{HIDDEN}", text)
 
 
+def secret_spans(text: str, secrets: Iterable[str]) -> list[tuple[int, int]]:
+    """Returns the parts (start, stop) of a text that hold one of the secrets, what follows `Authorization:`, or a
+    password in a URL; in order, none within another.
+
+    >>> secret_spans("the hunter2 of http://me:pass@host", {"hunter2"})
+    [(4, 11), (22, 30)]
+    """
+    found = [
+        match.span()
+        for secret in secrets
+        if secret in text
+        for match in re.finditer(rf"(?<!\w){re.escape(secret)}(?!\w)", text)
+    ]
+    for pattern, mark in ((_HEADER, "Authorization"), (_URL, "://")):
+        if mark in text:
+            found += [(match.end(1), match.end()) for match in pattern.finditer(text)]
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(found):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged
+
+
 class OutputClosedError(BrokenPipeError):
     """The reader of the command's output has closed it (`rollgrad ... | head`)."""
 

@@ -17,18 +17,20 @@ from rollgrad.adapters.checkpoints.names import (
     CONFIG_FILE,
     METRICS_FILE,
     OLD_TRAINING_STATE,
+    RUN_FILE,
     SAMPLES_FILE,
     TRAINING_STATE,
     state_paths,
 )
 from rollgrad.adapters.checkpoints.states import load_description
+from rollgrad.adapters.tracking.trajectory_files import step_of, trajectory_files
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
 from rollgrad.domain.errors import CheckpointError
 
 CONFIG_HEADER = "# The settings of a run by rollgrad"
 OTHER_CONFIG_FILE = "config.run.yaml"
 LOGS = (METRICS_FILE, SAMPLES_FILE)
-REPORTS = ("report.html", "curves.png")
+REPORTS = ("report.html", "curves.png", RUN_FILE)
 MODELS = ("model", "step_*")
 
 
@@ -135,6 +137,18 @@ def keep_steps(log: Path, *, until: int) -> None:
             replace_file(log, b"".join(line + b"\n" for line in kept))
         else:
             log.unlink()
+
+
+def keep_trajectories(directory: Path, *, until: int) -> None:
+    """Removes the trajectories of later steps from a run's directory.
+
+    Raises:
+        CheckpointError: they cannot be removed.
+    """
+    with _changing(directory):
+        for path in trajectory_files(directory):
+            if step_of(path) > until:
+                path.unlink(missing_ok=True)
 
 
 def write_config(directory: Path, text: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import signal
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -27,11 +28,16 @@ from rollgrad.entrypoints.run_directory import (
     check_output,
     continues,
     keep_steps,
+    keep_trajectories,
     remove_run,
     write_config,
 )
+from rollgrad.entrypoints.run_record import RunRecord
 
 log = structlog.get_logger(__name__)
+
+REPORT_SECONDS = 300.0
+"""Least time between two reports on the way, which take about two seconds each."""
 
 Result = TypeVar("Result")
 
@@ -129,13 +135,19 @@ def train_in(
             remove_run(config.ckpt)
         for name in LOGS:
             keep_steps(output_dir / name, until=-1 if saved is None else saved.step)
+        keep_trajectories(output_dir, until=-1 if saved is None else saved.step)
         write_config(output_dir, settings_file(config))
-        before_run()
-        try:
-            outcome, stopped_by = run_to_end(heeding_signals(closing(run.run(), container)))
-        except (Exception, SystemExit):  # whatever ended the run, its curves are reported
-            _report(output_dir, title, {}, {})
-            raise
+        continued_from = None if saved is None else saved.step
+        with RunRecord(output_dir, steps=made.total_steps(), continued_from=continued_from) as record:
+            before_run()
+            on_save = _reporting(output_dir, title)
+            try:
+                outcome, stopped_by = run_to_end(heeding_signals(closing(run.run(on_save), container)))
+            except (Exception, SystemExit):  # whatever ended the run, its curves are reported
+                _report(output_dir, title, {}, {})
+                raise
+            if outcome.interrupted:
+                record.interrupted(signal.Signals(stopped_by).name)
     finally:
         shut_down(container)
     return TrainResult(
@@ -148,6 +160,20 @@ def train_in(
         stopped_by=stopped_by if outcome.interrupted else None,
         findings=run.findings,
     )
+
+
+def _reporting(output_dir: Path, title: str) -> Callable[[], None]:
+    """Returns a function that writes the report, unless it did so less than `REPORT_SECONDS` ago: a run that is killed
+    leaves one, too."""
+    last = time.monotonic()
+
+    def write() -> None:
+        nonlocal last
+        if time.monotonic() - last >= REPORT_SECONDS:
+            _report(output_dir, title, {}, {})
+            last = time.monotonic()
+
+    return write
 
 
 def _report(output_dir: Path, title: str, before: Mapping[str, float], after: Mapping[str, float]) -> Path | None:

@@ -18,6 +18,7 @@ from rollgrad.adapters.checkpoints.names import (
     METRICS_FILE,
     MODEL_OF_STEP,
     OLD_TRAINING_STATE,
+    RUN_FILE,
     SAMPLES_FILE,
     TRAINING_STATE,
     numbered,
@@ -27,7 +28,7 @@ from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.checkpoint_store import CRITIC_DIRECTORY, CheckpointStore, TrainingState
 from rollgrad.domain.ports.models import PolicyModel, ValueModel
 
-REPLACED = ("model", f"{MODEL_OF_STEP}*", "*.state.json", METRICS_FILE, SAMPLES_FILE, CONFIG_FILE)
+REPLACED = ("model", f"{MODEL_OF_STEP}*", "*.state.json", METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, RUN_FILE)
 """Patterns of the files and directories of `output_dir` that are replaced whole."""
 REPLACED_STATES = (f"{TRAINING_STATE}*", OLD_TRAINING_STATE)
 

@@ -4,6 +4,9 @@ from pathlib import Path
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+TRAJECTORIES = "trajectories"
+"""Directory of the rollouts, a Parquet file for each update and each evaluation."""
+RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 TRAINING_STATE = "training_state_"
 """A directory of this name and the number of finished steps is a training state."""

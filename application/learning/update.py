@@ -32,10 +32,12 @@ KINDS: dict[str, type[Metric]] = {
 @frozen(kw_only=True)
 class UpdateReport:
     """An update: the `metrics` of its optimizer steps, combined as each says (`domain.batches.metrics`), under
-    `policy/` and `critic/`; `reference_kl`, the KL term of the policy's loss in nats per token, None without one."""
+    `policy/` and `critic/`; `reference_kl`, the KL term of the policy's loss in nats per token, None without one;
+    `loss_weights_N`, the weight of each token of the batch in the loss of its optimizer step, in the last epoch."""
 
     metrics: dict[str, float]
     reference_kl: float | None = None
+    loss_weights_N: Tensor | None = None
 
 
 class UpdateService:
@@ -121,7 +123,9 @@ class UpdateService:
         train_policy: bool,
     ) -> UpdateReport:
         steps: list[dict[str, float]] = []
-        for step_batch in self._steps(batch):
+        loss_weights_N = torch.zeros(batch.token_count)
+        for sequences, step_batch in self._steps(batch):
+            loss_weights_N[batch.token_index(sequences)] = step_batch.filled("loss_weights_N")
             metrics: dict[str, float] = {}
             if train_policy:
                 metrics |= self._update_policy(step_batch, objective)
@@ -133,7 +137,9 @@ class UpdateService:
             steps.append(metrics)
         self.under_way = False
         combined = over_steps(steps)
-        return UpdateReport(metrics=combined, reference_kl=combined.get(f"policy/{REFERENCE_KL}"))
+        return UpdateReport(
+            metrics=combined, reference_kl=combined.get(f"policy/{REFERENCE_KL}"), loss_weights_N=loss_weights_N
+        )
 
     def save(self, checkpoints: CheckpointStore, name: str) -> None:
         """Writes the models under `name`."""
@@ -165,21 +171,25 @@ class UpdateService:
         share = trained.rollouts / step_batch.rollouts
         return metrics | {"policy/trained_share": share} | gradient_share_by_turn(step_batch)
 
-    def _steps(self, batch: RolloutBatch) -> Iterator[RolloutBatch]:
-        """Yields the units of each optimizer step with their loss weights."""
+    def _steps(self, batch: RolloutBatch) -> Iterator[tuple[Tensor, RolloutBatch]]:
+        """Yields the indices of the sequences of each optimizer step, and the step's batch with its loss weights."""
         units = batch.unit_count
         planned = max(units, self._planned or 0)
         parts = min(units, math.ceil(planned / (self._batch_size or planned)))
         for _ in range(self._epochs):
             for chosen in minibatches(units, parts, self._generator):
                 # Order within a step does not change its gradient; neighbours of one prompt share its forward pass.
-                part = batch.select(batch.sequences_of(chosen))
-                yield evolve(
-                    part,
-                    selected_N=None if self._select is None else self._select(part),
-                    positive_weights_N=self._positive_weights(part),
-                    loss_weights_N=self._weights(part, self._aggregation),
-                    value_weights_N=None if self._critic is None else self._weights(part, Aggregation.TOKEN_MEAN),
+                sequences = batch.sequences_of(chosen)
+                part = batch.select(sequences)
+                yield (
+                    sequences,
+                    evolve(
+                        part,
+                        selected_N=None if self._select is None else self._select(part),
+                        positive_weights_N=self._positive_weights(part),
+                        loss_weights_N=self._weights(part, self._aggregation),
+                        value_weights_N=None if self._critic is None else self._weights(part, Aggregation.TOKEN_MEAN),
+                    ),
                 )
 
     def _positive_weights(self, part: RolloutBatch) -> Tensor:

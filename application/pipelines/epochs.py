@@ -112,8 +112,8 @@ class ExampleEvaluation(Evaluation, Generic[Example]):
         self._learner = learner
         self._examples = examples
 
-    async def run(self) -> dict[str, float]:
-        """Returns the loss and the objective's metrics, as `eval/name`."""
+    async def run(self, step: int | None = None) -> dict[str, float]:
+        """Returns the loss and the objective's metrics, as `eval/name`; `step` makes no difference."""
         examples = [self._examples[index] for index in range(len(self._examples))]
         measured: list[Mapping[str, Tensor | float]] = []
         objective, cancelled = await uninterrupted(asyncio.to_thread(self._learner.objective_for, examples))

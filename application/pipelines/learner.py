@@ -7,10 +7,13 @@ Does not own: where groups come from, and when engines take new weights (the ste
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from attrs import evolve
+
 from rollgrad.application.learning.experience import ExperienceService
 from rollgrad.application.learning.update import UpdateService
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.metrics import rollout_metrics, sampled_entropy
+from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.control.entropy_weight import EntropyController
 from rollgrad.domain.control.kl_weight import KLController
@@ -43,6 +46,7 @@ class RLLearner:
         clock: measures.
         freezing_steps: updates at the beginning that train the critic alone.
         pass_threshold: score from which a sample passes.
+        trajectories: keeps the rollouts of each update; None keeps none.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class RLLearner:
         clock: Clock,
         freezing_steps: int = 0,
         pass_threshold: float = 1.0,
+        trajectories: TrajectoryLog | None = None,
     ) -> None:
         self._experience = experience
         self._update = update
@@ -71,6 +76,7 @@ class RLLearner:
         self._clock = clock
         self._freezing_steps = freezing_steps
         self._pass_threshold = pass_threshold
+        self._trajectories = trajectories
 
     def learn(self, groups: Sequence[RolloutGroup], done: int) -> dict[str, float]:
         """Takes the update after `done` ones, which `groups` feed; returns its metrics and theirs. An update
@@ -112,6 +118,9 @@ class RLLearner:
         if reference_kl is not None:
             metrics["policy/kl_coef"] = self._kl.coef
             self._kl = self._kl.update(reference_kl, experience.batch.rollouts)
+        if self._trajectories is not None:
+            weighted = evolve(experience.batch, loss_weights_N=update.loss_weights_N)
+            self._trajectories.update(done + 1, groups, weighted)
         ended = clock.monotonic()
         return metrics | {"time/experience_s": prepared - started, "time/update_s": ended - prepared}
 

@@ -139,8 +139,8 @@ class TrainedModels(Protocol):
 class Evaluation(Protocol):
     """Measures the current models on held-out data."""
 
-    async def run(self) -> Mapping[str, float]:
-        """Returns metrics, by `eval/name`."""
+    async def run(self, step: int | None = None) -> Mapping[str, float]:
+        """Returns metrics, by `eval/name`; `step`: finished steps of the run, None outside a run."""
         ...
 
 
@@ -193,8 +193,10 @@ class Run(Generic[Sample]):
         self._before: Mapping[str, float] = {}
         self._evaluated: tuple[int, Mapping[str, float]] | None = None  # the last one's step and metrics
 
-    async def run(self) -> RunOutcome:
+    async def run(self, on_save: Callable[[], None] = lambda: None) -> RunOutcome:
         """Trains to the end of the schedule, or until the task is cancelled (Ctrl-C), and saves the model.
+
+        `on_save` is called when a model or a training state was saved on the way.
 
         Raises:
             RollgradError, or any error that ended the run: the training so far is saved first.
@@ -204,7 +206,7 @@ class Run(Generic[Sample]):
         interrupted = False
         try:
             try:
-                after = await self._train()
+                after = await self._train(on_save)
             except asyncio.CancelledError as error:
                 if not is_being_cancelled():
                     raise ForeignError(
@@ -226,7 +228,7 @@ class Run(Generic[Sample]):
             self._save_training()
         return RunOutcome(steps=self._done, before=self._before, after=after, interrupted=interrupted)
 
-    async def _train(self) -> Mapping[str, float]:
+    async def _train(self, on_save: Callable[[], None]) -> Mapping[str, float]:
         """Takes the remaining steps; returns the last evaluation."""
         schedule = self._schedule
         await self._steps.start(self._done)
@@ -238,10 +240,14 @@ class Run(Generic[Sample]):
             self._count(await self._steps.step(self._done))
             if self._due(schedule.eval_steps):
                 await self._evaluate()
-            if self._due(schedule.save_steps):
+            model_due = self._due(schedule.save_steps)
+            state_due = self._due(schedule.state_steps) or self._state_is_old()
+            if model_due:
                 self._save(f"step_{self._done}")
-            if self._due(schedule.state_steps) or self._state_is_old():
+            if state_due:
                 self._save_training()
+            if model_due or state_due:
+                on_save()
         return await self._evaluate()
 
     def _count(self, report: StepReport[Sample]) -> None:
@@ -310,7 +316,7 @@ class Run(Generic[Sample]):
         if self._evaluation is None:
             return {}
         if self._evaluated is None or self._evaluated[0] != self._done:
-            metrics = await self._evaluation.run()
+            metrics = await self._evaluation.run(self._done)
             self._sink.log(self._done, metrics)
             self._evaluated = self._done, metrics
         return self._evaluated[1]

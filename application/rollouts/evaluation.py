@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from rollgrad.application.rollouts.groups import RolloutService
+from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
 from rollgrad.domain.algorithms.evaluation import summarise
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
@@ -19,6 +20,7 @@ class EvaluationService:
         params: sampling settings, usually greedy.
         samples: replies per prompt.
         threshold: score from which a reply passes.
+        trajectories: keeps the replies of a run's evaluations; None keeps none.
     """
 
     def __init__(
@@ -29,22 +31,26 @@ class EvaluationService:
         *,
         samples: int,
         threshold: float,
+        trajectories: TrajectoryLog | None = None,
     ) -> None:
         self._rollout = rollout
         self._prompts = prompts
         self._params = params
         self._samples = samples
         self._threshold = threshold
+        self._trajectories = trajectories
 
-    async def run(self) -> dict[str, float]:
+    async def run(self, step: int | None = None) -> dict[str, float]:
         """Returns `eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, lengths, truncation, and `eval/failed`, the
         number of failed episodes. With several data sources there are also scores as `eval/<source>/...`. Prompts
-        without any rewarded reply are left out.
+        without any rewarded reply are left out. `step`: updates of the run before it, None outside a run.
 
         Raises:
             RewardError, EngineError: too many episodes failed, or no reply has a reward.
         """
         groups = await self._rollout.collect(self._prompts, self._params, samples=self._samples)
+        if self._trajectories is not None and step is not None:
+            self._trajectories.evaluation(step, groups)
         failures = [failure for group in groups for failure in group.failures]
         scores: dict[str, list[list[float]]] = defaultdict(list)
         for group in groups:

@@ -8,10 +8,10 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 import structlog
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
@@ -45,6 +45,8 @@ class RolloutGroup:
     failures: tuple[RolloutFailure, ...] = ()
     baseline: float | None = None
     """Reward of the prompt's greedy rollout, if one was played."""
+    seconds: Mapping[int, float] = field(factory=dict)
+    """Duration of each sample's episode, its reward included, by sample id; empty for a group of a training state."""
 
     @property
     def samples(self) -> list[tuple[Trajectory, ...]]:
@@ -196,12 +198,19 @@ class RolloutService:
     ) -> RolloutGroup:
         """Plays one group; the arguments are as for `stream`."""
 
+        clock = asyncio.get_running_loop().time
+        seconds: dict[int, float] = {}
+
         async def one(sample_id: int, settings: SamplingParams) -> list[Trajectory] | RolloutFailure:
             async with slots:
                 seeded = evolve(settings, seed=sample_seed(self._seed, sample_id))
-                return await self._executor.run(
+                started = clock()
+                result = await self._executor.run(
                     EpisodeRequest(prompt=prompt, params=seeded, group_id=group_id, sample_id=sample_id)
                 )
+                if settings is params:  # the greedy baseline is no sample
+                    seconds[sample_id] = clock() - started
+                return result
 
         greedy = [evolve(params, temperature=0.0, top_p=1.0, top_k=0)] if greedy_baseline else []
         results = await asyncio.gather(
@@ -219,6 +228,7 @@ class RolloutService:
             trajectories=tuple(trajectory for result in played for trajectory in result),
             failures=failures,
             baseline=baselines[0] if baselines else None,
+            seconds=seconds,
         )
 
 

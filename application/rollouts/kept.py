@@ -14,9 +14,9 @@ from rollgrad.domain.episodes.trajectory import Segment, SegmentKind, Trajectory
 
 
 def group_state(group: RolloutGroup) -> dict[str, Any]:
-    """Returns all of a group but its prompt, which the stream of prompts deals again, and its failures, which were
-    counted when it was played."""
-    left_out = fields(RolloutGroup).prompt, fields(RolloutGroup).failures
+    """Returns all of a group but its prompt, which the stream of prompts deals again, its failures, which were
+    counted when it was played, and how long it took."""
+    left_out = fields(RolloutGroup).prompt, fields(RolloutGroup).failures, fields(RolloutGroup).seconds
     state: dict[str, Any] = asdict(
         group, filter=lambda attribute, _: attribute not in left_out, value_serializer=_plain
     )

@@ -143,7 +143,7 @@ ESSENTIALS = {
 
 
 OF_EXAMPLES = ("train sft", "train dpo", "train kto", "train rm", "data show")
-NOT_OF_EXAMPLES = frozenset({"actor.lora.sync", "logger.log_samples"})
+NOT_OF_EXAMPLES = frozenset({"actor.lora.sync", "logger.log_samples", "logger.trajectories_max_gib"})
 """Settings of runs that sample, which commands over examples refuse and do not show."""
 
 

@@ -75,7 +75,7 @@ from rollgrad.entrypoints.composition.executors import (
 )
 from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
-from rollgrad.entrypoints.composition.outputs import make_sample_log
+from rollgrad.entrypoints.composition.outputs import make_sample_log, make_trajectories
 from rollgrad.entrypoints.composition.rewards import (
     make_judge,
     make_remote_reward,
@@ -217,6 +217,7 @@ class RLContainer(EngineContainer):
         max_failures=base.config.provided.rollout.max_failures,
         seed=base.config.provided.train.seed,
     )
+    trajectories = providers.Resource(closed_at_end, make_trajectories, base.config, base.codec)
     evaluation = providers.Singleton(
         EvaluationService,
         rollout,
@@ -224,6 +225,7 @@ class RLContainer(EngineContainer):
         providers.Callable(make_eval_sampling, base.config),
         samples=base.config.provided.eval.n_samples_per_prompt,
         threshold=base.config.provided.reward.pass_threshold,
+        trajectories=trajectories,
     )
     experience = providers.Singleton(
         ExperienceService,
@@ -294,6 +296,7 @@ class RLContainer(EngineContainer):
         clock=base.clock,
         freezing_steps=base.config.provided.critic.freezing_steps,
         pass_threshold=base.config.provided.reward.pass_threshold,
+        trajectories=trajectories,
     )
     steps = providers.Selector(
         providers.Callable(pipeline_kind, base.config),

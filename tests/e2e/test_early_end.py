@@ -304,8 +304,8 @@ def test_a_reward_that_changes_the_directory_moves_nothing(workspace: Path, caps
     os.chdir(workspace)
     assert logged() == list(range(1, STEPS + 1))
     assert {path.name for path in Path("out").iterdir() if not path.name.startswith(".")} == {
-        *("config.yaml", "curves.png", "metrics.jsonl", "model", "model.state.json", "report.html", "samples.jsonl"),
-        *("step_2", "step_2.state.json", "training_state_3", "training_state_4"),
+        *("config.yaml", "curves.png", "metrics.jsonl", "model", "model.state.json", "report.html", "run.json"),
+        *("samples.jsonl", "trajectories", "step_2", "step_2.state.json", "training_state_3", "training_state_4"),
     }
 
 

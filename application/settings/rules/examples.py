@@ -71,6 +71,11 @@ def example_problems(run: OfflineRun) -> Iterator[str]:
             f"logger.log_samples is {run.logger.log_samples}, but nothing is sampled in this run: leave "
             "--logger.log_samples out."
         )
+    if run.logger.trajectories_max_gib != LoggerConfig().trajectories_max_gib:
+        yield (
+            f"logger.trajectories_max_gib is {run.logger.trajectories_max_gib:g}, but nothing is sampled in this run: "
+            "leave --logger.trajectories_max_gib out."
+        )
     if run.actor.lora.sync != LoraConfig().sync:
         yield (
             f"actor.lora.sync is {run.actor.lora.sync}, but no engine samples in this run: leave --actor.lora.sync out."

@@ -431,6 +431,7 @@ OUT_OF_RANGE = {
     "save_steps": 0,
     "state_steps": 0,
     "log_samples": -1,
+    "trajectories_max_gib": -1.0,
     "max_len": 1,
 }
 

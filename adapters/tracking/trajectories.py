@@ -1,0 +1,162 @@
+"""Rollouts of a run, token by token: a Parquet file for each update and each evaluation, in `trajectories/`.
+
+Invariants: a file appears whole, under its name, or not at all; together the files are no larger than the limit, but
+for the newest one. Does not own: the columns (`trajectory_table`), nor reading (`trajectory_files`).
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from rollgrad.adapters.checkpoints.files import replace_file, tidy
+from rollgrad.adapters.tracking.trajectory_files import PREFIXES, trajectory_files
+from rollgrad.adapters.tracking.trajectory_table import Spans, TokenText, trajectory_table
+from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
+from rollgrad.domain.batches.packed import RolloutBatch, pack
+from rollgrad.domain.ports.chat_codec import ChatCodec
+
+if TYPE_CHECKING:
+    import pyarrow
+
+log = structlog.get_logger(__name__)
+
+BYTES_PER_GIB = 2**30
+ROWS_PER_GROUP = 64
+"""Rows that are compressed together: few, so that a reader of one trajectory unpacks no others."""
+
+
+class ParquetTrajectories(TrajectoryLog):
+    """Writes files in a thread of its own, one at a time: a step waits for the file of the one before. If a file cannot
+    be written, the run goes on without it; the first is named at once, their number at the end.
+
+    Args:
+        directory: where the files are; it is made with the first one.
+        codec: has the text of tokens; a copy of it is used, because a tokenizer serves one thread at a time.
+        max_gib: size of all files above which the oldest are removed, those of updates before those of evaluations; 0
+            writes none.
+        secrets: returns the parts (start, stop) of a text that are never written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        codec: ChatCodec,
+        *,
+        max_gib: float,
+        secrets: Spans = lambda text: (),
+    ) -> None:
+        self._directory = directory
+        self._shared_codec = codec
+        self._limit = max_gib * BYTES_PER_GIB
+        self._secrets = secrets
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectories")
+        self._writing: Future[None] | None = None
+        self._sizes: dict[Path, int] | None = None  # of all files; None before the first one is written
+        self._failed = 0
+        self._thinned = False
+
+    def update(self, step: int, groups: Sequence[RolloutGroup], batch: RolloutBatch) -> None:
+        """Begins to write `step-N.parquet`."""
+        self._begin("update", step, groups, batch)
+
+    def evaluation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Begins to write `eval-N.parquet`."""
+        self._begin("evaluation", step, groups, None)
+
+    def close(self) -> None:
+        """Waits until all is written; idempotent."""
+        self._writer.shutdown(wait=True)
+        if self._failed > 1:
+            log.warning("some files of trajectories could not be written", files=self._failed)
+        self._failed = 0
+
+    def _begin(self, kind: str, step: int, groups: Sequence[RolloutGroup], batch: RolloutBatch | None) -> None:
+        if not self._limit:
+            return
+        path = self._directory / f"{PREFIXES[kind]}{step:06d}.parquet"
+        with self._surviving(path):
+            codec = self._codec  # copied here: no other thread uses it meanwhile
+            if self._writing is not None:
+                self._writing.result()
+            self._writing = self._writer.submit(self._write, path, codec, kind, step, tuple(groups), batch)
+
+    @cached_property
+    def _codec(self) -> ChatCodec:
+        return copy.deepcopy(self._shared_codec)
+
+    @cached_property
+    def _text(self) -> TokenText:
+        return TokenText(partial(self._codec.decode, special_tokens=True))
+
+    def _write(
+        self,
+        path: Path,
+        codec: ChatCodec,
+        kind: str,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        batch: RolloutBatch | None,
+    ) -> None:
+        with self._surviving(path):
+            if batch is None:
+                played = [trajectory for group in groups for trajectory in group.trajectories]
+                batch = pack(played) if played else None
+            table = trajectory_table(
+                kind, step, groups, batch, text=self._text, plain=codec.decode, secrets=self._secrets
+            )
+            content = _parquet(table)
+            if self._sizes is None:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                tidy(self._directory, ["*.parquet"])
+                self._sizes = {file: file.stat().st_size for file in trajectory_files(self._directory.parent)}
+            replace_file(path, content)
+            self._sizes[path] = len(content)
+            self._thin(path)
+
+    @contextmanager
+    def _surviving(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a full disk, a label whose text raises: training goes on without the file
+            self._failed += 1
+            if self._failed == 1:
+                log.warning(
+                    "trajectories could not be written; the run goes on without them", path=str(path), error=str(error)
+                )
+
+    def _thin(self, newest: Path) -> None:
+        """Removes the oldest files beyond the limit."""
+        assert self._sizes is not None
+        excess = sum(self._sizes.values()) - self._limit
+        if excess <= 0:
+            return
+        if not self._thinned:
+            log.warning(
+                "trajectories have reached --logger.trajectories_max_gib: from now on the oldest are removed",
+                gib=self._limit / BYTES_PER_GIB,
+                directory=str(self._directory),
+            )
+            self._thinned = True
+        for path in sorted(self._sizes, key=lambda path: (path.name.startswith(PREFIXES["evaluation"]), path.name)):
+            if excess <= 0:
+                return
+            if path != newest:
+                path.unlink(missing_ok=True)
+                excess -= self._sizes.pop(path)
+
+
+def _parquet(table: "pyarrow.Table") -> bytes:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    stream = pa.BufferOutputStream()
+    parquet.write_table(table, stream, compression="zstd", row_group_size=ROWS_PER_GROUP)
+    content: bytes = stream.getvalue().to_pybytes()
+    return content

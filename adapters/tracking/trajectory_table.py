@@ -1,0 +1,286 @@
+"""A table of rollouts: a row for each branch, with lists that have an entry for each of its tokens.
+
+docs/trajectories.md says what each column means. Does not own: files (`trajectories`).
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy
+from attrs import field, frozen
+
+from rollgrad.adapters.tracking.trajectory_files import VERSION, VERSION_KEY
+from rollgrad.application.rollouts.groups import RolloutGroup
+from rollgrad.domain.batches.packed import RolloutBatch
+from rollgrad.domain.episodes.trajectory import NO_VERSION, SegmentKind, Trajectory
+
+if TYPE_CHECKING:
+    import pyarrow
+
+HIDDEN = "***"
+HIDDEN_TOKEN = -1
+"""Id in the place of a token that is part of a secret."""
+
+UNFINISHED = "\ufffd"
+"""Character that a tokenizer writes for a token with only some of the bytes of a character."""
+
+PROMPT, ACTION, OBSERVATION = range(3)
+"""Authors of tokens, in the order of `SegmentKind`."""
+
+Spans = Callable[[str], Sequence[tuple[int, int]]]
+
+
+def schema() -> "pyarrow.Schema":
+    """Returns the columns of a file of trajectories, and their types."""
+    import pyarrow as pa
+
+    def tokens(kind: "pyarrow.DataType") -> "pyarrow.DataType":
+        return pa.list_(kind)
+
+    text, number, count = pa.string(), pa.float64(), pa.int32()
+    named = pa.map_(text, number)
+    columns = {
+        "kind": text,
+        "step": count,
+        "group_id": pa.int64(),
+        "sample_id": pa.int64(),
+        "branch": count,
+        "datasource": text,
+        "prompt": text,
+        "messages": text,
+        "label": text,
+        "response": text,
+        "reward": number,
+        "score": number,
+        "reward_parts": named,
+        "metrics": named,
+        "baseline": number,
+        "advantage": number,
+        "stop_reason": text,
+        "failure": text,
+        "failure_message": text,
+        "seconds": number,
+        "turns": count,
+        "prompt_tokens": count,
+        "action_tokens": count,
+        "version_first": count,
+        "version_last": count,
+        "token": tokens(pa.int32()),
+        "token_text": tokens(pa.dictionary(pa.int32(), text)),
+        "token_kind": tokens(pa.int8()),
+        "token_turn": tokens(pa.int16()),
+        "token_version": tokens(pa.int32()),
+        **{name: tokens(pa.float32()) for name in TOKEN_NUMBERS},
+    }
+    return pa.schema(list(columns.items()), metadata={VERSION_KEY: VERSION})
+
+
+TOKEN_NUMBERS = {
+    "token_logprob": "rollout_logprobs_N",
+    "token_trainer_logprob": "old_logprobs_N",
+    "token_ref_logprob": "ref_logprobs_N",
+    "token_reward": "rewards_N",
+    "token_value": "values_N",
+    "token_advantage": "advantages_N",
+    "token_weight": "loss_weights_N",
+}
+"""Columns of numbers, by the columns of the batch; null where the batch has none."""
+
+
+@frozen
+class TokenText:
+    """Text of single tokens. `decode` returns the text of token ids, special tokens included."""
+
+    decode: Callable[[Sequence[int]], str]
+    _known: dict[int, str] = field(factory=dict)
+
+    def of(self, token: int) -> str:
+        """Returns the text of one token inside a text: at the start of one, some tokenizers leave a space out."""
+        if token not in self._known:
+            self._known[token] = self.decode([token, token])[len(self.decode([token])) :]
+        return self._known[token]
+
+    def split(self, tokens_N: Any, starts_S: Any) -> tuple[Any, list[str]]:
+        """Returns an index for each token, and the texts that the indices are of. Joined, the texts of a sequence are
+        its text: of tokens that share a character, the first has all of it."""
+        unique, index_N = numpy.unique(tokens_N, return_inverse=True)
+        texts = [self.of(int(token)) for token in unique]
+        partial_N = numpy.array([UNFINISHED in text for text in texts], dtype=bool)[index_N]
+        before_N = numpy.concatenate(([False], partial_N[:-1]))
+        before_N[starts_S] = False
+        beginnings = numpy.flatnonzero(partial_N & ~before_N)
+        empty = len(texts)
+        texts.append("")
+        for start in beginnings.tolist():
+            stop = start + 1
+            while stop < len(tokens_N) and partial_N[stop] and before_N[stop]:
+                stop += 1
+            index_N[start] = len(texts)
+            index_N[start + 1 : stop] = empty
+            texts.append(self.decode(tokens_N[start:stop].tolist()))
+        return index_N.astype(numpy.int32), texts
+
+
+def trajectory_table(
+    kind: str,
+    step: int,
+    groups: Sequence[RolloutGroup],
+    batch: RolloutBatch | None,
+    *,
+    text: TokenText,
+    plain: Callable[[Sequence[int]], str],
+    secrets: Spans,
+) -> "pyarrow.Table":
+    """Returns the rows of all trajectories of `groups`, in order, and then of their failed episodes.
+
+    Args:
+        kind: `update` or `evaluation`.
+        step: updates of the run after which these rollouts are learned from, or were evaluated.
+        groups: the rollouts.
+        batch: a sequence for each of their trajectories; None without any.
+        text: text of tokens.
+        plain: returns the text of token ids without special tokens.
+        secrets: returns the parts (start, stop) of a text that must not be written.
+    """
+    import pyarrow as pa
+
+    played = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+    rows = [_row(group, t, plain, secrets) for group, t in played]
+    branches: dict[tuple[int, int], int] = {}
+    for row in rows:
+        rollout = row["group_id"], row["sample_id"]
+        row["branch"] = branches[rollout] = branches.get(rollout, -1) + 1
+    columns: dict[str, Any] = {}
+    if batch is not None:
+        columns = _token_columns(batch, text, secrets)
+        advantages = columns["token_advantage"]
+        if advantages is not None:
+            mask_N = batch.action_mask_N.cpu().numpy()
+            for row, start, length in zip(rows, _starts(batch).tolist(), batch.lengths_S.tolist(), strict=True):
+                actions = advantages[start : start + length][mask_N[start : start + length]]
+                row["advantage"] = float(actions.mean()) if len(actions) else None
+    rows += [_failed(group, failure, secrets) for group in groups for failure in group.failures]
+    made = {}
+    for name, column in zip(schema().names, schema(), strict=True):
+        if not name.startswith("token"):
+            made[name] = pa.array([{"kind": kind, "step": step, **row}.get(name) for row in rows], type=column.type)
+        elif columns.get(name) is None:
+            made[name] = pa.nulls(len(rows), column.type)
+        else:
+            assert batch is not None
+            nothing = [None] * (len(rows) - len(batch))
+            offsets = [*_starts(batch).tolist(), *nothing, batch.token_count]
+            values = columns[name]
+            entries = pa.array(values, type=column.type.value_type) if isinstance(values, numpy.ndarray) else values
+            made[name] = pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), entries)
+    return pa.table(made, schema=schema())
+
+
+def _row(
+    group: RolloutGroup, trajectory: Trajectory, plain: Callable[[Sequence[int]], str], secrets: Spans
+) -> dict[str, Any]:
+    versions = trajectory.versions_T[trajectory.versions_T != NO_VERSION]
+    return _of_group(group, secrets) | {
+        "sample_id": trajectory.sample_id,
+        "response": _text(plain(trajectory.token_ids_T[trajectory.prompt_length :].tolist()), secrets),
+        "reward": trajectory.reward,
+        "score": trajectory.score,
+        "reward_parts": _numbers(trajectory.reward_parts),
+        "metrics": _numbers(trajectory.metrics),
+        "stop_reason": trajectory.stop_reason.value,
+        "seconds": group.seconds.get(trajectory.sample_id),
+        "turns": sum(segment.kind is SegmentKind.ACTION for segment in trajectory.segments),
+        "prompt_tokens": trajectory.prompt_length,
+        "action_tokens": trajectory.action_length,
+        "version_first": int(versions.min()),
+        "version_last": int(versions.max()),
+    }
+
+
+def _failed(group: RolloutGroup, failure: Any, secrets: Spans) -> dict[str, Any]:
+    return _of_group(group, secrets) | {
+        "sample_id": failure.sample_id,
+        "failure": failure.kind.value,
+        "failure_message": _text(failure.message, secrets),
+        "seconds": group.seconds.get(failure.sample_id),
+    }
+
+
+def _of_group(group: RolloutGroup, secrets: Spans) -> dict[str, Any]:
+    prompt = group.prompt
+    return {
+        "group_id": group.group_id,
+        "datasource": _text(prompt.datasource, secrets),
+        "prompt": _text(prompt.text, secrets),
+        "messages": json.dumps(_plain(prompt.messages, secrets), ensure_ascii=False) if prompt.messages else None,
+        "label": None if prompt.label is None else _label(prompt.label, secrets),
+        "baseline": group.baseline,
+    }
+
+
+def _label(label: Any, secrets: Spans) -> str:
+    plain = _plain(label, secrets)
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+
+
+def _plain(value: Any, secrets: Spans) -> Any:
+    """Returns a value as JSON has it, without secrets."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {_text(str(key), secrets): _plain(item, secrets) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, secrets) for item in value]
+    return _text(str(value), secrets)
+
+
+def _text(text: str, secrets: Spans) -> str:
+    """Returns a text without its secrets; UTF-8 has no lone halves of surrogate pairs, which become escapes."""
+    for start, stop in reversed(secrets(text)):
+        text = f"{text[:start]}{HIDDEN}{text[stop:]}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _numbers(named: Mapping[str, float]) -> list[tuple[str, float]]:
+    return [(str(name), float(value)) for name, value in named.items()]
+
+
+def _starts(batch: RolloutBatch) -> Any:
+    return batch.starts_S.cpu().numpy()
+
+
+def _token_columns(batch: RolloutBatch, text: TokenText, secrets: Spans) -> dict[str, Any]:
+    """Returns the columns of tokens, sequences end to end; None for those that the batch lacks."""
+    import pyarrow as pa
+
+    def numbers(name: str) -> Any:
+        column = getattr(batch, name)
+        return None if column is None else column.detach().cpu().numpy()
+
+    tokens_N, starts_S, lengths_S = numbers("tokens_N").astype(numpy.int32), _starts(batch), numbers("lengths_S")
+    index_N, texts = text.split(tokens_N, starts_S)
+    hidden, empty = len(texts), len(texts) + 1
+    for start, length in zip(starts_S.tolist(), lengths_S.tolist(), strict=True):
+        pieces = [texts[index] for index in index_N[start : start + length].tolist()]
+        spans = secrets("".join(pieces))
+        ends = numpy.cumsum([len(piece) for piece in pieces]) if spans else ()
+        for first, last in spans:
+            within = range(
+                start + int(numpy.searchsorted(ends, first, side="right")),
+                start + int(numpy.searchsorted(ends, last, side="left")) + 1,
+            )
+            tokens_N[within.start : within.stop] = HIDDEN_TOKEN
+            index_N[within.start], index_N[within.start + 1 : within.stop] = hidden, empty
+    kinds_N = numpy.full(len(tokens_N), OBSERVATION, dtype=numpy.int8)
+    kinds_N[numbers("action_mask_N")] = ACTION
+    kinds_N[numbers("positions_N") < numpy.repeat(numbers("prompt_lengths_S"), lengths_S)] = PROMPT
+    written = [text.encode("utf-8", "backslashreplace").decode() for text in (*texts, HIDDEN, "")]
+    return {
+        "token": tokens_N,
+        "token_text": pa.DictionaryArray.from_arrays(pa.array(index_N), pa.array(written)),
+        "token_kind": kinds_N,
+        "token_turn": numbers("turn_ids_N").astype(numpy.int16),
+        "token_version": numbers("versions_N").astype(numpy.int32),
+        **{name: numbers(column) for name, column in TOKEN_NUMBERS.items()},
+    }

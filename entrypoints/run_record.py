@@ -1,0 +1,134 @@
+"""`run.json`: whether a run is going on, and how it ended, for people and other tools.
+
+Invariant: the file is whole at every moment; a run that stops without a word leaves `running` with an old heartbeat.
+Importable without torch.
+"""
+
+import json
+import os
+import platform
+import socket
+import threading
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import structlog
+
+import rollgrad
+from rollgrad.adapters.checkpoints.files import replace_file
+from rollgrad.adapters.checkpoints.names import RUN_FILE
+from rollgrad.entrypoints.redaction import known_secrets, redact
+
+log = structlog.get_logger(__name__)
+
+HEARTBEAT_SECONDS = 10.0
+SILENT_SECONDS = 60.0
+"""Age of the last heartbeat from which on a run counts as dead: it survives a slow disk and a busy machine."""
+PACKAGES = ("torch", "transformers", "vllm", "deepspeed", "ray")
+
+
+class RunStatus(StrEnum):
+    """State of a run."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    """By a signal; the model of the last finished step is saved."""
+    FAILED = "failed"
+    """By an error, which is the reason."""
+    DIED = "died"
+    """Without a word: it was killed, or its machine stopped. Never written, but concluded from an old heartbeat."""
+
+
+class RunRecord:
+    """Keeps `run.json` in `directory` up to date while its block runs: `status`, `reason`, `started`, `heartbeat`,
+    `ended`, `steps` (of the whole run), `continued_from` (finished steps of the run before), `process`, `host`,
+    `versions`. A file that cannot be written is reported once, and does not stop the run."""
+
+    def __init__(self, directory: Path, *, steps: int, continued_from: int | None = None) -> None:
+        self._path = directory / RUN_FILE
+        self._facts: dict[str, Any] = {
+            "status": RunStatus.RUNNING,
+            "reason": None,
+            "started": _now(),
+            "heartbeat": None,
+            "ended": None,
+            "steps": steps,
+            "continued_from": continued_from,
+            "process": os.getpid(),
+            "host": socket.gethostname(),
+            "versions": _versions(),
+        }
+        self._over = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._warned = False
+
+    def __enter__(self) -> Self:
+        self._write()
+        self._beating.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self.interrupted("SIGINT")
+        elif error is not None:
+            said = (str(error) or repr(error)).splitlines()[0]
+            self._facts |= {"status": RunStatus.FAILED, "reason": redact(said, known_secrets())}
+        elif self._facts["status"] is RunStatus.RUNNING:
+            self._facts["status"] = RunStatus.FINISHED
+        self._facts["ended"] = _now()
+        self._over.set()
+        self._beating.join()
+        self._write()
+
+    def interrupted(self, signal: str) -> None:
+        """Records that a signal ended the run."""
+        self._facts |= {"status": RunStatus.INTERRUPTED, "reason": signal}
+
+    def _beat(self) -> None:
+        while not self._over.wait(HEARTBEAT_SECONDS):
+            self._write()
+
+    def _write(self) -> None:
+        self._facts["heartbeat"] = _now()
+        try:
+            replace_file(self._path, (json.dumps(self._facts, indent=2) + "\n").encode(errors="replace"))
+        except OSError as error:  # a full disk; the next heartbeat may find room
+            if not self._warned:
+                log.warning("the state of the run cannot be written", path=str(self._path), reason=str(error))
+            self._warned = True
+
+
+def read_run(directory: Path) -> Mapping[str, Any] | None:
+    """Returns what `run.json` says, with `died` as the status of a run whose heartbeat stopped; None if there is no
+    readable one, as in a run of an earlier version."""
+    try:
+        facts = json.loads((directory / RUN_FILE).read_bytes())
+        facts["status"] = RunStatus(facts["status"])
+        age = (datetime.now(UTC) - datetime.fromisoformat(facts["heartbeat"])).total_seconds()
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    if facts["status"] is RunStatus.RUNNING and age > SILENT_SECONDS:
+        facts |= {"status": RunStatus.DIED, "reason": f"no heartbeat for {age:.0f} seconds"}
+    return dict(facts)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _versions() -> dict[str, str]:
+    found = {"rollgrad": rollgrad.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

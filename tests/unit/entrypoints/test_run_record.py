@@ -1,0 +1,76 @@
+"""`run.json`: how a run goes on, and how it ended."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import structlog
+
+from rollgrad.entrypoints import run_record
+from rollgrad.entrypoints.run_record import SILENT_SECONDS, RunRecord, RunStatus, read_run
+
+
+def status(directory: Path) -> tuple[RunStatus, str | None]:
+    found = read_run(directory)
+    assert found is not None
+    return found["status"], found["reason"]
+
+
+def test_a_run_is_running_then_finished(tmp_path: Path) -> None:
+    with RunRecord(tmp_path, steps=7, continued_from=2):
+        assert status(tmp_path) == (RunStatus.RUNNING, None)
+    found = read_run(tmp_path)
+    assert found is not None
+    assert (found["status"], found["steps"], found["continued_from"]) == (RunStatus.FINISHED, 7, 2)
+    assert found["ended"] >= found["started"]
+    assert "torch" in found["versions"]
+
+
+def test_an_error_is_the_reason_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-12345678")
+    with pytest.raises(ValueError, match="refused"), RunRecord(tmp_path, steps=1):
+        raise ValueError("sk-12345678 was refused\nand more")
+    assert status(tmp_path) == (RunStatus.FAILED, "*** was refused")
+
+
+def test_a_signal_interrupts(tmp_path: Path) -> None:
+    with RunRecord(tmp_path, steps=1) as record:
+        record.interrupted("SIGTERM")
+    assert status(tmp_path) == (RunStatus.INTERRUPTED, "SIGTERM")
+    with pytest.raises(KeyboardInterrupt), RunRecord(tmp_path, steps=1):
+        raise KeyboardInterrupt
+    assert status(tmp_path) == (RunStatus.INTERRUPTED, "SIGINT")
+
+
+def test_a_run_whose_heart_stopped_has_died(tmp_path: Path) -> None:
+    with RunRecord(tmp_path, steps=1):
+        pass
+    facts = json.loads((tmp_path / "run.json").read_text())
+    late = datetime.now(UTC) - timedelta(seconds=2 * SILENT_SECONDS)
+    (tmp_path / "run.json").write_text(json.dumps(facts | {"status": "running", "heartbeat": late.isoformat()}))
+    assert status(tmp_path)[0] is RunStatus.DIED
+    (tmp_path / "run.json").write_text(json.dumps(facts | {"heartbeat": late.isoformat()}))
+    assert status(tmp_path)[0] is RunStatus.FINISHED
+
+
+def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_record, "HEARTBEAT_SECONDS", 0.001)
+    with RunRecord(tmp_path, steps=1):
+        before = (tmp_path / "run.json").stat().st_ino
+        while (tmp_path / "run.json").stat().st_ino == before:  # a heartbeat replaces the file
+            pass
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"status": "asleep"}', '{"status": "running"}', "\x00"])
+def test_a_broken_file_says_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    assert read_run(tmp_path) is None
+    assert read_run(tmp_path / "elsewhere") is None
+
+
+def test_a_disk_without_room_is_named_once(tmp_path: Path) -> None:
+    with structlog.testing.capture_logs() as events, RunRecord(tmp_path / "missing", steps=1):
+        pass
+    assert len(events) == 1
+    assert events[0]["path"].endswith("run.json")
