@@ -135,8 +135,8 @@ class RewardEvaluation(ExampleEvaluation[Preference]):
         super().__init__(learner, examples)
         self._reward_learner = learner
 
-    async def run(self) -> dict[str, float]:
-        """Returns the loss and the objective's metrics, as `eval/name`."""
-        metrics = await super().run()
+    async def run(self, step: int | None = None) -> dict[str, float]:
+        """Returns the loss and the objective's metrics, as `eval/name`; `step` makes no difference."""
+        metrics = await super().run(step)
         self._reward_learner.note(metrics["eval/score_mean"], metrics["eval/score_std"])
         return metrics
