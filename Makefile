@@ -5,9 +5,10 @@ export VENV
 # Processes that start often read compiled modules, which the first one writes.
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
-# Two processes with one thread each: most tests use one core, and each process takes 1 to 2 GB. Files go to them in the
-# order of their names, not of how many tests they have: those of tests/unit, all short, come last and even out the end.
-WORKERS ?= 2
+# Three processes with one thread each keep two cores busy: many tests wait for processes that they start. Each takes 1
+# to 2 GB. Files go to them in the order of their names, not of how many tests they have: those of tests/unit, all short,
+# come last and even out the end.
+WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 GPU := $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),gpu or not gpu,not gpu)
 

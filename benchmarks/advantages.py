@@ -32,7 +32,7 @@ ABSOLUTE, RELATIVE = 1e-3, 1e-4
 
 @define(kw_only=True)
 class Work:
-    """What both do."""
+    """The work that both do."""
 
     sequences: int = 1024
     """Sequences of a batch."""
@@ -62,7 +62,7 @@ class Padded:
 
 
 def make(work: Work) -> tuple[EstimatorInput, Padded]:
-    """The same numbers in both layouts: an outcome reward on the last token, small rewards on all, values."""
+    """Returns equal numbers in both layouts: an outcome reward on the last token, small rewards on all, values."""
     torch.manual_seed(work.seed)
     actions_S = torch.randint(1, work.longest + 1, (work.sequences,))
     actions_S[0] = work.longest

@@ -43,7 +43,7 @@ def asynchronous(config: RLConfig) -> None:
 
 
 def partial_rollout(config: RLConfig) -> None:
-    """The same with replies that go on under new weights, up to two updates old, corrected."""
+    """Asynchronous, with replies that go on under new weights, up to two updates old, corrected."""
     asynchronous(config)
     config.train.max_staleness, config.train.partial_rollout = 2, PartialRollout.KEEP
     config.algo.correction.level = CorrectionLevel.TOKEN
@@ -58,7 +58,7 @@ def ppo(config: RLConfig) -> None:
 
 
 def ppo_reward_model(config: RLConfig) -> None:
-    """The same, judged by a reward model that learnt sums from right and wrong replies, and that the critic starts
+    """PPO, judged by a reward model that learnt sums from right and wrong replies, and that the critic starts
     from. The table has what replies are really worth; no rule of the task has a part in the training."""
     ppo(config)
     model = ROOT / "runs" / "sums_reward_model"
@@ -94,7 +94,7 @@ def lora(config: RLConfig) -> None:
 
 
 def qlora(config: RLConfig) -> None:
-    """The same beside weights in 4 bits, and a reference that has them too; ZeRO-2."""
+    """Adapters beside weights in 4 bits, and a reference that has them too; ZeRO-2."""
     lora(config)
     config.actor.lora.load_in_4bit, config.ds.zero_stage = True, 2
     config.algo.kl.init_coef = 0.001

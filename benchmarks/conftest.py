@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def smoke(pytestconfig: pytest.Config) -> bool:
-    """Whether only the smallest work is wanted."""
+    """Returns whether only the smallest work is wanted."""
     return bool(pytestconfig.getoption("--smoke"))
 
 

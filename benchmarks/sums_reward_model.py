@@ -100,7 +100,7 @@ def packed(texts: Sequence[Text], tokenizer: Any) -> PackedBatch:
 
 
 def cross_entropy(values_N: Tensor, part: PackedBatch) -> LossOutput:
-    """Of right and wrong, at the texts' ends."""
+    """Returns the scores of right and wrong replies, at the texts' ends."""
     losses_N = torch.nn.functional.binary_cross_entropy_with_logits(
         values_N, part.filled("returns_N"), reduction="none"
     )

@@ -53,7 +53,7 @@ def test_scan(benchmark: Any, lengths_S: Tensor) -> None:
 
 @pytest.mark.benchmark(group="discounted sum")
 def test_loop_over_time(benchmark: Any, lengths_S: Tensor) -> None:
-    """The same sequences padded to [S, T], one step of the recursion after another."""
+    """Runs on sequences padded to [S, T], one step of the recursion after another."""
     sequences, longest = len(lengths_S), int(lengths_S.max())
     padded_ST = torch.randn(sequences, longest)
     padded_ST[torch.arange(longest) >= lengths_S[:, None]] = 0.0

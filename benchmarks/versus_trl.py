@@ -47,7 +47,7 @@ SMALLEST, NUMBERS = 10, 40
 
 @define(kw_only=True)
 class Work:
-    """What both do."""
+    """The work that both do."""
 
     model: Path = Path(".models/SmolLM2-135M-Instruct")
     """Model directory; `make demo` unpacks this one."""

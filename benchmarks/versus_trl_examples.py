@@ -29,7 +29,7 @@ PROMPT_SHARE = 4
 
 @define(kw_only=True)
 class Examples:
-    """What both do. A step has all rows, so that every step of both is the same work."""
+    """The work that both do. A step has all rows, so that every step of both is the same work."""
 
     task: Literal["sft", "dpo"]
     """The trainer."""

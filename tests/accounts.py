@@ -1,4 +1,4 @@
-"""What a finished run says of the prompts that it played."""
+"""Accounts of a finished run: each prompt that it drew was played, dropped or left over."""
 
 from pathlib import Path
 

@@ -7,13 +7,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.scripts import ScriptHost
 from tests.tiny_models import make_tiny_tokenizer, saved, tiny_llama, tiny_model
 
 SLOW_TO_IMPORT = {
@@ -68,6 +69,14 @@ def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session")
+def run_script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Runs a script of the repository, or `-m` and a module, with its arguments; returns what it printed."""
+    host = ScriptHost(tmp_path_factory.mktemp("scripts"))
+    yield host.run
+    host.close()
+
+
+@pytest.fixture(scope="session")
 def tiny_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved Llama of two layers with grouped heads and random weights, with `tiny_tokenizer` beside it."""
     return tiny_llama(tiny_tokenizer, tmp_path_factory.mktemp("models") / "tiny-llama", head_dim=16)
@@ -75,7 +84,7 @@ def tiny_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def wide_headed_model_dir(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with heads of 32 numbers, the least that vLLM's attention has on a CPU."""
+    """A saved Llama like `tiny_model_dir`'s with heads of 32 numbers, the least that vLLM's attention has on a CPU."""
     return tiny_llama(tiny_tokenizer, tmp_path_factory.mktemp("models") / "wide-headed-llama", head_dim=32)
 
 
@@ -133,7 +142,7 @@ async def _made_ready(engine: Any) -> None:
 
 @pytest.fixture(scope="module")
 def _vllm_in_module(_vllm: Any, wide_headed_model_dir: Path) -> Any:
-    """With none of the weights that tests of another module have pushed."""
+    """The engine without the weights that tests of another module have pushed."""
     import torch
 
     from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer

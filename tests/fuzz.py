@@ -38,7 +38,7 @@ VALUES: list[Any] = [
     float("nan"), float("inf"), -1, 0, 10**20, -(10**400), 1e308, "", " ", "\0", "\ud800", "x" * 10_000, None, True,
     [], [None], {}, {"a": {"b": []}}, [[[[]]]], "1e999", "null", "../../..", "\u2028", b"\xff".decode("latin-1"),
 ]  # fmt: skip
-"""Of settings and of JSON."""
+"""Values of settings and of JSON."""
 
 
 def settings(draw: random.Random, folder: Path) -> Case:
@@ -143,13 +143,13 @@ REQUEST = RewardRequest(prompt=Prompt(token_ids=(1,), text="go"), response="x", 
 
 
 def answers(draw: random.Random, folder: Path) -> Case:
-    """What a reward server or function answers."""
+    """Draws an answer of a reward server or function."""
     value = Odd() if draw.random() < 0.05 else strange(draw)
     return Case("answer", lambda: RewardParser("The server").parse(value, draw.choice([1, 2])))
 
 
 def functions(draw: random.Random, folder: Path) -> Case:
-    """What a reward function does."""
+    """Draws the work of a reward function."""
     error = draw.choice([SystemExit(0), StopIteration(), MemoryError(), RecursionError(), BaseException("x"),
                          asyncio.CancelledError(), ExceptionGroup("g", [ValueError()]), GeneratorExit()])  # fmt: skip
     value, raises = strange(draw), draw.random() < 0.5
@@ -165,7 +165,7 @@ def functions(draw: random.Random, folder: Path) -> Case:
 
 
 def http_answers(draw: random.Random, folder: Path) -> Case:
-    """What a reward server says, down to its bytes."""
+    """Draws a reward server's answer, down to its bytes."""
     text = json.dumps({"rewards": [1.0], "scores": [1.0], "extra_logs": {"a": [1]}})
     kinds = [
         lambda: flipped(draw, text.encode()).decode("latin-1"),
@@ -196,7 +196,7 @@ def http_answers(draw: random.Random, folder: Path) -> Case:
 
 
 def requests(draw: random.Random, folder: Path) -> Case:
-    """What a client asks the agent server; every answer is a status that blames the client, or 200."""
+    """Draws a client's request to the agent server; every answer is a status that blames the client, or 200."""
     whole = json.dumps({"messages": [{"role": "user", "content": "go"}], "max_tokens": 3}).encode()
     bodies = []
     for _ in range(20):
@@ -264,7 +264,7 @@ KINDS: dict[str, tuple[Callable[[random.Random, Path], Case], int]] = {
     "commands": (commands, 300),
     "checkpoints": (checkpoints, 300),
 }
-"""What makes the cases of a kind, and how many there are in the full form (each of `requests` is twenty)."""
+"""Strategy of the cases of each kind, and how many there are in the full form (each of `requests` is twenty)."""
 
 
 def cases(kind: str, count: int, seed: int, folder: Path) -> Iterator[Case]:

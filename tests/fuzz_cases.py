@@ -1,4 +1,4 @@
-"""What a bad input is, and what must become of it; see `tests.fuzz`."""
+"""Bad inputs, and the ends that each of them may come to (`tests.fuzz`)."""
 
 import random
 import signal

@@ -62,7 +62,7 @@ FLAGS: dict[str, dict[str, list[str]]] = {
         "--dtype": ["float3"],
     },
 }
-"""Of each command, values that it has to refuse."""
+"""Values that each command has to refuse."""
 TRANSLATED = shlex.split("""python3 -m openrlhf.cli.train_ppo_ray --pretrain m --reward_pretrain r
  --remote_rm_url reward.py --prompt_data d.jsonl
  --input_key input --train_batch_size 128 --rollout_batch_size 1024 --n_samples_per_prompt 8

@@ -43,7 +43,8 @@ WITHOUT_DEFAULTS = ("composite",)
 
 @define
 class Traps:
-    """What an effect beyond a verdict would be seen by: a file that appears, a connection, a secret that gets out."""
+    """Places where an effect beyond a verdict would be seen: a file that appears, a connection, a secret that gets
+    out."""
 
     folder: Path
     port: int

@@ -47,7 +47,7 @@ PLACES = {
 WORKER = "ray::RankWorker"
 """Title of the processes among which a cluster divides a model."""
 DEADLINE_SECONDS = 900.0
-"""Of one run, on a machine that other work keeps busy."""
+"""Longest time of one run, on a machine that other work keeps busy."""
 
 REWARD = """
 def reward_func(queries, prompts, labels):
@@ -156,7 +156,7 @@ class Runs:
         raise TimeoutError(f"A run of {self.kind} was not over after {DEADLINE_SECONDS} seconds.")
 
     def record(self) -> dict[str, Any]:
-        """What the last run that came to its end wrote down."""
+        """Returns the record of the last run that came to its end."""
         found: dict[str, Any] = json.loads((self.directory / f"{self.kind}.record").read_text())
         return found
 
@@ -239,7 +239,7 @@ class Watch:
 
 
 def differences(output: Path, whole: Path) -> Iterator[str]:
-    """In what a run that was killed and continued differs from one that nothing disturbed."""
+    """Returns the differences between a run that was killed and continued and one that nothing disturbed."""
     left = [path.name for path in output.iterdir() if path.suffix in (".new", ".old")]
     if left:
         yield f"left over: {left}"
@@ -252,7 +252,7 @@ def differences(output: Path, whole: Path) -> Iterator[str]:
 
 
 def same(one: Path, other: Path) -> bool:
-    """Whether two files of runs are alike, but for times, and where they are."""
+    """Returns whether two files of runs are alike, but for times, and where they are."""
     if one.suffix in (".safetensors", ".json") and one.name not in ("manifest.json", "description.json"):
         return one.read_bytes() == other.read_bytes()
     if one.name == "metrics.jsonl":
@@ -267,14 +267,14 @@ def same(one: Path, other: Path) -> bool:
 
 
 def timeless(value: Any) -> Any:
-    """The same without entries that say how long something took."""
+    """Returns the data without entries that say how long something took."""
     if isinstance(value, dict):
         return {key: timeless(below) for key, below in value.items() if not str(key).startswith(("time/", "sync/"))}
     return [timeless(below) for below in value] if isinstance(value, list | tuple) else value
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two nested values are the same to the bit."""
+    """Returns whether two nested values are the same to the bit."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, dict):

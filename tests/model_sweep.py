@@ -37,7 +37,7 @@ TEMPERATURE = 0.7
 LOGPROB_TOLERANCE = 5e-5
 """Nats; float32 keeps logits of 10 to 1e-6."""
 GRADIENT_TOLERANCE = 3e-4
-"""As a share of the largest gradient."""
+"""Largest difference of a gradient, as a share of the largest gradient."""
 LONGEST = 60
 """Tokens of the longest sequence; windows are 12 tokens wide."""
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
@@ -109,7 +109,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @frozen(kw_only=True)
 class Finding:
-    """Of one type. Gaps are the largest: of log-probs and entropies in nats, of gradients as a share of the largest."""
+    """Findings about one type of model. Gaps are the largest: of log-probs and entropies in nats, of gradients as a
+    share of the largest."""
 
     name: str
     training: float = math.nan
@@ -136,7 +137,7 @@ class Finding:
 
     @property
     def wrong(self) -> str:
-        """What must not be; empty where all is well."""
+        """Returns the faults that were found; none where all is well."""
         if self.fault:
             return self.fault
         bad = []

@@ -1,4 +1,4 @@
-"""What every agent executor promises."""
+"""Promises of every agent executor."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What every agent program promises."""
+"""Promises of every agent program."""
 
 import asyncio
 import shlex

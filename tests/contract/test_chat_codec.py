@@ -1,4 +1,4 @@
-"""What every chat codec promises."""
+"""Promises of every chat codec."""
 
 from typing import Any
 

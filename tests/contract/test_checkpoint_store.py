@@ -1,4 +1,4 @@
-"""What every checkpoint store promises."""
+"""Promises of every checkpoint store."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What every clock promises."""
+"""Promises of every clock."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What every environment promises."""
+"""Promises of every environment."""
 
 import asyncio
 import math

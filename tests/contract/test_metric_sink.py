@@ -1,4 +1,4 @@
-"""What every metric sink promises."""
+"""Promises of every metric sink."""
 
 import io
 import json

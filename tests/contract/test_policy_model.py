@@ -1,4 +1,4 @@
-"""What every policy model promises."""
+"""Promises of every policy model."""
 
 import copy
 import math

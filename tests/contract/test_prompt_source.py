@@ -1,4 +1,4 @@
-"""What every prompt source promises."""
+"""Promises of every prompt source."""
 
 import json
 from collections.abc import Callable

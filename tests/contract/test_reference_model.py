@@ -1,4 +1,4 @@
-"""What every reference model promises."""
+"""Promises of every reference model."""
 
 from pathlib import Path
 

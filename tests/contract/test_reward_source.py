@@ -1,4 +1,4 @@
-"""What every reward source promises."""
+"""Promises of every reward source."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""What every rollout engine promises."""
+"""Promises of every rollout engine."""
 
 import asyncio
 import importlib.util

@@ -1,4 +1,4 @@
-"""What every `StepSource` promises a run: state, interruption and failure."""
+"""Promises of every `StepSource` to its run: state, interruption and failure."""
 
 import asyncio
 import copy
@@ -102,7 +102,7 @@ async def steps(subject: Subject, first: int, count: int) -> list[dict[str, floa
 
 
 def learned(report: StepReport[Any]) -> dict[str, float]:
-    """What the update reported, without times, and the hand-over that an interruption leaves out."""
+    """Metrics of the update without times, and the hand-over that an interruption leaves out."""
     return {name: value for name, value in report.metrics.items() if not name.startswith(("time/", "sync/"))}
 
 

@@ -1,4 +1,4 @@
-"""What every tool promises."""
+"""Promises of every tool."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What every critic promises."""
+"""Promises of every critic."""
 
 import copy
 import math

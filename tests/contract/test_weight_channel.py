@@ -1,4 +1,4 @@
-"""What every weight channel promises."""
+"""Promises of every weight channel."""
 
 import asyncio
 import importlib.util

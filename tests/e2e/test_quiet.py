@@ -16,8 +16,7 @@ OWN = re.compile(r'timestamp=\S+ level=info event="(prompts: prompts from column
 """Which columns were taken, and which correction acts."""
 FLAGS = {
     "rloo": ["--algo.advantage.estimator", "rloo", "--ckpt.save_steps", "1"],
-    "lora": ["--actor.lora.rank", "2", "--algo.advantage.estimator", "rloo"],
-    "ppo": ["--algo.preset", "ppo", "--critic.adam.lr", "1e-3"],
+    "ppo with adapters": ["--algo.preset", "ppo", "--critic.adam.lr", "1e-3", "--actor.lora.rank", "2"],
 }
 
 

@@ -54,7 +54,7 @@ STEP_KEYS = {
     "time/sync_s",
     "time/step_s",
 }
-"""What each step reports, whatever the settings."""
+"""Metrics that each step reports, whatever the settings."""
 
 
 @pytest.fixture
@@ -383,7 +383,7 @@ def test_an_unknown_adapter_is_refused_with_the_known_ones(workspace: Path) -> N
 
 
 def test_what_is_evaluated_is_the_model_as_it_is(workspace: Path) -> None:
-    """Whatever training would do to it."""
+    """Training would change it: an evaluation does not."""
     config = library_config()
     config.eval.dataset, config.eval.temperature = "prompts.jsonl", 0.0
     replies: list[str] = []

@@ -26,7 +26,7 @@ TEMPLATES = (
 """As TRL names them; `smollm2` is the tiny tokenizer's own."""
 
 SPECIAL = re.compile(r"<\|[A-Za-z_]+\|>|<\|[a-z_]+>|<[a-z_]+\|>|<｜[^｜]+｜>|<start_of_turn>|<end_of_turn>")
-"""What is a token of its own in these families' vocabularies."""
+"""Texts that are tokens of their own in these families' vocabularies."""
 
 
 def tokenizer_with(name: str, tiny_tokenizer: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the processes of a test's cluster hold: importable there, and small."""
+"""Small models that the processes of a test's cluster hold, and functions that can be imported there."""
 
 import os
 import signal
@@ -192,7 +192,7 @@ def batch(samples: int = 5) -> PackedBatch:
 
 
 def trained(policy: PolicyModel, steps: int = STEPS) -> dict[str, float]:
-    """After so many optimizer steps on two micro-batches: the metrics of the last."""
+    """Takes so many optimizer steps on two micro-batches; returns the metrics of the last."""
     packed = batch()
     metrics: dict[str, float] = {}
     for _ in range(steps):
@@ -201,7 +201,7 @@ def trained(policy: PolicyModel, steps: int = STEPS) -> dict[str, float]:
 
 
 def fitted(critic: ValueModel) -> dict[str, float]:
-    """The same of a critic, on one."""
+    """Takes the steps of `trained` with a critic on one micro-batch; returns the metrics of the last."""
     metrics: dict[str, float] = {}
     for _ in range(STEPS):
         metrics = critic.update([batch()], squared)

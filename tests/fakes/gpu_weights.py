@@ -26,7 +26,7 @@ from tests.event_loop import run
 from tests.fakes.cluster import FLAG, divided
 
 SHARE = 0.3
-"""Of a GPU's memory, for the engine."""
+"""Handles of a GPU's memory, for the engine."""
 
 SECONDS = 300.0
 """After which something has not started."""

@@ -18,7 +18,7 @@ CONTROLS = frozenset(
         "/reset_prefix_cache",
     }
 )
-"""What vLLM has in its development mode only."""
+"""Paths that vLLM has in its development mode only."""
 
 
 class ModelServer(JsonServer):

@@ -76,7 +76,7 @@ class Run:
 
     @property
     def steps(self) -> list[dict[str, float]]:
-        """What each update reported."""
+        """Metrics of each update."""
         return [metrics for _, metrics in self.sink.records if "rollout/samples" in metrics]
 
 

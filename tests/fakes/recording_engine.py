@@ -11,7 +11,7 @@ from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
 @frozen(eq=False)
 class Exchange:
-    """What the engine was given and what it sampled."""
+    """Tokens that the engine was given, and those that it sampled."""
 
     prompt: tuple[int, ...]
     generation: Generation

@@ -109,12 +109,12 @@ class Served:
 
     @property
     def root(self) -> str:
-        """Of the session, as Anthropic's clients take it."""
+        """Address of the session, as Anthropic's clients take it."""
         return f"{self.url}/s/{self.session.key}"
 
     @property
     def base(self) -> str:
-        """Of the session, as OpenAI's clients take it."""
+        """Address of the session, as OpenAI's clients take it."""
         return f"{self.root}/v1"
 
     def open(self, **limits: Any) -> RecordedSession:

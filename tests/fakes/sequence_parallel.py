@@ -151,7 +151,7 @@ OBJECTIVES: dict[str, Callable[[TokenScores, PackedBatch], LossOutput]] = {
 
 
 def passes(case: Case) -> dict[str, Any]:
-    """What this process computes of a case: columns of the action tokens, losses, and its gradients by objective."""
+    """Returns this process's part of a case: columns of the action tokens, losses, and its gradients by objective."""
     packed = batch(case.seed, case.samples)
     lm = PackedLM(model(case), temperature=0.7)
     logprobs_A, entropy_A = lm(packed)

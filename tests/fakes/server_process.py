@@ -40,7 +40,7 @@ class ServerProcess:
         return int(self.url.split(":")[2].partition("/")[0])
 
     def was_killed(self) -> bool:
-        """Whether it held its question, and is dead."""
+        """Returns whether it held its question, and is dead."""
         self._killer.join(SECONDS)
         return self._process.poll() is not None
 
@@ -66,7 +66,7 @@ class _Questions:
         self._count = 0
 
     def holds(self) -> bool:
-        """Whether the next question is the one that is held."""
+        """Returns whether the next question is the one that is held."""
         self._count += 1
         if self._count == self._held:
             print(HELD, flush=True)

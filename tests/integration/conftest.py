@@ -45,7 +45,7 @@ def ray(_rays_end: None) -> None:
 
 @pytest.fixture
 def sums_flags(wide_headed_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Of a run in float32 on nine sums, in an empty working directory; how it samples is left to add."""
+    """Flags of a run in float32 on nine sums, in an empty working directory; how it samples is left to add."""
     monkeypatch.chdir(tmp_path)
     rows = [{"input": f"What is {a} plus {b}?", "label": str(a + b)} for a in range(1, 4) for b in range(1, 4)]
     Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))

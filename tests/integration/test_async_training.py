@@ -166,7 +166,7 @@ def under_its_own_weights(models: Sequence[Any], t: Trajectory) -> torch.Tensor:
 
 @torch.no_grad()
 def with_kept_keys(models: Sequence[Any], t: Trajectory) -> torch.Tensor:
-    """The same where keys and values are those of the weights that a token was first passed through."""
+    """Log-probs where keys and values are those of the weights that a token was first passed through."""
     from transformers import DynamicCache
 
     versions = t.versions_T.tolist()

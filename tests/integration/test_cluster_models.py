@@ -40,11 +40,12 @@ from tests.fakes import cluster
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOLERANCE = 1e-4
-"""Of a weight after steps of 1e-2: sums are taken in another order, and AdamW divides small gradients by their size."""
+"""Largest difference of a weight after steps of 1e-2: sums are taken in another order, and AdamW divides small
+gradients by their size."""
 
 MUON_GAP = {torch.float32: 0.2, torch.bfloat16: 0.6}
-"""Of a step, in its own length: Muon raises what rounding leaves in directions without a gradient. Parts that were made
-orthogonal apart would be 1 away."""
+"""Largest difference of a step, in its own length: Muon raises what rounding leaves in directions without a gradient.
+Parts that were made orthogonal apart would be 1 away."""
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ def text_of(messages: Any) -> str:
 async def play(
     environment: Environment, policy: Callable[[str], str], label: int = 7
 ) -> tuple[list[str], list[StepResult]]:
-    """What the policy was shown, and what the environment answered, to the episode's end."""
+    """Returns the texts that the policy was shown, and the environment's answers, to the episode's end."""
     try:
         shown, results = [text_of(await environment.reset(ask(label)))], list[StepResult]()
         while len(results) < TURN_LIMIT and not (results and (results[-1].terminated or results[-1].truncated)):

@@ -8,7 +8,7 @@ from tests.fuzz import KINDS, cases
 from tests.fuzz_cases import outcome
 
 SHARE = 20
-"""Of the cases of the full form, one in so many."""
+"""One in so many of the cases of the full form is played here."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

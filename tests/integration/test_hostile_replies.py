@@ -36,7 +36,7 @@ def set_traps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traps]:
 
 
 def earned(reply: str, reward: Reward) -> bool:
-    """Whether an attack is worth as much as a right answer."""
+    """Returns whether an attack is worth as much as a right answer."""
     return reward.value >= 1.0 and reply not in NUMBERS
 
 

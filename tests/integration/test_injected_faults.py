@@ -1,4 +1,4 @@
-"""Whatever is raised wherever a service calls something: its callers learn of it within the deadline, and it goes on.
+"""Services go on, and their callers hear within the deadline, whatever is raised wherever a service calls something.
 
 Each test counts the calls of one place in a run without a fault, then plays the same run once for each of them and each
 kind of fault.
@@ -104,7 +104,7 @@ def bounded(work: Awaitable[Any]) -> Any:
 
 
 async def outcomes(calls: Sequence[Awaitable[Any]], *allowed: type[Exception]) -> list[bool]:
-    """Whether each call succeeded; those that did not, raised one of rollgrad's errors that tells something."""
+    """Returns whether each call succeeded; those that did not, raised one of rollgrad's errors that tells something."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

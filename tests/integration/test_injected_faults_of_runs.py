@@ -1,4 +1,4 @@
-"""Whatever is raised in what a run calls: it ends by an error or goes on, in time.
+"""Runs end by an error or go on, in time, whatever is raised by the code that they call.
 
 See `test_injected_faults`, which does the same with the services by themselves.
 """
@@ -34,7 +34,7 @@ RUN_PLACES = [
 
 
 def result(work: Awaitable[Any]) -> Any:
-    """What it returns or raises, within the deadline."""
+    """Returns its result or its error, within the deadline."""
     try:
         return bounded(work)
     except BaseException as error:

@@ -150,7 +150,7 @@ def test_the_engine_samples_what_the_trainer_computes(parts: Parts) -> None:
 
 
 needs_vllm = pytest.mark.parametrize("parts", VLLM[2:], indirect=True)
-"""Of the engine that takes adapters alone."""
+"""Settings of the engine that takes adapters alone."""
 
 
 @needs_vllm

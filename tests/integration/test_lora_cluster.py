@@ -28,10 +28,12 @@ from tests.fakes import cluster, lora
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 TOLERANCE = 1e-4
-"""Of a weight after steps of 1e-2: sums are taken in another order, and AdamW divides small gradients by their size."""
+"""Largest difference of a weight after steps of 1e-2: sums are taken in another order, and AdamW divides small
+gradients by their size."""
 
 BFLOAT16_TOLERANCE = 0.02
-"""Of a weight of size 0.3: adapters of size 0.1 are rounded to 8 bits, and their product counts twice."""
+"""Largest difference of a weight of size 0.3: adapters of size 0.1 are rounded to 8 bits, and their product counts
+twice."""
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +117,7 @@ def test_in_bfloat16_too(group: WorkerGroup, stage: int, adapters: LoraConfig, t
 
 
 def run_of(path: Path, output: Path, *, processes: int) -> list[dict[str, float]]:
-    """What each step of a whole run reports; letters are rewarded."""
+    """Trains a whole run, in which letters are rewarded; returns the metrics of each step."""
     output.mkdir()
     rows = [{"input": f"What is {a} plus {b}?", "label": str(a + b)} for a in range(1, 4) for b in range(1, 4)]
     (output / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))

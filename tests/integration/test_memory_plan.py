@@ -19,7 +19,7 @@ from tests.tensor_bytes import tensor_bytes
 from tests.tiny_models import saved, tiny_model
 
 TOLERANCE = 0.1
-"""What a process of a tiny model holds besides: tables of rotations, counters of steps."""
+"""Share that a process of a tiny model holds besides: tables of rotations, counters of steps."""
 
 
 ALL, ADAPTERS, QUANTISED = LoraConfig(), LoraConfig(rank=16), LoraConfig(rank=16, load_in_4bit=True)
@@ -27,7 +27,7 @@ ALL, ADAPTERS, QUANTISED = LoraConfig(), LoraConfig(rank=16), LoraConfig(rank=16
 
 @pytest.fixture(scope="module")
 def path(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a model that is large beside the 16 and 256 numbers that stand for codes in each quantised layer."""
+    """Path of a model that is large beside the 16 and 256 numbers that stand for codes in each quantised layer."""
     model = tiny_model("LlamaForCausalLM", tiny_tokenizer, hidden_size=128, intermediate_size=512)
     return str(saved(model, tiny_tokenizer, tmp_path_factory.mktemp("models") / "llama"))
 

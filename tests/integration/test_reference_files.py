@@ -511,7 +511,7 @@ def test_what_an_instance_leaves_out_is_said(
 
 
 def python(code: str, folder: Path) -> str:
-    """What a fresh interpreter prints."""
+    """Returns the output of a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=folder, capture_output=True, text=True, timeout=120
     )

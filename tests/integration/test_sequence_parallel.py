@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 2
 TOLERANCE = 1e-3
-"""Of a sum of gradients, and of how far a weight has come, as a share of its norm: gradients are summed in another
-order, and AdamW, which divides them by their size, makes much of that where they are almost 0."""
+"""Largest difference of a sum of gradients, and of how far a weight has come, as a share of its norm: gradients are
+summed in another order, and AdamW, which divides them by their size, makes much of that where they are almost 0."""
 
 
 EVERYWHERE = pytest.mark.parametrize(

@@ -34,7 +34,7 @@ ON_A_CPU = (
     "--dtype float32 --enforce-eager --no-enable-chunked-prefill --max-num-batched-tokens 8192 --max-num-seqs 64 "
     "--kv-cache-memory-bytes 2147483648"
 )
-"""What `adapters.vllm.starting` sets there."""
+"""Options that `adapters.engines.vllm.launch` sets there."""
 
 __all__ = ["channel", "policy"]  # fixtures
 

@@ -35,7 +35,7 @@ CHAT = "/v1/chat/completions"
 
 
 async def ends(reader: asyncio.StreamReader) -> bytes:
-    """What a server says until it hangs up."""
+    """Returns the bytes that a server sends until it hangs up."""
     said = b""
     async with asyncio.timeout(WAIT_SECONDS):
         try:

@@ -18,12 +18,12 @@ from tests.tiny_models import saved, tiny_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOLERANCE = 1e-4
-"""Of a log-prob, and of a weight after steps of 1e-2: sums are taken in another order, and AdamW divides small
-gradients by their size."""
+"""Largest difference of a log-prob, and of a weight after steps of 1e-2: sums are taken in another order, and AdamW
+divides small gradients by their size."""
 
 BFLOAT16_TOLERANCE = 0.3
-"""Of a weight, as a share of how far it has come, besides what rounding does in one process: an entry of size 1 is
-rounded to steps of 0.008, and goes 0.02."""
+"""Largest difference of a weight, as a share of how far it has come, besides what rounding does in one process: an
+entry of size 1 is rounded to steps of 0.008, and goes 0.02."""
 
 MODELS: dict[str, dict[str, Any]] = {
     # Biases, and three key/value heads, which two processes share unevenly.

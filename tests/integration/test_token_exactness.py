@@ -1,4 +1,4 @@
-"""What is trained is what the engine saw and sampled, token by token, on real chat templates."""
+"""Training sees the tokens that the engine saw and sampled, one by one, on real chat templates."""
 
 import asyncio
 import copy
@@ -253,7 +253,7 @@ class Recorder:
         return message
 
     def trajectories(self, dropped: Sequence[int] = ()) -> list[Trajectory]:
-        """What is learned from; checked."""
+        """Returns the samples that are learned from, checked."""
         made = self.ledger.trajectories(group_id=0, sample_id=1, stop_reason=StopReason.STOP)
         kept = [i for i in range(self.ledger.turns) if i not in dropped]
         check(made, [self.engine.exchanges[i] for i in kept], [self.rewards[i] for i in kept])

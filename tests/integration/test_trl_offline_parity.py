@@ -134,7 +134,7 @@ def trainer(kind: Any, **attributes: Any) -> Any:
 
 
 def unpacked(model: Any, tiny_model_dir: Path) -> Any:
-    """The same weights as transformers computes them, with TRL's head."""
+    """Makes a model of transformers with these weights and TRL's head."""
     from transformers import AutoModelForCausalLM
     from trl.trainer.utils import add_fused_lm_head
 

@@ -24,7 +24,7 @@ from rollgrad.domain.ports.models import TokenScores
 
 TOLERANCE = 1e-5
 TRL_STD_FLOOR = 1e-4
-"""What TRL adds to a standard deviation, where rollgrad adds 1e-9."""
+"""TRL adds this to a standard deviation, where rollgrad adds 1e-9."""
 GROUPS, SAMPLES, MAX_LENGTH = 3, 4, 16
 BETA, CLIP = 0.3, (0.15, 0.25)
 
@@ -518,7 +518,7 @@ def test_rloo(beta: float) -> None:
     ],
 )
 def test_grpo_advantages(case: Case, settings: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same but for what is added to a standard deviation, which is 1e-4 over it in relative terms."""
+    """Both agree but for the number that is added to a standard deviation, which is 1e-4 over it in relative terms."""
     theirs_S = run_trl("GRPOTrainer", case, **settings).inputs["advantages"]
     ours_S = of_sequences(case, our_advantages(case, name))
     assert ((ours_S - theirs_S).abs() <= 1e-3 * ours_S.abs() + TOLERANCE).all()

@@ -34,7 +34,7 @@ TOLERANCE = 1e-4
 """Largest difference of a log-prob: products are summed in another order, no more."""
 
 HALF_TOLERANCE = 0.02
-"""The same where one of them computes in float16, whose numbers have 11 bits."""
+"""Largest difference where one of them computes in float16, whose numbers have 11 bits."""
 
 
 def ask(seed: int = 0, prompt: tuple[int, ...] = PROMPT, **params: Any) -> GenerationRequest:

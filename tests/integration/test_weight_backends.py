@@ -1,4 +1,5 @@
-"""What the trainer says by NCCL and CUDA IPC is what vLLM's own engines expect: its classes, without its processes.
+"""The trainer's messages by NCCL and CUDA IPC are those that vLLM's own engines expect: its classes, without its
+processes.
 
 Broadcasts and handles are replaced by queues and tables, for they need GPUs.
 """
@@ -52,7 +53,7 @@ class Wire:
         self.arrived.get(timeout=SECONDS)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """Of vLLM's end."""
+        """Configuration of vLLM's end."""
         memory = self.sent.get(timeout=SECONDS)
         assert (src, tensor.shape, tensor.dtype) == (0, memory.shape, memory.dtype)
         tensor.copy_(memory)

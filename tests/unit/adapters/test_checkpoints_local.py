@@ -103,7 +103,8 @@ def test_a_rename_that_fails_leaves_the_older_model_for_this_very_process(
 
 @pytest.fixture
 def flushed_at_rename(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
-    """What was on the disk, by the names below its place, when a file or directory was renamed; fills as it happens."""
+    """Files that were on the disk, by the names below its place, when a file or directory was renamed; fills as it
+    happens."""
     flushed: set[str] = set()
     found: dict[str, set[str]] = {}
     fsync, replace, rename = os.fsync, os.replace, Path.rename

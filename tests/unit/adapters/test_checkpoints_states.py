@@ -52,7 +52,7 @@ def states(directory: Path) -> list[str]:
 
 
 def falls_back(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said when the state of step 4 is broken and that of step 2 is used."""
+    """Warnings when the state of step 4 is broken and that of step 2 is used."""
     capsys.readouterr()
     assert loaded(directory) == 2
     said = capsys.readouterr().out

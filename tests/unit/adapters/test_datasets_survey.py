@@ -184,7 +184,7 @@ print(survey([row], 1, builder, setting="s").fingerprint)
 
 
 def test_rows_have_one_fingerprint_in_every_process_and_under_every_name() -> None:
-    """Whatever their columns hold: objects without a text of their own, and sets, whose order each process draws."""
+    """Columns may hold objects without a text of their own, and sets, whose order each process draws."""
     found = {
         subprocess.run(
             [sys.executable, "-c", FINGERPRINT, f"name_{seed}"],

@@ -33,7 +33,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "rejected": [*ASKED, EIGHT],
     },
 }
-"""The same pair, in each form."""
+"""One pair, in each form."""
 
 
 def pairs_of(path: Path, tokenizer: Any, *rows: Any, reading: ReadingSettings = READING, **more: Any) -> PreparedPairs:

@@ -1,4 +1,4 @@
-"""What a group of processes says of a lost one, and calls that meet; each process is a thread, and there is no Ray."""
+"""A group of processes names a lost one, and its calls meet; each process is a thread, and there is no Ray."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence

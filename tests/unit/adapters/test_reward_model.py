@@ -88,7 +88,7 @@ def family(request: pytest.FixtureRequest, tiny_tokenizer: Any) -> tuple[Any, st
 
 
 def replied(tokenizer: Any, text: str) -> RewardInput:
-    """What the executor hands over of a reply."""
+    """The parts of a reply that the executor hands over."""
     prompt = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
     tokens = [*tokenizer(prompt)["input_ids"], *tokenizer(text)["input_ids"]]
     return RewardInput(text=tokenizer.decode(tokens), token_ids=tuple(tokens))
@@ -113,7 +113,7 @@ def test_a_model_of_the_policy_s_vocabulary_scores_the_very_tokens(family: tuple
 @pytest.mark.parametrize("behind", ["", "\n"])
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_text_keeps_its_end_and_gets_no_other(family: tuple[Any, str], finished: bool, behind: str) -> None:
-    """Of a policy with another vocabulary, and over HTTP, there is only the text."""
+    """Policies with another vocabulary, and HTTP, give only the text."""
     tokenizer, end = family
     text = replied(tokenizer, "It is 5." + end * finished).text
     tokens = RewardModel(classifier("Llama", tokenizer), tokenizer).encode(text + behind * finished).tokens

@@ -52,7 +52,7 @@ def values(func: Any, *requests: RewardRequest) -> list[float]:
 
 
 def seen(signature: str, *requests: RewardRequest) -> dict[str, Any]:
-    """What a function with these parameters is passed."""
+    """Returns the arguments that a function with these parameters is passed."""
     calls: list[dict[str, Any]] = []
     names: dict[str, Any] = {"calls": calls}
     exec(

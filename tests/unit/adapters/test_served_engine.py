@@ -48,7 +48,7 @@ def engine_of(url: str, **settings: Any) -> ServedEngine:
 
 
 def using(engine: ServedEngine, work: Callable[[ServedEngine], Coroutine[Any, Any, Any]]) -> Any:
-    """What `work` makes of an engine that is ready."""
+    """Returns the result of `work` with an engine that is ready."""
 
     async def scenario() -> Any:
         async with asyncio.timeout(SECONDS):

@@ -1,4 +1,4 @@
-"""What is said of a wait, and when."""
+"""Waits are logged: their beginning, their end, and when."""
 
 import re
 import threading

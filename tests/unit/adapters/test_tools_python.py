@@ -277,7 +277,7 @@ def test_installed_packages_are_not_there(run: Callable[..., ToolResult], namesp
 
 
 def sandbox_reads(path: str) -> bool:
-    """Whether code without namespaces may reach a file: root's code is nobody."""
+    """Returns whether code without namespaces may reach a file: root's code is nobody."""
     return os.getuid() != 0 or all(part.stat().st_mode & 0o001 for part in Path(path).parents)
 
 

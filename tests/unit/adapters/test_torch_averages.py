@@ -72,7 +72,7 @@ def test_a_state_with_averages_is_none_without(kept: bool) -> None:
 
 @pytest.mark.parametrize("of_adapters", [False, True])
 def test_they_are_saved_as_a_model(of_adapters: bool, tiny_model_dir: Path, tmp_path: Path) -> None:
-    """Of adapters, merged into the weights."""
+    """Averages of adapters are merged into the weights."""
     policy = (lora if of_adapters else cluster).policy(str(tiny_model_dir))
     for _ in range(2):
         policy.update([cluster.batch()], cluster.likelihood)

@@ -174,7 +174,7 @@ def test_large_logits_stay_finite() -> None:
 
 @define(kw_only=True)
 class Table:
-    """Where threads that stand for the processes of a group lay what they exchange."""
+    """Exchange of threads that stand for the processes of a group."""
 
     barrier: threading.Barrier
     tensors: dict[int, Tensor]
@@ -182,7 +182,7 @@ class Table:
 
 @frozen(kw_only=True, eq=False)
 class ThreadShare(VocabularyShare):
-    """Of thread number `rank`."""
+    """The process group of thread number `rank`."""
 
     rank: int
     table: Table

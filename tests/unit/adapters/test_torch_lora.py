@@ -25,7 +25,7 @@ from tests.tiny_models import saved, tiny_model
 FLAG = "--actor.model_name_or_path"
 LORA = LoraConfig(rank=4, alpha=8)
 SCALE = 2.0
-"""Of `LORA`: alpha / rank."""
+"""Scale of `LORA`: alpha / rank."""
 
 SETTINGS = OptimizerSettings(lr=1e-2, total_steps=10, max_norm=0.0)
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -91,7 +91,7 @@ def plain(path: Path, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def logprobs(model: Any, batch: PackedBatch) -> Tensor:
-    """Of every action token, from transformers' own attention, a sequence a call."""
+    """Returns the log-prob of every action token, from transformers' own attention, a sequence a call."""
     rows = []
     for tokens in batch.tokens_N.split(batch.lengths_S.tolist()):
         log_softmax = model(tokens[None]).logits[0, :-1].log_softmax(-1)
@@ -108,7 +108,7 @@ def raw(policy: TorchPolicy) -> dict[str, Tensor]:
 
 
 def by_hand(policy: TorchPolicy, base: Any) -> dict[str, Tensor]:
-    """What `base` becomes with the policy's adapters, in float64."""
+    """Returns the weights that `base` becomes with the policy's adapters, in float64."""
     parts = raw(policy)
     merged = {name: p.detach().to(torch.float64, copy=True) for name, p in base.named_parameters()}
     for name in [name for name in parts if ".lora_A." in name]:

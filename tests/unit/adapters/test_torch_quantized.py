@@ -29,7 +29,7 @@ NF4 = (
 """Dettmers et al. 2023, appendix E."""
 
 SCALE_ERROR = 0.02
-"""Of a scale in 8 bits, as a share of the largest of them."""
+"""Largest error of a scale in 8 bits, as a share of the largest of them."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"tie_word_embeddings": True},
@@ -63,7 +63,7 @@ def qlora(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Tor
 
 
 def logprobs(model: Any, batch: PackedBatch) -> Tensor:
-    """Of every action token, from transformers' own attention, a sequence a call."""
+    """Returns the log-prob of every action token, from transformers' own attention, a sequence a call."""
     rows = []
     for tokens in batch.tokens_N.split(batch.lengths_S.tolist()):
         log_softmax = model(tokens[None], attention_mask=torch.ones_like(tokens[None])).logits[0, :-1].log_softmax(-1)

@@ -16,7 +16,8 @@ from tests.fakes.sequence_parallel import CASES
 TIMEOUT = 300.0
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
-"""Of columns, and of a gradient as a share of its norm: sums in another order, a few rounding steps of the format."""
+"""Largest difference of columns, and of a gradient as a share of its norm: sums in another order, a few rounding steps
+of the format."""
 
 Results = Callable[[int], list[dict[str, Any]]]
 
@@ -28,7 +29,7 @@ NAMES = {processes: [name for name, case in CASES.items() if case.key_value_head
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each of so many processes has computed."""
+    """Returns the results of each of so many processes."""
 
     @cache
     def computed(processes: int) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ WIDTHS = ((3, 4, 4), (2, 6, 5))
 
 
 def seen(index: int) -> tuple[Tensor, Tensor]:
-    """What the attention calls with: keys and values of one token."""
+    """Arguments of the attention's call: keys and values of one token."""
     heads, wide, narrow = WIDTHS[index]
     return torch.zeros(1, heads, 1, wide), torch.zeros(1, heads, 1, narrow)
 

@@ -1,4 +1,4 @@
-"""What an engine over vLLM does when weights do not arrive, with a core that is no vLLM."""
+"""An engine over vLLM when weights do not arrive, with a core that is no vLLM."""
 
 import asyncio
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 
 def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-    """Of several formats, one of an odd size, one larger than small buckets, one not contiguous."""
+    """Tensors of several formats, one of an odd size, one larger than small buckets, one not contiguous."""
     generator = torch.Generator().manual_seed(0)
     yield "norm", torch.randn(7, generator=generator).to(torch.bfloat16)
     yield "bias", torch.randn(5, generator=generator)

@@ -130,7 +130,7 @@ def stale_batch(old_logprobs_V: Tensor | None) -> PackedBatch:
 
 
 def gradient(config: RLConfig, logits_V: Tensor, *, old: bool) -> Tensor:
-    """Of the objective that the run would minimise, by the policy's logits."""
+    """Returns the gradient of the objective that the run would minimise, by the policy's logits."""
     logits_V = logits_V.clone().requires_grad_()
     logprobs_V = logits_V.log_softmax(0)
     batch = stale_batch(logprobs_V if old else None)

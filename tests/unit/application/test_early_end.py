@@ -119,7 +119,7 @@ def test_a_last_evaluation_that_fails_does_not_cost_the_training(make: Callable[
 
 
 def test_an_evaluation_is_neither_left_out_nor_repeated(tmp_path: Path) -> None:
-    """Whether it was what ended the run, or the run was over."""
+    """Returns whether it ended the run, or the run was over."""
 
     def run(*, broken: bool = False) -> Run:
         made = make_run(tmp_path, steps=STEPS, eval_steps=2, evaluation=True, state_steps=1)
@@ -255,7 +255,7 @@ def failing(every: int) -> Callable[[RewardRequest], float]:
 def test_by_default_one_failed_episode_in_twenty_ends_no_run_and_is_named(
     make: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of six episodes a rollout one may fail: a twentieth, rounded up."""
+    """One of six episodes a rollout may fail: a twentieth, rounded up."""
     run = make(max_failures=None, value=failing(EPISODES + 1))
     assert run.train().steps == STEPS
     failed = sum(metrics.get("rollout/failed_reward", 0.0) for metrics in run.steps)
@@ -300,7 +300,7 @@ def kept(tmp_path: Path) -> tuple[Run, dict[str, Any]]:
 
 
 def trained_tokens(run: Run) -> list[list[Any]]:
-    """What identifies the samples of each micro-batch, and the weights that drew them."""
+    """Returns the numbers of the samples of each micro-batch, and the versions of the weights that drew them."""
     return [
         [values.tolist() for values in (part.sample_ids_S, part.tokens_N, part.rollout_logprobs_N, part.versions_N)]
         for step in run.policy.updates

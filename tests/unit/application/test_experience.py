@@ -166,7 +166,7 @@ def test_the_token_budget_changes_nothing() -> None:
 
 
 def test_rewards_without_a_name_are_not_left_out_in_silence() -> None:
-    """Of an episode that was rewarded at a turn and by name, an estimator of named rewards would read half."""
+    """An estimator of named rewards would read half of an episode that was rewarded at a turn and by name."""
     played = [
         make_trajectory([1], [5], [8], [6], sample_id=i, rewards=[0.25, 1.0], reward_parts={"right": 1.0})
         for i in range(2)

@@ -1,4 +1,4 @@
-"""What is judged of a reply: the text that the model saw and wrote, its tokens, and which policy wrote it."""
+"""Judges get the text that the model saw and wrote, its tokens, and the version of the policy that wrote it."""
 
 import asyncio
 from typing import Any

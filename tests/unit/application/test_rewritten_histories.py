@@ -38,7 +38,7 @@ from rollgrad.testing.chat_codec import FakeChatCodec
 from rollgrad.testing.models import VOCABULARY, FakePolicy, FakeReference, FakeValue
 
 WEIGHTS = {"right": 1.0, "short": 0.5}
-"""Of the named rewards of an episode."""
+"""Names of the rewards of an episode."""
 EXAMPLES = int(os.environ.get("ROLLGRAD_EXAMPLES", "8"))
 """Random episodes for each estimator; ROLLGRAD_EXAMPLES=100 before pytest is the long form."""
 LIMIT = 40

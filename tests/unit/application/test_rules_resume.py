@@ -1,4 +1,4 @@
-"""What of a run's description may change when it continues: each setting is either listed or refused by name."""
+"""A run's description may change in part when it continues: each setting is either listed or refused by name."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ def refused(begun: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_is_listed_or_refused_by_name_with_both_values(name: str) -> None:
-    """Whatever is added later is refused until it is listed."""
+    """A setting that is added later is refused until it is listed."""
     begun, now = description(**{name: "one"}), description(**{name: "other"})
     if name == DATA:
         now["data"] = "other rows"

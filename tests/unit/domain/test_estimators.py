@@ -31,7 +31,7 @@ BASELINED = [
     "turn_group_norm",
     "process_group_norm",
 ]
-"""Whose baseline is the group's."""
+"""Estimators whose baseline is the group's."""
 GROUP_ESTIMATORS = [*BASELINED, "maxrl"]
 SCALE_FREE = ["group_norm", "gdpo", "maxrl", "turn_group_norm", "process_group_norm"]
 LINEAR = ["reinforce_baseline", "rloo", "rloo_sequence", "dr_grpo", "opo", "gpg", "remax", "flash_reinforce"]

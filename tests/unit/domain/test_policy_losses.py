@@ -24,7 +24,7 @@ from tests.unit.domain.references import LossSettings, Tokens, random_batch
 
 NAMES = list(catalogue.POLICY_LOSSES)
 ON_POLICY = ["ppo", "gspo_token", "sapo", "dppo_tv", "dppo_kl", "cispo", "policy_gradient"]
-"""Whose gradient at a ratio of 1 is -A of each token."""
+"""Losses whose gradient at a ratio of 1 is -A of each token."""
 CLIPPED_BY_RATIO = ["ppo", "clip_cov", "sequence_ppo", "gspo", "gspo_token"]
 KL_KINDS = ["k1", "k2", "k3", "k3_unbiased"]
 MODES = ["token_mean", "sequence_mean", "prompt_mean", "constant_length"]

@@ -130,7 +130,7 @@ def output(
 
 
 def sums(batch: PackedBatch, values_N: Tensor) -> list[tuple[float, float]]:
-    """Of each pair, the sums over trained tokens of the chosen and of the rejected reply."""
+    """Returns the sums over trained tokens of the chosen and of the rejected reply of each pair."""
     flat = [
         math.fsum(v for v, trained in zip(values, mask, strict=True) if trained)
         for values, mask in zip(

@@ -68,7 +68,7 @@ class World:
             self.check()
 
     def update(self) -> bool:
-        """Whether there was a batch; groups may start and end while it is trained on."""
+        """Returns whether there was a batch; groups may start and end while it is trained on."""
         gate, bound = self.gate, self.gate.bound
         batch = gate.take()
         if batch is None:

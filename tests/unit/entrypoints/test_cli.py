@@ -108,7 +108,7 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 NEEDED = ["--actor.model_name_or_path", "org/m", "--data.prompt_dataset", "org/d", "--reward.verifier", "exact_match"]
-"""What a run cannot do without."""
+"""Flags that a run cannot do without."""
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ FILES = sorted(
 OURS = {*EVERY, *(negative(name) for name, kind in EVERY.items() if kind is bool), "help", "version", "run", "in"}
 OPENRLHF = {*FLAT, *FLAGS, *IMPLIED, *(name for trainer in TRAINERS.values() for name in trainer.program.names)}
 OPENRLHF_FILES = re.compile(r"openrlhf|translation|migration\.md|guide\.md|redaction\.py")
-"""Where OpenRLHF's flags are spoken of; elsewhere they would be mistaken for ours."""
+"""Files that speak of OpenRLHF's flags; elsewhere they would be mistaken for ours."""
 
 PLACEHOLDERS = {"flag", "name", "section.flag", "section.no_flag", "SECTION.SETTING"}
 
@@ -53,7 +53,7 @@ FLAG = re.compile(r"(?<![\w-])--([a-zA-Z][\w-]*(?:\.\w[\w-]*)*)(\.?[*\0<{\[]|\.\
 
 
 def texts(path: Path) -> Iterator[str]:
-    """What a reader of the file sees: all of it, or the texts in a program."""
+    """Returns the words that a reader of the file sees: all of it, or the texts in a program."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         yield text

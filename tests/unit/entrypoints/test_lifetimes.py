@@ -1,4 +1,4 @@
-"""What a container made is closed: in its event loop or at the end, each once, also when a run or a closing fails."""
+"""Containers close all that they made: in its event loop or at the end, once, also when a run or a closing fails."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What containers say to the processes of a cluster."""
+"""Messages of containers to the processes of a cluster."""
 
 import os
 from pathlib import Path

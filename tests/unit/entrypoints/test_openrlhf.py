@@ -29,7 +29,7 @@ GROUP = ("--n_samples_per_prompt", "8")
 
 
 def config_of(*flags: str) -> RLConfig:
-    """Of a command that lacks nothing; it must be one that can be trained."""
+    """Settings of a command that lacks nothing; it must be one that can be trained."""
     config, _ = translated_config([*MODULE, *LEAST, *flags])
     validate(config)
     return config
@@ -200,7 +200,7 @@ SERVE = ("python3", "-m", "openrlhf.cli.serve_rm")
 
 
 def served(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[ServeRewardArguments, str]:
-    """What `rollgrad serve reward` makes of the command that is printed, and what is said about it."""
+    """Returns the settings that `rollgrad serve reward` reads from the printed command, and the notes about it."""
     assert main(["openrlhf", *SERVE, *flags]) == 0
     output = capsys.readouterr()
     words = shlex.split(output.out)

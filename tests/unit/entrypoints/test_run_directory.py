@@ -145,7 +145,7 @@ BROKEN = (
 )
 """Lines that no run writes, or not to their end."""
 TEXTS = ("\u2028", "\u2029", "\x85", "\x0b\x0c\x1c\x1d\x1e", "\r\n", "\ud800", "\0", "日本語", '"}\n{"step": 9}')
-"""What a prompt, a reply or a label may hold."""
+"""Texts that a prompt, a reply or a label may hold."""
 
 
 def test_logs_are_continued_whatever_they_hold(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is said about names of other tools, and about misspelt ones."""
+"""Answers to names of other tools, and to misspelt ones."""
 
 import ast
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ OPENRLHF_NAMES = sorted({*FLAT, *FLAGS} - set(SETTINGS))
 
 
 def is_known(answer: str | None) -> bool:
-    """Whether it is a setting, several, or a sentence."""
+    """Returns whether it is a setting, several, or a sentence."""
     return answer is not None and (" " in answer or set(answer.split(",")) <= set(SETTINGS))
 
 

@@ -1,4 +1,4 @@
-"""What `agent.tools` names, and the rules of the section `agent`."""
+"""Tools that `agent.tools` names, and the rules of the section `agent`."""
 
 import asyncio
 from pathlib import Path
