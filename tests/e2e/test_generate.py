@@ -79,7 +79,7 @@ def test_each_prompt_is_answered(tiny_model_dir: Path, prompts: Path, tmp_path: 
 def test_a_run_that_was_cut_off_is_continued_with_the_same_replies(
     tiny_model_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever of the file is left, and in whatever portions it was made."""
+    """Resuming comes to the same file, whatever of it is left, and in whatever portions it was made."""
     whole, out = tmp_path / "whole.jsonl", tmp_path / "replies.jsonl"
     rollgrad.generate(settings(tiny_model_dir, prompts), whole)
     assert rollgrad.generate(settings(tiny_model_dir, prompts, n_samples_per_prompt=1), out).made == PROMPTS

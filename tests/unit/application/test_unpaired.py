@@ -50,7 +50,7 @@ class Bigrams(FakeReference):
 
 
 class Frozen(Bigrams, PolicyModel):
-    """The same as a policy, which is only measured here."""
+    """The model as a policy, which is only measured here."""
 
 
 def label(place: int, prompt: int, completion: int) -> Label:

@@ -20,7 +20,7 @@ LEAST = ("--pretrain", "m", "--dataset", "d.jsonl")
 
 
 def translated(module: str, *flags: str, launcher: tuple[str, ...] = ("deepspeed", "--module")) -> TranslatedRun:
-    """Of a command that lacks nothing; it must be one that can be trained."""
+    """Settings of a command that lacks nothing; it must be one that can be trained."""
     result = translate_command([*launcher, f"openrlhf.cli.{module}", *LEAST, *flags])
     assert isinstance(result, TranslatedRun)
     name = result.command.removeprefix("train ")
