@@ -31,7 +31,7 @@ CONFIG_HEADER = "# The settings of a run by rollgrad"
 OTHER_CONFIG_FILE = "config.run.yaml"
 LOGS = (METRICS_FILE, SAMPLES_FILE)
 REPORTS = ("report.html", "curves.png", RUN_FILE)
-MODELS = ("model", "step_*")
+MODELS = ("model", "best", "step_*")
 
 
 def output_problem(ckpt: CheckpointConfig) -> str | None:

@@ -2,9 +2,12 @@
 their evaluation."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Generic
 
+from attrs import frozen
 from torch import Tensor
 
 from rollgrad.application.learning.examples import Example, ExampleLearner, together
@@ -15,14 +18,46 @@ from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.ports.clock import Clock
 from rollgrad.domain.ports.example_source import ExampleSource
 
+LOOKED_AT = 64
+"""Examples whose lengths are looked at together, to find those of a step."""
+
+
+@frozen
+class TokenBudget:
+    """Tokens of a step, at most, and the length of the example with an index. An example that alone has more is a step
+    of its own."""
+
+    tokens: int
+    length: Callable[[int], int]
+
 
 def next_examples(
-    cursor: PromptCursor, size: int, *, batch_size: int, total: int | None
+    cursor: PromptCursor, size: int, *, batch_size: int, total: int | None, budget: TokenBudget | None = None
 ) -> tuple[list[int], PromptCursor]:
-    """Returns the indices of the next step's examples of `size`, and the place after them; `total` ends a run."""
+    """Returns the indices of the next step's examples of `size`, and the place after them; `total` ends a run, and a
+    `budget` takes the place of `batch_size`."""
     # Counted from the place in the examples: a run that goes on for more epochs had a smaller step before.
-    left = batch_size if total is None else total - cursor.taken(size)
-    return cursor.take(min(batch_size, left), size)
+    left = None if total is None else total - cursor.taken(size)
+    if budget is None:
+        return cursor.take(batch_size if left is None else min(batch_size, left), size)
+    looked_at = LOOKED_AT
+    while True:
+        indices, after = cursor.take(looked_at if left is None else min(looked_at, left), size)
+        fit = max(1, bisect_right(list(accumulate(map(budget.length, indices))), budget.tokens))
+        if fit < len(indices):
+            return cursor.take(fit, size)
+        if len(indices) == left:
+            return indices, after
+        looked_at *= 2
+
+
+def steps_left(cursor: PromptCursor, size: int, *, total: int, budget: TokenBudget) -> int:
+    """Returns how many steps take what is left of a run of `total` examples."""
+    steps = 0
+    while cursor.taken(size) < total:
+        _, cursor = next_examples(cursor, size, batch_size=0, total=total, budget=budget)
+        steps += 1
+    return steps
 
 
 def coming_steps(
@@ -42,7 +77,8 @@ class Epochs(StepSource[Example], Generic[Example]):
         learner: learns from them.
         examples: in an order of their own in each epoch.
         batch_size: examples of a step.
-        total: examples of the whole run; None takes `batch_size` in every step.
+        total: examples of the whole run; None ends no step early.
+        budget: of a step, in place of `batch_size`.
         seed: gives the order of each epoch.
         clock: measures.
     """
@@ -56,7 +92,9 @@ class Epochs(StepSource[Example], Generic[Example]):
         total: int | None,
         seed: int,
         clock: Clock,
+        budget: TokenBudget | None = None,
     ) -> None:
+        self._budget = budget
         self._learner = learner
         self._examples = examples
         self._batch_size = batch_size
@@ -71,7 +109,9 @@ class Epochs(StepSource[Example], Generic[Example]):
         """Takes the optimizer step after `done` ones."""
         started = self._clock.monotonic()
         size = len(self._examples)
-        indices, cursor = next_examples(self._cursor, size, batch_size=self._batch_size, total=self._total)
+        indices, cursor = next_examples(
+            self._cursor, size, batch_size=self._batch_size, total=self._total, budget=self._budget
+        )
         examples = [self._examples[index] for index in indices]
         # In a thread, so that signals reach the run while a step is computed.
         metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learner.learn, examples))

@@ -16,6 +16,7 @@ import torch
 from attrs import field, frozen
 
 from rollgrad.application.foreign import is_being_cancelled
+from rollgrad.domain.control.best_model import BestModel
 from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.errors import CheckpointError, ForeignError, OutOfMemory, WorkerError
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore, TrainingState
@@ -28,6 +29,8 @@ SECONDS_PER_MINUTE = 60.0
 
 FINAL_MODEL = "model"
 """Name of the model written at the end of a run."""
+BEST_MODEL = "best"
+"""Name of the model with the best evaluation."""
 
 Result = TypeVar("Result")
 Sample = TypeVar("Sample")
@@ -38,13 +41,15 @@ SampleCo = TypeVar("SampleCo", covariant=True)
 class Schedule:
     """Schedule of `steps` steps; evaluation and model checkpoints every so many of them (-1: only at the ends). The
     state from which training continues is saved every `state_steps` steps (-1: not by steps), when the one before is
-    `state_minutes` old (None: not by time), and at the end; never if neither is set."""
+    `state_minutes` old (None: not by time), and at the end; never if neither is set. `best_metric` of the evaluations
+    says which model is kept as the best one; None keeps none."""
 
     steps: int
     eval_steps: int = -1
     save_steps: int = -1
     state_steps: int = -1
     state_minutes: float | None = None
+    best_metric: str | None = None
 
     @property
     def saves_state(self) -> bool:
@@ -192,6 +197,7 @@ class Run(Generic[Sample]):
         self._state_saved_at = 0.0
         self._before: Mapping[str, float] = {}
         self._evaluated: tuple[int, Mapping[str, float]] | None = None  # the last one's step and metrics
+        self._best = BestModel(schedule.best_metric)
 
     async def run(self, on_save: Callable[[], None] = lambda: None) -> RunOutcome:
         """Trains to the end of the schedule, or until the task is cancelled (Ctrl-C), and saves the model.
@@ -318,7 +324,10 @@ class Run(Generic[Sample]):
         if self._evaluated is None or self._evaluated[0] != self._done:
             metrics = await self._evaluation.run(self._done)
             self._sink.log(self._done, metrics)
-            self._evaluated = self._done, metrics
+            best = self._best.after(self._done, metrics)
+            if best is not self._best:
+                self._save(BEST_MODEL)
+            self._evaluated, self._best = (self._done, metrics), best
         return self._evaluated[1]
 
     def _save(self, name: str) -> None:
@@ -336,6 +345,7 @@ class Run(Generic[Sample]):
             "groups": self._steps.kept_samples(),
             "update": self._models.state_dict(),
             "before": dict(self._before),
+            "best": {"metric": self._best.metric, "step": self._best.step, "value": self._best.value},
         }
         if self._evaluated is not None:
             step, metrics = self._evaluated
@@ -353,6 +363,8 @@ class Run(Generic[Sample]):
             self._done, self._before = int(run["step"]), dict(state["before"])
             self._steps.load_state_dict(run, state.get("groups", ()))  # earlier states have none
             self._models.load_state_dict(state["update"])
+            if state.get("best", {}).get("metric") == self._best.metric:  # of another metric nothing is known
+                self._best = BestModel(**state.get("best", {}))
             if "evaluated" in state:
                 self._evaluated = int(state["evaluated"]["step"]), dict(state["evaluated"]["metrics"])
         except (CheckpointError, WorkerError):

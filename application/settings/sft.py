@@ -10,7 +10,7 @@ from attrs import define
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleModelConfig, ExampleTrainConfig
 from rollgrad.application.settings.sections.optimizer import AdamConfig
-from rollgrad.domain.settings import BELOW_ONE, NOT_NEGATIVE, Condition, own_first, section, setting
+from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, Condition, own_first, section, setting
 
 
 class SupervisedLoss(StrEnum):
@@ -46,6 +46,12 @@ class SupervisedModelConfig(ExampleModelConfig):
 class SupervisedTrainConfig(ExampleTrainConfig):
     """Optimizer steps from examples, and the loss."""
 
+    batch_tokens: int | None = setting(
+        None,
+        "Tokens per optimizer step, at most, in place of batch_size: as many examples as have no more together, at "
+        "least one.",
+        COUNT,
+    )
     loss: SupervisedLoss = setting(
         SupervisedLoss.NLL,
         "nll: cross-entropy, the mean over the trained tokens of an optimizer step. dft: each token's weighted by its "

@@ -132,6 +132,41 @@ def _describe_collapsed(metrics: Metrics, run: LearningSettings, rollouts: int) 
     return evidence, "--rollout.temperature, --actor.adam.lr and --actor.entropy_coef"
 
 
+def _no_step(metrics: Metrics, run: LearningSettings) -> bool | None:
+    return metrics.get("train/grad_norm") == 0 or None
+
+
+def _describe_no_step(metrics: Metrics, run: LearningSettings, steps: int) -> tuple[str, str]:
+    evidence = f"The gradient was 0 in {_steps(steps)}: the weights stay as they are."
+    return evidence, "the trained tokens (rollgrad data show), the loss and --actor.lora.target_modules"
+
+
+def _reference_kept(metrics: Metrics, run: LearningSettings) -> bool | None:
+    first = metrics.get("train/chosen_reward") == 0 and metrics.get("train/rejected_reward") == 0
+    return (first and "train/chosen_fell_share" in metrics) or None
+
+
+def _describe_reference_kept(metrics: Metrics, run: LearningSettings, steps: int) -> tuple[str, str]:
+    evidence = f"All replies were exactly as likely as under the reference in {_steps(steps)}: nothing is learned."
+    return evidence, "--actor.adam.lr, which is too low for the format of the weights, and --actor.dtype"
+
+
+def _chosen_fell(metrics: Metrics, run: LearningSettings) -> bool | None:
+    return metrics.get("train/chosen_fell_share") == 1 or None
+
+
+def _describe_chosen_fell(metrics: Metrics, run: LearningSettings, steps: int) -> tuple[str, str]:
+    evidence = (
+        f"Every chosen reply of {_steps(steps)} was less likely than under the reference (mean log-prob now "
+        f"{metrics['train/chosen_logprob']:.3g}): the model unlearns what it should prefer."
+    )
+    return evidence, "--actor.adam.lr and --dpo.beta, or add sft to --dpo.loss"
+
+
+def _steps(count: int) -> str:
+    return "the step" if count == 1 else f"{count} steps in a row"
+
+
 def _rollouts(count: int) -> str:
     return "the rollout" if count == 1 else f"{count} rollouts in a row"
 
@@ -141,6 +176,9 @@ _RULES = {
     "no_spread": _Rule(sign=_no_spread, describe=_describe_no_spread, no_update=True),
     "truncated": _Rule(sign=_truncated, describe=_describe_truncated),
     "no_gradient": _Rule(sign=_no_gradient, describe=_describe_no_gradient, no_update=True),
+    "no_step": _Rule(sign=_no_step, describe=_describe_no_step, no_update=True),
+    "reference_kept": _Rule(sign=_reference_kept, describe=_describe_reference_kept),
+    "chosen_fell": _Rule(sign=_chosen_fell, describe=_describe_chosen_fell),
     "entropy_collapsed": _Rule(sign=_collapsed, describe=_describe_collapsed),
 }
 
@@ -180,13 +218,13 @@ class LearningWatch:
                 streak = evolve(streak, finding=finding)
                 new.append(finding)
             streaks[name] = streak
-        updated = "policy/grad_norm" in metrics
+        grad_norm = metrics.get("policy/grad_norm", metrics.get("train/grad_norm"))
         watch = evolve(
             self,
             streaks=streaks,
             past=tuple(past),
-            updates=self._updates + updated,
-            updates_without_gradient=self._updates_without_gradient + (updated and metrics["policy/grad_norm"] == 0),
+            updates=self._updates + (grad_norm is not None),
+            updates_without_gradient=self._updates_without_gradient + (grad_norm == 0),
         )
         return watch, tuple(new)
 

@@ -5,6 +5,7 @@ resuming is arithmetic and no iterator has to be saved.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,8 +44,7 @@ class PromptCursor:
         """Returns the permutation of `size` prompts in this epoch."""
         if not shuffle:
             return torch.arange(size)
-        generator = torch.Generator().manual_seed(self.seed * EPOCH_SEED_STRIDE + self.epoch)
-        return torch.randperm(size, generator=generator)
+        return _permutation(self.seed * EPOCH_SEED_STRIDE + self.epoch, size)
 
     def take(self, count: int, size: int, *, shuffle: bool = True) -> tuple[list[int], "PromptCursor"]:
         """Returns the dataset indices of the next `count` prompts, and the cursor after them; wraps into the next
@@ -79,3 +79,8 @@ class PromptCursor:
     def from_state_dict(cls, state: Mapping[str, int]) -> "PromptCursor":
         """Returns the cursor that `state_dict` described."""
         return cls(int(state["seed"]), int(state["epoch"]), int(state["index"]))
+
+
+@lru_cache(maxsize=2)  # many steps take from one epoch, and one from two
+def _permutation(seed: int, size: int) -> torch.Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))

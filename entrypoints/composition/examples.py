@@ -14,6 +14,7 @@ from rollgrad.adapters.data.examples.preparer import PreparationSettings
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.sources import open_sources
 from rollgrad.adapters.models.torch.loading import load_positions
+from rollgrad.application.pipelines.epochs import TokenBudget, steps_left
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.examples import (
     ExampleDataConfig,
@@ -24,7 +25,9 @@ from rollgrad.application.settings.sections.examples import (
     PairDataConfig,
     RowsConfig,
 )
+from rollgrad.application.settings.sft import SupervisedTrainConfig
 from rollgrad.domain.episodes.prompts import PromptCursor
+from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.entrypoints.run_directory import begun, continues
 
 
@@ -77,14 +80,27 @@ def make_eval_examples(
     )
 
 
-def make_total_steps(train: ExampleTrainConfig, examples: Sized, ckpt: CheckpointConfig) -> int:
+def make_budget(train: SupervisedTrainConfig, examples: ExampleSource[Any]) -> TokenBudget | None:
+    """Returns the token budget of a step; None where examples are counted."""
+    if train.batch_tokens is None:
+        return None
+    known = examples.length if isinstance(examples, PreparedExamples) else None
+    return TokenBudget(train.batch_tokens, known or (lambda index: len(examples[index])))
+
+
+def make_total_steps(
+    train: ExampleTrainConfig, examples: Sized, ckpt: CheckpointConfig, budget: TokenBudget | None = None
+) -> int:
     """Returns the optimizer steps of the whole run: of a run that continues those that it took, and those that the rest
     of its epochs takes."""
     if train.max_steps is not None:
         return train.max_steps
-    position = starting_position(ckpt)
-    done, taken = (0, 0) if position is None else (position[0], position[1].taken(len(examples)))
-    return done + math.ceil(max(0, len(examples) * train.num_epochs - taken) / train.batch_size)
+    size = len(examples)
+    done, cursor = starting_position(ckpt) or (0, PromptCursor(train.seed))
+    total = size * train.num_epochs
+    if budget is not None:
+        return done + steps_left(cursor, size, total=total, budget=budget)
+    return done + math.ceil(max(0, total - cursor.taken(size)) / train.batch_size)
 
 
 def starting_position(ckpt: CheckpointConfig) -> tuple[int, PromptCursor] | None:

@@ -6,7 +6,7 @@ from dependency_injector import providers
 
 from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.application.learning.examples import ExampleLearner
-from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation
+from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation, TokenBudget
 from rollgrad.application.pipelines.run import Run, Schedule
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.domain.control.findings import LearningSettings, LearningWatch
@@ -69,6 +69,7 @@ class OfflineContainer(BaseContainer):
     objective: providers.Provider[Any] = providers.Dependency()
     learned: providers.Provider[Any] = providers.Dependency()
     held_out: providers.Provider[Any] = providers.Dependency()
+    budget: providers.Provider[TokenBudget | None] = providers.Object(None)
 
     examples = providers.Singleton(
         make_examples,
@@ -103,6 +104,7 @@ class OfflineContainer(BaseContainer):
         learner,
         learned,
         batch_size=BaseContainer.config.provided.train.batch_size,
+        budget=budget,
         total=providers.Callable(make_total_examples, BaseContainer.config.provided.train, learned),
         seed=BaseContainer.config.provided.train.seed,
         clock=BaseContainer.clock,
@@ -123,6 +125,7 @@ class OfflineContainer(BaseContainer):
             save_steps=BaseContainer.config.provided.ckpt.save_steps,
             state_steps=BaseContainer.config.provided.ckpt.state_steps,
             state_minutes=BaseContainer.config.provided.ckpt.state_minutes,
+            best_metric=BaseContainer.config.provided.ckpt.best_metric,
         ),
         steps=steps,
         models=learner,

@@ -282,6 +282,7 @@ class RLContainer(EngineContainer):
         save_steps=base.config.provided.ckpt.save_steps,
         state_steps=base.config.provided.ckpt.state_steps,
         state_minutes=base.config.provided.ckpt.state_minutes,
+        best_metric=base.config.provided.ckpt.best_metric,
     )
     learner = providers.Singleton(
         RLLearner,

@@ -5,13 +5,14 @@ from dependency_injector import providers
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.algorithms.losses.supervised import SupervisedObjective
 from rollgrad.domain.batches.examples import pack_demonstrations
-from rollgrad.entrypoints.composition.examples import make_total_steps
+from rollgrad.entrypoints.composition.examples import make_budget, make_total_steps
 from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles
 
 
 def sft_container(config: SFTRun) -> OfflineContainer:
     """Returns the container of a validated run of supervised fine-tuning."""
     container = OfflineContainer(config=config, make=providers.Object(sft_container))
+    budget = providers.Callable(make_budget, config.train, container.examples)
     container.override_providers(
         pack=providers.Object(pack_demonstrations),
         objective=providers.Singleton(
@@ -19,7 +20,8 @@ def sft_container(config: SFTRun) -> OfflineContainer:
         ),
         learned=container.examples,
         held_out=container.eval_examples,
-        total_steps=providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt),
+        budget=budget,
+        total_steps=providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt, budget),
         actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
         correct=providers.Object(True),
         roles=providers.Callable(make_roles, config),

@@ -176,7 +176,9 @@ FLAGS: dict[str, Flag] = {
     "ckpt.max_mem": Flag(NUMBER),
     "ckpt.load_enable": Flag(SWITCH),
     "ckpt.disable_ds": Flag(SWITCH),
-    "ckpt.best_metric_key": Flag(TEXT, reason="the best model is not kept apart", idle=("none",)),
+    "ckpt.best_metric_key": Flag(
+        TEXT, reason="--ckpt.best_metric takes our names of metrics, such as eval/pass_at_1", idle=("none",)
+    ),
     "logger.tensorboard_dir": Flag(TEXT, "logger.tensorboard_dir"),
     "logger.logging_steps": Flag(INTEGER, reason="every step is logged", idle=("1",)),
     **{f"logger.wandb.{key}": Flag(TEXT, reason=WANDB) for key in ("key", "org", "group", "project", "run_name")},

@@ -165,7 +165,10 @@ TRL: Mapping[str, str] = {
     "save_steps": "ckpt.save_steps",
     "save_total_limit": "ckpt.keep_models",
     **alike("save_strategy save_only_model save_on_each_node enable_jit_checkpoint", CHECKPOINTS),
-    **alike("load_best_model_at_end metric_for_best_model greater_is_better", "the best model is not kept apart."),
+    **alike(
+        "load_best_model_at_end metric_for_best_model greater_is_better",
+        "set --ckpt.best_metric to a metric of the evaluation.",
+    ),
     "resume_from_checkpoint": RESUMING,
     "restore_callback_states_from_checkpoint": RESUMING,
     **alike("push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision", NO_HUB),

@@ -89,6 +89,11 @@ class PreparedExamples:
             )
         return Demonstration(branches=tuple(branches), row=int(self.rows[index]), weight=float(self.row_weights[index]))
 
+    def length(self, index: int) -> int:
+        """Returns the number of tokens of an example, all branches together."""
+        first = int(self._firsts[index])
+        return int(self.lengths[first : first + int(self.branch_counts[index])].sum())
+
     _firsts: Any = field(init=False, repr=False)
     _starts: Any = field(init=False, repr=False)
 

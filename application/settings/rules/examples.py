@@ -6,6 +6,7 @@ from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules.cluster import cluster_problems
 from rollgrad.application.settings.rules.inputs import (
     PROBABILITY_TOLERANCE,
+    best_metric_problems,
     dataset_names,
     model_problems,
     optimizer_problems,
@@ -66,6 +67,7 @@ def example_problems(run: OfflineRun) -> Iterator[str]:
             f"eval.steps is {run.eval.steps}, but there is nothing to evaluate on: set --eval.dataset, or leave "
             "--eval.steps out."
         )
+    yield from best_metric_problems(run.ckpt.best_metric, run.eval.dataset)
     if run.logger.log_samples != LoggerConfig().log_samples:
         yield (
             f"logger.log_samples is {run.logger.log_samples}, but nothing is sampled in this run: leave "
@@ -83,8 +85,13 @@ def example_problems(run: OfflineRun) -> Iterator[str]:
 
 
 def format_problems(run: SFTRun) -> Iterator[str]:
-    """Yields what is wrong with how rows are read."""
-    data = run.data
+    """Yields what is wrong with how rows are read and become steps."""
+    data, train = run.data, run.train
+    if train.batch_tokens is not None and train.batch_size != ExampleTrainConfig().batch_size:
+        yield (
+            f"train.batch_tokens is {train.batch_tokens} and train.batch_size is {train.batch_size}, but a step has "
+            "one size: leave out --train.batch_tokens or --train.batch_size."
+        )
     if data.output_key is not None and data.input_key is None:
         yield (
             f"data.output_key is {data.output_key!r}, but no column with its prompt is named: set --data.input_key, or "

@@ -179,6 +179,7 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
 def eval_problems(config: RLConfig) -> Iterator[str]:
     """Yields the problems of evaluation."""
     evaluation = config.eval
+    yield from best_metric_problems(config.ckpt.best_metric, evaluation.dataset)
     changed = first_change(evaluation, EvalConfig())
     if not evaluation.dataset and changed:
         yield (
@@ -190,6 +191,15 @@ def eval_problems(config: RLConfig) -> Iterator[str]:
         yield (
             f"eval.n_samples_per_prompt is {evaluation.n_samples_per_prompt} with eval.temperature 0, which draws the "
             "same reply each time: set --eval.temperature above 0, or --eval.n_samples_per_prompt 1."
+        )
+
+
+def best_metric_problems(metric: str | None, held_out: str | None) -> Iterator[str]:
+    """Yields what is wrong with keeping the best model."""
+    if metric is not None and not held_out:
+        yield (
+            f"ckpt.best_metric is {metric!r}, but there is nothing to evaluate on: set --eval.dataset, or leave "
+            "--ckpt.best_metric out."
         )
 
 

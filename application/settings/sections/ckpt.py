@@ -53,6 +53,11 @@ class CheckpointConfig:
         COUNT,
     )
     keep_models: int | None = setting(None, "Newest models of save_steps that are kept; None keeps all.", COUNT)
+    best_metric: str | None = setting(
+        None,
+        "Metric of the evaluations, such as eval/loss, by which the best model so far is kept in output_dir/best: the "
+        "highest value, of a loss or divergence the lowest; none keeps no best one.",
+    )
     resume: Resume = setting(
         Resume.NEVER,
         "Continue the run in output_dir from its training state: never, always (an error without one), or auto: if "

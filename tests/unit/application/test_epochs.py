@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from attrs import evolve
 
 from rollgrad.application.learning.examples import ExampleLearner, together
-from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation
+from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation, TokenBudget, next_examples, steps_left
 from rollgrad.application.pipelines.run import Run, RunOutcome, Schedule
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.losses.reward_model import RewardObjective
@@ -23,7 +24,8 @@ from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.control.findings import LearningSettings, LearningWatch
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
-from rollgrad.domain.errors import NonFiniteUpdateError
+from rollgrad.domain.episodes.prompts import PromptCursor
+from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
 from rollgrad.domain.ports.models import PolicyObjective
 from rollgrad.testing.checkpoint_store import FakeCheckpointStore
 from rollgrad.testing.clock import FakeClock
@@ -63,14 +65,16 @@ class Trained:
         max_tokens: int = 100,
         steps: int = STEPS,
         total: int | None = TOTAL,
+        best_metric: str | None = None,
+        budget: TokenBudget | None = None,
     ) -> None:
         self.policy = policy or FakePolicy()
         self.store, self.sink = FakeCheckpointStore(path), FakeMetricSink()
         self.rows: list[list[int]] = []
         learner = ExampleLearner(self.policy, pack=self.pack, objective=OBJECTIVE, max_tokens=max_tokens)
         self.run = Run(
-            schedule=Schedule(steps=steps, eval_steps=2, state_steps=1),
-            steps=Epochs(learner, EXAMPLES, batch_size=BATCH, total=total, seed=3, clock=FakeClock()),
+            schedule=Schedule(steps=steps, eval_steps=2, state_steps=1, best_metric=best_metric),
+            steps=Epochs(learner, EXAMPLES, batch_size=BATCH, total=total, seed=3, clock=FakeClock(), budget=budget),
             models=learner,
             evaluation=ExampleEvaluation(learner, HELD_OUT),
             sink=self.sink,
@@ -241,3 +245,49 @@ def test_a_scalar_head_learns_from_pairs_in_the_same_steps() -> None:
     found, same_V = reward_losses(1)  # a pair is whole in any micro-batch
     assert found == pytest.approx(losses, rel=1e-6)
     torch.testing.assert_close(same_V, table_V)
+
+
+def test_a_budget_of_tokens_ends_a_step(tmp_path: Path) -> None:
+    """Every example is in one step an epoch; the steps that are counted before are those that are taken."""
+    lengths = [3, 1, 8, 2, 2]
+    budget = TokenBudget(5, lengths.__getitem__)
+    steps = steps_left(PromptCursor(3), PAIRS, total=TOTAL, budget=budget)
+    trained = Trained(tmp_path, steps=steps, budget=budget)
+    play(trained)
+    drawn = [row for rows in trained.trained for row in rows]
+    assert sorted(drawn[:PAIRS]) == sorted(drawn[PAIRS:]) == list(range(PAIRS))
+    assert len(trained.trained) == steps
+    for rows, after in pairwise(trained.trained):
+        assert sum(lengths[row] for row in rows) <= 5 or rows == [2]
+        assert sum(lengths[row] for row in [*rows, after[0]]) > 5, "there was room for one more"
+    cursor, size = PromptCursor(3), 1000
+    many, _ = next_examples(cursor, size, batch_size=0, total=None, budget=TokenBudget(2 * 500, lambda index: 2))
+    assert len(many) == 500
+
+
+def test_the_model_with_the_best_evaluation_is_kept(tmp_path: Path) -> None:
+    trained = Trained(tmp_path, best_metric="eval/loss")
+    values = iter([0.0, 3.0, 1.0, 2.0])  # the first is of the model that training begins with
+
+    async def evaluated() -> dict[str, float]:
+        return {"eval/loss": next(values), "eval/accuracy": 1.0}
+
+    assert trained.run._evaluation is not None
+    trained.run._evaluation.run = evaluated  # type: ignore[method-assign]
+    play(trained)
+    saved = [name for name in trained.store.models if name == "best"]
+    assert len(saved) == 2
+    assert trained.run.training_state()["best"] == {"metric": "eval/loss", "step": 4, "value": 1.0}
+    again = Trained(tmp_path / "again", best_metric="eval/loss")
+    again.run.resume(trained.run.training_state())
+    assert again.run._best == trained.run._best
+    other = Trained(tmp_path / "other", best_metric="eval/accuracy")
+    other.run.resume(trained.run.training_state())
+    assert other.run._best.step == 0, "of another metric nothing is known"
+
+
+def test_an_unknown_metric_of_the_best_model_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    trained = Trained(tmp_path, best_metric="eval/reward")
+    with pytest.raises(ConfigurationError, match=r"best_metric is eval/reward, but evaluations give eval/accuracy, "):
+        play(trained)
+    assert trained.trained == []

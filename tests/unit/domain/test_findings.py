@@ -25,6 +25,13 @@ SIGNS: dict[str, dict[str, float]] = {
     "truncated": {"rollout/truncated_share": 1.0},
     "no_gradient": {"policy/grad_norm": 0.0},
     "entropy_collapsed": {"rollout/entropy": COLLAPSED_ENTROPY / 2},
+    "no_step": {"train/grad_norm": 0.0},
+    "reference_kept": {
+        "train/chosen_reward": 0.0,
+        "train/rejected_reward": 0.0,
+        "train/chosen_fell_share": 0.0,
+    },
+    "chosen_fell": {"train/chosen_fell_share": 1.0, "train/chosen_logprob": -40.0},
 }
 LOOK_AT = {
     "constant_reward": "--data.label_key",
@@ -32,6 +39,9 @@ LOOK_AT = {
     "truncated": "--rollout.max_new_tokens, which is 24",
     "no_gradient": "--algo.advantage.estimator",
     "entropy_collapsed": "--rollout.temperature",
+    "no_step": "rollgrad data show",
+    "reference_kept": "--actor.adam.lr",
+    "chosen_fell": "add sft to --dpo.loss",
 }
 
 

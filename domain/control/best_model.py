@@ -1,0 +1,41 @@
+"""The evaluation with the best value of a metric so far, whose model a run keeps. Pure: it knows no model."""
+
+import math
+from collections.abc import Mapping
+
+from attrs import evolve, frozen
+
+from rollgrad.domain.errors import ConfigurationError
+
+LOWER_IS_BETTER = ("loss", "nll", "divergence", "kl")
+"""Ends of the names of metrics whose lowest value is the best; of all others it is the highest."""
+
+
+@frozen
+class BestModel:
+    """The best value of `metric` so far, and its `step`; no value before the first. Without a metric there is no best
+    one."""
+
+    metric: str | None = None
+    step: int = 0
+    value: float | None = None
+
+    def after(self, step: int, metrics: Mapping[str, float]) -> "BestModel":
+        """Returns the best one after the evaluation of `step`. The model that training begins with is not compared.
+
+        Raises:
+            ConfigurationError: the evaluation has no such metric.
+        """
+        if self.metric is None:
+            return self
+        if self.metric not in metrics:
+            raise ConfigurationError(
+                f"ckpt.best_metric is {self.metric}, but evaluations give {', '.join(sorted(metrics))}: set "
+                "--ckpt.best_metric to one of them."
+            )
+        value = float(metrics[self.metric])
+        if not step or math.isnan(value):
+            return self
+        sign = -1 if self.metric.endswith(LOWER_IS_BETTER) else 1
+        better = self.value is None or sign * value > sign * self.value
+        return evolve(self, step=step, value=value) if better else self
