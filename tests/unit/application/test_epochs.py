@@ -269,7 +269,7 @@ def test_the_model_with_the_best_evaluation_is_kept(tmp_path: Path) -> None:
     trained = Trained(tmp_path, best_metric="eval/loss")
     values = iter([0.0, 3.0, 1.0, 2.0])  # the first is of the model that training begins with
 
-    async def evaluated() -> dict[str, float]:
+    async def evaluated(step: int) -> dict[str, float]:
         return {"eval/loss": next(values), "eval/accuracy": 1.0}
 
     assert trained.run._evaluation is not None
