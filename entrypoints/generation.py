@@ -40,7 +40,7 @@ from rollgrad.entrypoints.event_loop import run_to_end
 from rollgrad.entrypoints.library import container_with
 
 SAMPLING = (
-    *("actor.model_name_or_path", "actor.dtype", "actor.float32_head", "train.seed"),
+    *("actor.model_name_or_path", "actor.dtype", "actor.float32_head"),
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_new_tokens", "rollout.stop_strings"),
 )
 """Settings on which replies depend, besides those of `data`."""
@@ -75,6 +75,24 @@ def generate(
         RollgradError: a setting or the data are wrong, or the file has replies of other settings. What was sampled
             until then is in the file.
     """
+
+    def chosen(kept: Sequence[int]) -> Sequence[int]:
+        return kept if rows is None else rows
+
+    return generate_chosen(config, out, choose=chosen, seed=config.train.seed, logprobs=logprobs, **adapters)
+
+
+def generate_chosen(
+    config: RLConfig,
+    out: Path | str,
+    *,
+    choose: Callable[[Sequence[int]], Sequence[int]],
+    seed: int,
+    logprobs: bool = False,
+    **adapters: Any,
+) -> Replies:
+    """Does what `generate` does, with `seed` for the sampling alone, and with the rows that `choose` takes of all whose
+    prompts are not too long."""
     config = evolve(config, actor=evolve(config.actor, lora=LoraConfig()))  # the model as it is
     raise_together(generation_errors(config))
     container = container_with(config, NoReward(), None, adapters, "generate")
@@ -82,16 +100,18 @@ def generate(
     try:
         prompts = container.prompts()
         kept = prompts.survey.keeps
-        numbers = [row for row in range(len(prompts.survey.lengths)) if kept(row)] if rows is None else rows
+        numbers = choose([row for row in range(len(prompts.survey.lengths)) if kept(row)])
         keys = [(row, sample) for row in numbers for sample in range(config.rollout.n_samples_per_prompt)]
-        with row_log(out, _sampled_by(config, prompts.survey.fingerprint, logprobs=logprobs), flag="--out") as log:
+        with row_log(
+            out, _sampled_by(config, prompts.survey.fingerprint, seed=seed, logprobs=logprobs), flag="--out"
+        ) as log:
             missing = [key for key in keys if key not in log.done]
             if missing:
                 service = GenerationService(
                     container.executor(),
                     container.codec(),
                     container.sampling(),
-                    seed=config.train.seed,
+                    seed=seed,
                     at_once=config.rollout.max_concurrent,
                 )
                 replies = service.stream(_prompted(missing, prompts.prompt))
@@ -216,7 +236,7 @@ def _prompted(keys: Sequence[tuple[int, int]], prompt: Callable[[int], Prompt]) 
             yield row, sample, its
 
 
-def _sampled_by(config: RLConfig, fingerprint: str, *, logprobs: bool) -> Mapping[str, Any]:
+def _sampled_by(config: RLConfig, fingerprint: str, *, seed: int, logprobs: bool) -> Mapping[str, Any]:
     """Returns all that replies depend on."""
     settings = flat_settings(config)
     return {
@@ -224,6 +244,7 @@ def _sampled_by(config: RLConfig, fingerprint: str, *, logprobs: bool) -> Mappin
         **{name: value for name, value in settings.items() if name in SAMPLING or name.startswith("data.")},
         "weights": model_fingerprint(config.actor.model_name_or_path),
         "prompts": fingerprint,
+        "seed": seed,
         "logprobs": logprobs,
     }
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from rollgrad.adapters.tools.function import tool as tool
     from rollgrad.application.settings.dpo import DPORun as DPORun
     from rollgrad.application.settings.kto import KTORun as KTORun
+    from rollgrad.application.settings.loop import CSFTRun as CSFTRun
+    from rollgrad.application.settings.loop import IterDPORun as IterDPORun
+    from rollgrad.application.settings.loop import RSRun as RSRun
     from rollgrad.application.settings.rm import RMRun as RMRun
     from rollgrad.application.settings.run import RLConfig as RLConfig
     from rollgrad.application.settings.sft import SFTRun as SFTRun
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from rollgrad.entrypoints.library import evaluate as evaluate
     from rollgrad.entrypoints.library import load_config as load_config
     from rollgrad.entrypoints.library import train as train
+    from rollgrad.entrypoints.loop import LoopResult as LoopResult
+    from rollgrad.entrypoints.loop import loop as loop
     from rollgrad.entrypoints.offline import train_dpo as train_dpo
     from rollgrad.entrypoints.offline import train_kto as train_kto
     from rollgrad.entrypoints.offline import train_rm as train_rm
@@ -39,6 +44,11 @@ _PUBLIC = {
     "evaluate": "rollgrad.entrypoints.library",
     "generate": "rollgrad.entrypoints.generation",
     "score": "rollgrad.entrypoints.generation",
+    "loop": "rollgrad.entrypoints.loop",
+    "LoopResult": "rollgrad.entrypoints.loop",
+    "RSRun": "rollgrad.application.settings.loop",
+    "IterDPORun": "rollgrad.application.settings.loop",
+    "CSFTRun": "rollgrad.application.settings.loop",
     "Replies": "rollgrad.entrypoints.generation",
     "load_config": "rollgrad.entrypoints.library",
     "RLConfig": "rollgrad.application.settings.run",
@@ -57,10 +67,14 @@ _PUBLIC = {
     "tool": "rollgrad.adapters.tools.function",
 }
 __all__ = [
+    "CSFTRun",
     "DPORun",
+    "IterDPORun",
     "KTORun",
+    "LoopResult",
     "RLConfig",
     "RMRun",
+    "RSRun",
     "Replies",
     "SFTRun",
     "TrainResult",
@@ -69,6 +83,7 @@ __all__ = [
     "evaluate",
     "generate",
     "load_config",
+    "loop",
     "policy_loss",
     "score",
     "setting",

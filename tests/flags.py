@@ -7,6 +7,7 @@ from typing import Any, get_args, get_origin
 from rollgrad.entrypoints.cli.chat import ChatArguments
 from rollgrad.entrypoints.cli.data import DataShowArguments
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments
+from rollgrad.entrypoints.cli.loop import LOOPS
 from rollgrad.entrypoints.cli.offline import TRAINERS
 from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, flag_kinds
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
@@ -22,6 +23,7 @@ KINDS: tuple[type[Any], ...] = (
     ServeAgentArguments,
     ServeRewardArguments,
     *(trainer.arguments for trainer in TRAINERS.values()),
+    *(loop.arguments for loop in LOOPS.values()),
     DataShowArguments,
 )
 EVERY = {name: kind for arguments in reversed(KINDS) for name, kind in flag_kinds(arguments).items()}

@@ -15,6 +15,7 @@ from typing import Any, get_args, get_origin
 import attrs
 from attrs import evolve, frozen
 
+from rollgrad.application.settings.loop_rules import UNREAD
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.settings import Told
 from rollgrad.entrypoints.cli.parsing import with_extension
@@ -128,11 +129,41 @@ SCORE_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "The tokenizer": ("actor.model_name_or_path",),
 }
 
+LOOP_EXAMPLE = """  rollgrad loop {} --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
+      --data.prompt_dataset reasoning_gym:basic_arithmetic --rollout.batch_size 64 --rollout.n_samples_per_prompt 8 \\
+      --ckpt.output_dir runs/{}"""
+
+LOOP_ESSENTIALS: Mapping[str, Sequence[str]] = {
+    "The model": ("actor.model_name_or_path",),
+    "The prompts": ("data.prompt_dataset", "data.input_key", "data.label_key"),
+    **REWARD,
+    "Replies": (
+        *("rollout.batch_size", "rollout.n_samples_per_prompt", "rollout.max_new_tokens", "rollout.temperature"),
+        "rollout.engine",
+    ),
+    "Training": ("actor.adam.lr", "actor.lora.rank", "train.batch_size", "train.num_epochs", "train.seed"),
+    "Evaluation": ("eval.dataset", "eval.max_samples"),
+    "Output": ("ckpt.output_dir",),
+}
+RS_ESSENTIALS = {"The loop": ("loop.iterations", "loop.top_k", "loop.min_reward", "loop.min_margin"), **LOOP_ESSENTIALS}
+ITER_DPO_ESSENTIALS = {
+    "The loop": ("loop.iterations", "loop.min_margin", "loop.reference"),
+    **LOOP_ESSENTIALS,
+    "The loss": ("dpo.loss", "dpo.beta"),
+}
+CSFT_ESSENTIALS = {
+    "The loop": ("loop.iterations", "loop.suffix", "loop.normalize", "loop.target"),
+    **LOOP_ESSENTIALS,
+}
+
 ESSENTIALS = {
     "train rl": (RUN_EXAMPLE, RUN_ESSENTIALS),
     "eval": (EVAL_EXAMPLE, EVAL_ESSENTIALS),
     "generate": (GENERATE_EXAMPLE, GENERATE_ESSENTIALS),
     "score": (SCORE_EXAMPLE, SCORE_ESSENTIALS),
+    "loop rs": (LOOP_EXAMPLE.format("rs", "rs"), RS_ESSENTIALS),
+    "loop iter_dpo": (LOOP_EXAMPLE.format("iter_dpo", "iter_dpo"), ITER_DPO_ESSENTIALS),
+    "loop csft": (LOOP_EXAMPLE.format("csft", "csft"), CSFT_ESSENTIALS),
     "train sft": (SFT_EXAMPLE, SFT_ESSENTIALS),
     "train dpo": (DPO_EXAMPLE, DPO_ESSENTIALS),
     "train kto": (KTO_EXAMPLE, KTO_ESSENTIALS),
@@ -178,10 +209,8 @@ def show_help(command: str, kind: type[attrs.AttrsInstance], arguments: Sequence
         ConfigurationError: there is no such section.
     """
     sections = list(_sections(with_extension(kind, arguments)(), ""))
-    if command in OF_EXAMPLES:
-        sections = [
-            evolve(its, settings=tuple(s for s in its.settings if s.name not in NOT_OF_EXAMPLES)) for its in sections
-        ]
+    hidden = NOT_OF_EXAMPLES if command in OF_EXAMPLES else UNREAD if command.startswith("loop ") else frozenset()
+    sections = [evolve(its, settings=tuple(s for s in its.settings if s.name not in hidden)) for its in sections]
     topic = _topic(arguments)
     if topic is None:
         lines = _essentials(command, kind, sections)

@@ -27,6 +27,7 @@ from rollgrad.entrypoints.cli.chat import ChatArguments, chat
 from rollgrad.entrypoints.cli.data import DataShowArguments, show_data
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments, generate, score
 from rollgrad.entrypoints.cli.help import HELP_FLAGS, asks_for_help, show_help
+from rollgrad.entrypoints.cli.loop import LOOPS, run_loop
 from rollgrad.entrypoints.cli.offline import TRAINERS, parse_offline, rehearse_offline
 from rollgrad.entrypoints.cli.parsing import (
     DoctorArguments,
@@ -228,6 +229,15 @@ def score_replies(arguments: Sequence[str]) -> int:
     return 0
 
 
+def loop(name: str, arguments: Sequence[str]) -> int:
+    """`rollgrad loop rs` and the other loops."""
+    if asks_for_help(arguments):
+        return show_help(f"loop {name}", LOOPS[name].arguments, arguments)
+    configure_logging()
+    stopped_by = run_loop(name, arguments)
+    return SIGNAL_STATUS + stopped_by if stopped_by else 0
+
+
 def openrlhf(arguments: Sequence[str]) -> int:
     """`rollgrad openrlhf`."""
     from rollgrad.entrypoints.openrlhf.command import USAGE, translate_command
@@ -309,6 +319,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "eval": (evaluate, "evaluate a model on held-out prompts"),
     "generate": (generate_replies, "sample replies to a data set's prompts into a file"),
     "score": (score_replies, "judge the replies in a file by a reward"),
+    **{f"loop {name}": (partial(loop, name), its.purpose) for name, its in LOOPS.items()},
     "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
     "chat": (talk, "talk to a model in the terminal, with its tools"),
     "serve agent": (serve_agents, "serve a model with its tools to OpenAI and Anthropic clients"),

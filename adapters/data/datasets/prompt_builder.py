@@ -34,6 +34,13 @@ def _has_content(content: Any) -> bool:
     return bool(content.strip()) if isinstance(content, str) else bool(content)
 
 
+def with_suffix(message: Message, suffix: str) -> Message:
+    """Returns a message whose text goes on with `suffix`."""
+    content = message["content"]
+    longer = content + suffix if isinstance(content, str) else [*content, {"type": "text", "text": suffix}]
+    return {**message, "content": longer}
+
+
 @frozen
 class Draft:
     """A prompt that is not yet tokenised. `written` is a text if there is no chat template."""
@@ -169,7 +176,18 @@ class PromptBuilder:
             )
         if self.data.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.data.system_prompt})
-        return messages
+        return self._with_suffix(messages, datasource)
+
+    def _with_suffix(self, messages: list[Message], datasource: str) -> list[Message]:
+        """Puts data.prompt_suffix behind the text of the last user message."""
+        if self.data.prompt_suffix is None:
+            return messages
+        last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=None)
+        if last is None:
+            raise DataError(
+                f"Column {self._prompt_column} of {datasource!r} holds no user message for --data.prompt_suffix."
+            )
+        return [*messages[:last], with_suffix(messages[last], self.data.prompt_suffix), *messages[last + 1 :]]
 
     def _check_message(self, message: Message, datasource: str) -> None:
         """Refuses messages that a template would write as `None` or as a number, or omit silently."""
@@ -195,6 +213,7 @@ class PromptBuilder:
             )
         self._refuse_empty(value.strip(), value, datasource)
         template = self.data.input_template
+        value += self.data.prompt_suffix or ""
         return value if template is None else template.replace("{}", value)
 
     def _refuse_empty(self, content: Any, value: Any, datasource: str) -> None:

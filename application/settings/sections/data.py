@@ -75,6 +75,11 @@ class DataConfig:
         "Text with {} where the prompt goes, e.g. 'Question: {}\\nAnswer:'; only without the chat template.",
         only_if=WITHOUT_TEMPLATE,
     )
+    prompt_suffix: str | None = setting(
+        None,
+        "Text behind every prompt's own, in its last user message, before the template renders it: what a model that "
+        "was trained by `rollgrad loop csft` is asked for, such as ' <rm_score>: 5.00 '.",
+    )
     max_prompt_tokens: int | None = setting(
         None, "Longest prompt, in tokens; default: 1024, or with max_len all but one token of it.", COUNT
     )
