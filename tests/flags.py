@@ -8,6 +8,7 @@ from rollgrad.entrypoints.cli.chat import ChatArguments
 from rollgrad.entrypoints.cli.data import DataShowArguments
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments
 from rollgrad.entrypoints.cli.loop import LOOPS
+from rollgrad.entrypoints.cli.merge_lora import MergeLoraArguments
 from rollgrad.entrypoints.cli.offline import TRAINERS
 from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, flag_kinds
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
@@ -22,6 +23,7 @@ KINDS: tuple[type[Any], ...] = (
     ChatArguments,
     ServeAgentArguments,
     ServeRewardArguments,
+    MergeLoraArguments,
     *(trainer.arguments for trainer in TRAINERS.values()),
     *(loop.arguments for loop in LOOPS.values()),
     DataShowArguments,

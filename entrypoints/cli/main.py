@@ -28,6 +28,7 @@ from rollgrad.entrypoints.cli.data import DataShowArguments, show_data
 from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments, generate, score
 from rollgrad.entrypoints.cli.help import HELP_FLAGS, asks_for_help, show_help
 from rollgrad.entrypoints.cli.loop import LOOPS, run_loop
+from rollgrad.entrypoints.cli.merge_lora import MergeLoraArguments, merge
 from rollgrad.entrypoints.cli.offline import TRAINERS, parse_offline, rehearse_offline
 from rollgrad.entrypoints.cli.parsing import (
     DoctorArguments,
@@ -280,6 +281,12 @@ def _translate(
     return 0
 
 
+def merge_lora(arguments: Sequence[str]) -> int:
+    """`rollgrad merge-lora`."""
+    merge(parse(MergeLoraArguments(), "merge-lora", arguments))
+    return 0
+
+
 def doctor(arguments: Sequence[str]) -> int:
     """`rollgrad doctor`."""
     parsed = parse(DoctorArguments(), "doctor", arguments)
@@ -324,6 +331,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "chat": (talk, "talk to a model in the terminal, with its tools"),
     "serve agent": (serve_agents, "serve a model with its tools to OpenAI and Anthropic clients"),
     "serve reward": (serve_reward, "serve a reward model over HTTP"),
+    "merge-lora": (merge_lora, "merge LoRA adapters into their model"),
     "doctor": (doctor, "show what this machine offers, and whether the installation works"),
 }
 

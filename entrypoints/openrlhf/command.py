@@ -19,10 +19,11 @@ from rollgrad.entrypoints.openrlhf.algorithm import translate_algorithm
 from rollgrad.entrypoints.openrlhf.cluster import translate_cluster
 from rollgrad.entrypoints.openrlhf.draft import RLDraft
 from rollgrad.entrypoints.openrlhf.examples import TRAINERS, translate_trainer
+from rollgrad.entrypoints.openrlhf.merge import translate_combiner
 from rollgrad.entrypoints.openrlhf.run import translate_run
 from rollgrad.entrypoints.openrlhf.serve import translate_server
 from rollgrad.entrypoints.openrlhf.shared import translate_checkpoints
-from rollgrad.entrypoints.openrlhf.words import SERVER, TRAINER, Command, read_command
+from rollgrad.entrypoints.openrlhf.words import COMBINER, SERVER, TRAINER, Command, read_command
 from rollgrad.entrypoints.translation.draft import TranslatedCommand, TranslatedRun
 from rollgrad.entrypoints.translation.words import options, parse
 
@@ -35,8 +36,9 @@ no counterpart, or not the same one, is listed on stderr.
   train_ppo_ray         rollgrad train rl
   train_sft, train_dpo  rollgrad train sft, rollgrad train dpo
   serve_rm              a command of rollgrad serve reward, which is printed
+  lora_combiner         a command of rollgrad merge-lora, which is printed
 
-  --run   train, or serve, instead of printing
+  --run   train, serve or merge instead of printing
 """
 
 OTHERS = {
@@ -60,6 +62,8 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun | TranslatedCommand:
         return TranslatedRun("train rl", config, notes)
     if command.module == SERVER:
         return translate_server(command.flags)
+    if command.module == COMBINER:
+        return translate_combiner(command.flags)
     _check_module(command, *TRAINERS)
     return translate_trainer(command)
 
@@ -72,7 +76,7 @@ def _check_module(command: Command, *modules: str) -> None:
     """
     if command.module in modules:
         return
-    known = (TRAINER, *TRAINERS, SERVER)
+    known = (TRAINER, *TRAINERS, SERVER, COMBINER)
     why = OTHERS.get(command.module, f"the commands that are translated are {', '.join(known)}")
     raise ConfigurationError(
         f"openrlhf.cli.{command.module} has no counterpart in rollgrad ({why}): run this step with OpenRLHF."

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.names.flags import Flag, Kind, Program
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED, KERNELS
+from rollgrad.entrypoints.openrlhf.shared import set_format
 from rollgrad.entrypoints.translation.draft import Draft, TranslatedCommand
 from rollgrad.entrypoints.translation.words import options, parse
-
-FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 _FLAGS: dict[str, Flag] = {
     "port": Flag(Kind.INTEGER, "port"),
@@ -47,17 +45,11 @@ def translate_server(words: Sequence[str]) -> TranslatedCommand:
     draft = Draft(program=SERVER, options=options(SERVER, parse(words)))
     for name in dict.fromkeys((*draft.options, *_FLAGS)):
         draft.follow(name)
-    dtype = draft.value("ds.param_dtype")
-    if dtype is not None:
-        if dtype not in FORMATS:
-            given = draft.options["ds.param_dtype"]
-            raise ConfigurationError(f"{dtype} is none of {', '.join(FORMATS)}: change {given.flag}.")
-        draft.set("dtype", FORMATS[dtype])
+    set_format(draft)
     draft.changed.append("of a text longer than --max_length the end is scored, in OpenRLHF the beginning")
     host = draft.value("host")
     if host is None:
         draft.changed.append("it listens on 127.0.0.1 without --host, in OpenRLHF on all interfaces")
     elif host != "127.0.0.1":
         draft.change("host", "clients need a token, see --token_file")
-    flags = [word for name, value in draft.settings.items() for word in (f"--{name}", str(value))]
-    return TranslatedCommand(["serve", "reward", *flags], draft.notes)
+    return TranslatedCommand(["serve", "reward", *draft.words()], draft.notes)

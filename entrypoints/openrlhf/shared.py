@@ -1,5 +1,6 @@
 """Translates what OpenRLHF's trainers have in common: optimizers, schedules, adapters, texts and checkpoints."""
 
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.translation.draft import Draft
 
 SCHEDULERS = {
@@ -16,6 +17,24 @@ MUON_DEFAULTS = {"lr": 0.02, "momentum": 0.95}
 
 LORA_ALPHA = 16
 """OpenRLHF's default of LoRA's alpha."""
+
+
+FORMATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def set_format(draft: Draft) -> None:
+    """Sets `dtype` of a command that trains nothing, if the flag was given.
+
+    Raises:
+        ConfigurationError: OpenRLHF has no such format.
+    """
+    dtype = draft.value("ds.param_dtype")
+    if dtype is None:
+        return
+    if dtype not in FORMATS:
+        given = draft.options["ds.param_dtype"]
+        raise ConfigurationError(f"{dtype} is none of {', '.join(FORMATS)}: change {given.flag}.")
+    draft.set("dtype", FORMATS[dtype])
 
 
 def translate_optimizer(draft: Draft, model: str) -> None:

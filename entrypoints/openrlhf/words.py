@@ -11,6 +11,7 @@ from rollgrad.domain.errors import ConfigurationError
 
 TRAINER = "train_ppo_ray"
 SERVER = "serve_rm"
+COMBINER = "lora_combiner"
 
 MODULE = re.compile(r"(?:^|.*/)openrlhf[./]cli[./](\w+?)(?:\.py)?$")
 

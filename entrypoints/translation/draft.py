@@ -85,6 +85,10 @@ class Draft:
             branch = branch.setdefault(section, {})
         branch[key] = value
 
+    def words(self) -> list[str]:
+        """Returns the settings as flags of a command that reads no settings of a run."""
+        return [word for name, value in self.settings.items() for word in (f"--{name}", str(value))]
+
     def lose(self, name: str, reason: str) -> None:
         """Notes that a flag has no effect, if it was given."""
         if name in self.options:

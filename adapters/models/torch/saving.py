@@ -10,13 +10,21 @@ from torch import Tensor
 from rollgrad.domain.errors import CheckpointError
 
 
-def save_pretrained(model: Any, tokenizer: Any, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Writes model and tokenizer to the directory `path`; `weights` replace the model's own, which may be divided.
+def save_pretrained(
+    model: Any,
+    tokenizer: Any,
+    path: Path,
+    weights: Mapping[str, Tensor] | None = None,
+    *,
+    flag: str = "--ckpt.output_dir",
+) -> None:
+    """Writes model and tokenizer to the directory `path`, which `flag` sets; `weights` replace the model's own, which
+    may be divided.
 
     Raises:
         CheckpointError: `path` cannot be written.
     """
-    with writing(path):
+    with writing(path, flag=flag):
         path.mkdir(parents=True, exist_ok=True)
         with _without_unwrapping():
             model.save_pretrained(path, state_dict=weights)
@@ -24,8 +32,8 @@ def save_pretrained(model: Any, tokenizer: Any, path: Path, weights: Mapping[str
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns errors of writing `path` inside the block into one sentence.
+def writing(path: Path, *, flag: str = "--ckpt.output_dir") -> Iterator[None]:
+    """Turns errors of writing `path`, which `flag` sets, inside the block into one sentence.
 
     Raises:
         CheckpointError: it cannot.
@@ -39,7 +47,7 @@ def writing(path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk by an error of its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"The model cannot be written to {path} ({reason}): make room there, or choose another --ckpt.output_dir."
+            f"The model cannot be written to {path} ({reason}): make room there, or choose another {flag}."
         ) from error
 
 

@@ -1,5 +1,6 @@
 """OpenRLHF's trainers over examples: their command lines as settings of `rollgrad train sft`, `train dpo`, ..."""
 
+import shlex
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -8,9 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from rollgrad.application.settings.sections.actor import DType
 from rollgrad.entrypoints import offline
 from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.cli.merge_lora import MergeLoraArguments
 from rollgrad.entrypoints.cli.offline import TRAINERS
+from rollgrad.entrypoints.cli.parsing import parse
 from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.openrlhf import examples
 from rollgrad.entrypoints.openrlhf.command import translate_command
@@ -227,6 +231,24 @@ def test_without_a_number_there_is_one_process_and_a_note() -> None:
         "for N",
     ]
     assert settings("train_sft", "--ring_attn_size", "2")["actor.num_gpus_per_node"] == 2
+
+
+# Merging adapters.
+
+
+@pytest.mark.parametrize("dtype", [("--bf16",), ("--param_dtype", "bf16"), ("--ds.param_dtype", "bf16")])
+def test_merging_adapters(dtype: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model_path", "base", "--lora_path", "my adapters", "--output_path", "out", "--is_rm", *dtype]
+    assert main(["openrlhf", "python", "-m", "openrlhf.cli.lora_combiner", *flags]) == 0
+    output = capsys.readouterr()
+    words = shlex.split(output.out)
+    assert words[:2] == ["rollgrad", "merge-lora"]
+    found = parse(MergeLoraArguments(), "merge-lora", words[2:])
+    assert found == MergeLoraArguments(
+        model="base", adapter="my adapters", output=Path("out"), reward_model=True, dtype=DType.BFLOAT16
+    )
+    assert main(["openrlhf", "openrlhf.cli.lora_combiner", "--run", "--lora_path", "./nowhere"]) == 2
+    assert "error: --output is not set" in capsys.readouterr().err
 
 
 # The command.
