@@ -97,10 +97,12 @@ def scoring_file_problems(config: RLConfig) -> list[RollgradError]:
 
 def example_file_problems(run: Any) -> list[RollgradError]:
     """Returns what is wrong with the paths of a run over examples that it reads after its model: those of its reference
-    and of its held-out examples."""
+    or teacher, and of its held-out examples."""
     problems: dict[str, RollgradError] = {}
-    if hasattr(run, "ref"):
-        _note(problems, "ref.model_name_or_path", _check_model, "ref.model_name_or_path", run.ref.model_name_or_path)
+    for name in ("ref", "teacher"):
+        if hasattr(run, name):
+            key = f"{name}.model_name_or_path"
+            _note(problems, key, _check_model, key, getattr(run, name).model_name_or_path)
     for name in dataset_names(run.eval.dataset or ""):
         _note(problems, "eval.dataset", _check_dataset, "eval.dataset", name)
     return list(problems.values())

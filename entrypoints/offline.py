@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.application.settings.dpo import DPORun, dpo_errors
+from rollgrad.application.settings.kd import KDRun, kd_errors
 from rollgrad.application.settings.kto import KTORun, kto_errors
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rm import RMRun, rm_errors
@@ -16,6 +17,7 @@ from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import CheckpointError, raise_together
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.dpo import dpo_container
+from rollgrad.entrypoints.composition.kd import kd_container
 from rollgrad.entrypoints.composition.kto import kto_container
 from rollgrad.entrypoints.composition.lifetimes import give
 from rollgrad.entrypoints.composition.rm import rm_container
@@ -97,6 +99,23 @@ def train_rm(config: RMRun, **adapters: Any) -> TrainResult:
     """
     raise_together(rm_errors(config))
     return _train("train_rm", config, rm_container, adapters)
+
+
+def train_kd(config: KDRun, **adapters: Any) -> TrainResult:
+    """Trains a model to predict as its teacher does, on examples, as `config` says.
+
+    Args:
+        config: the run; see `rollgrad train kd --help` for every setting.
+        adapters: as for `train_sft`.
+
+    Returns:
+        What was made, as `train_sft` does.
+
+    Raises:
+        RollgradError: as `train_sft`; or the teacher has another vocabulary.
+    """
+    raise_together(kd_errors(config))
+    return _train("train_kd", config, kd_container, adapters)
 
 
 def _train(

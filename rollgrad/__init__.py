@@ -13,6 +13,7 @@ from rollgrad.moved import install
 if TYPE_CHECKING:
     from rollgrad.adapters.tools.function import tool as tool
     from rollgrad.application.settings.dpo import DPORun as DPORun
+    from rollgrad.application.settings.kd import KDRun as KDRun
     from rollgrad.application.settings.kto import KTORun as KTORun
     from rollgrad.application.settings.loop import CSFTRun as CSFTRun
     from rollgrad.application.settings.loop import IterDPORun as IterDPORun
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rollgrad.entrypoints.loop import LoopResult as LoopResult
     from rollgrad.entrypoints.loop import loop as loop
     from rollgrad.entrypoints.offline import train_dpo as train_dpo
+    from rollgrad.entrypoints.offline import train_kd as train_kd
     from rollgrad.entrypoints.offline import train_kto as train_kto
     from rollgrad.entrypoints.offline import train_rm as train_rm
     from rollgrad.entrypoints.offline import train_sft as train_sft
@@ -56,6 +58,8 @@ _PUBLIC = {
     "train_sft": "rollgrad.entrypoints.offline",
     "DPORun": "rollgrad.application.settings.dpo",
     "train_dpo": "rollgrad.entrypoints.offline",
+    "KDRun": "rollgrad.application.settings.kd",
+    "train_kd": "rollgrad.entrypoints.offline",
     "KTORun": "rollgrad.application.settings.kto",
     "train_kto": "rollgrad.entrypoints.offline",
     "RMRun": "rollgrad.application.settings.rm",
@@ -70,6 +74,7 @@ __all__ = [
     "CSFTRun",
     "DPORun",
     "IterDPORun",
+    "KDRun",
     "KTORun",
     "LoopResult",
     "RLConfig",
@@ -90,6 +95,7 @@ __all__ = [
     "tool",
     "train",
     "train_dpo",
+    "train_kd",
     "train_kto",
     "train_rm",
     "train_sft",

@@ -16,13 +16,15 @@ class TokenScores:
 
     Both are of softmax(logits / temperature), with the sampling temperature of the rollout. `correct_N` float32 is 1
     where the token is the most likely one, else 0, and `mean_logprobs_N` float32 the mean of log-probs over the
-    vocabulary; None unless the model was made to find them.
+    vocabulary; None unless the model was made to find them. `divergence_N` float32 is the divergence from a teacher of
+    the distribution that predicts the token; None without one.
     """
 
     logprobs_N: Tensor
     entropy_N: Tensor
     correct_N: Tensor | None = None
     mean_logprobs_N: Tensor | None = None
+    divergence_N: Tensor | None = None
 
 
 @frozen(kw_only=True, eq=False)

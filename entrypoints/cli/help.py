@@ -107,6 +107,17 @@ RM_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "The loss": ("rm.margin", "rm.centring"),
 }
 
+KD_EXAMPLE = """  rollgrad train kd --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
+      --teacher.model_name_or_path HuggingFaceTB/SmolLM2-360M-Instruct \\
+      --data.dataset conversations.jsonl --ckpt.output_dir runs/kd"""
+
+KD_ESSENTIALS: Mapping[str, Sequence[str]] = {
+    "The models": ("actor.model_name_or_path", "teacher.model_name_or_path"),
+    "The examples": EXAMPLES["The examples"],
+    "The loss": ("kd.weight", "kd.beta", "kd.temperature", "kd.top_k"),
+    **{topic: DPO_ESSENTIALS[topic] for topic in ("The optimizer", "Training", "Evaluation", "Output")},
+}
+
 DATA_EXAMPLE = """  rollgrad data show --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
       --data.dataset conversations.jsonl --n 5"""
 
@@ -168,12 +179,13 @@ ESSENTIALS = {
     "train dpo": (DPO_EXAMPLE, DPO_ESSENTIALS),
     "train kto": (KTO_EXAMPLE, KTO_ESSENTIALS),
     "train rm": (RM_EXAMPLE, RM_ESSENTIALS),
+    "train kd": (KD_EXAMPLE, KD_ESSENTIALS),
     "data show": (DATA_EXAMPLE, EXAMPLES),
 }
 """The example and the essential settings of each command that reads the settings of a run."""
 
 
-OF_EXAMPLES = ("train sft", "train dpo", "train kto", "train rm", "data show")
+OF_EXAMPLES = ("train sft", "train dpo", "train kto", "train kd", "train rm", "data show")
 NOT_OF_EXAMPLES = frozenset({"actor.lora.sync", "logger.log_samples", "logger.trajectories_max_gib"})
 """Settings of runs that sample, which commands over examples refuse and do not show."""
 

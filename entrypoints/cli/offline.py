@@ -7,6 +7,7 @@ from typing import Any
 from attrs import define, frozen
 
 from rollgrad.application.settings.dpo import DPORun, dpo_errors
+from rollgrad.application.settings.kd import KDRun, kd_errors
 from rollgrad.application.settings.kto import KTORun, kto_errors
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rm import RMRun, rm_errors
@@ -52,6 +53,12 @@ class RMArguments(ExampleFlags, RMRun):
     train rl, rollgrad serve reward and other programs load. Every setting below is also a key of the YAML file."""
 
 
+@define(kw_only=True)
+class KDArguments(ExampleFlags, KDRun):
+    """Trains a model to predict as a larger one, its teacher, does. Every setting below is also a key of the YAML
+    file."""
+
+
 @frozen
 class Trainer:
     """A trainer over examples: `rollgrad train NAME`, and `entrypoints.offline.train_NAME`."""
@@ -68,6 +75,7 @@ TRAINERS: Mapping[str, Trainer] = {
     "dpo": Trainer("train a model on preference pairs", DPOArguments, DPORun, dpo_errors),
     "kto": Trainer("train a model on replies labelled good or bad", KTOArguments, KTORun, kto_errors),
     "rm": Trainer("train a reward model on preference pairs", RMArguments, RMRun, rm_errors),
+    "kd": Trainer("train a model to predict as its teacher does", KDArguments, KDRun, kd_errors),
 }
 """By name."""
 

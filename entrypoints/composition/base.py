@@ -52,6 +52,8 @@ class BaseContainer(containers.DeclarativeContainer):
     """Temperature of the distribution whose log-probs the models compute."""
     correct: providers.Provider[bool] = providers.Object(False)
     """Whether the policy's scores say which tokens are the most likely ones."""
+    teacher: providers.Provider[Any] = providers.Object(None)
+    """The model that the policy's scores give the divergence from."""
     extension: providers.Provider[None] = providers.Object(None)
     """Loads a user's extension file, before anything else is made in a process."""
 
@@ -81,6 +83,7 @@ class BaseContainer(containers.DeclarativeContainer):
         optimize,
         temperature=temperature,
         correct=correct,
+        teacher=teacher,
     )
     local_critic = providers.Singleton(
         make_critic,

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from rollgrad.adapters.models.torch.distillation import Teacher
 from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm, load_critic, resolve_dtype
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchValue
 from rollgrad.adapters.models.torch.muon import MuonSettings
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.trained_reward import TorchReward
-from rollgrad.application.settings.sections.actor import ActorConfig
+from rollgrad.application.settings.sections.actor import ActorConfig, ModelConfig
 from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.application.settings.sections.examples import ExampleModelConfig
 from rollgrad.application.settings.sections.optimizer import Optim
@@ -50,7 +51,7 @@ def averaging(train: TrainConfig) -> float | None:
 
 
 def make_actor_model(
-    actor: ActorConfig, name: str | None = None, flag: str = ACTOR_FLAG, *, load_in_4bit: bool = False
+    actor: ModelConfig, name: str | None = None, flag: str = ACTOR_FLAG, *, load_in_4bit: bool = False
 ) -> Any:
     """Loads a causal language model in the actor's format, or frozen and quantised; `name` None is the actor's own."""
     device = default_device()
@@ -81,9 +82,10 @@ def make_policy(
     *,
     temperature: float,
     correct: bool,
+    teacher: Teacher | None,
 ) -> TorchPolicy:
     """Returns `model` under an optimizer; its log-probs are those of sampling at `temperature`. With `correct` its
-    scores say which tokens are the most likely ones."""
+    scores say which tokens are the most likely ones, with a `teacher` how far it is from that."""
     return TorchPolicy(
         model,
         tokenizer,
@@ -92,6 +94,7 @@ def make_policy(
         gradient_checkpointing=actor.gradient_checkpointing,
         aux_loss_coef=actor.aux_loss_coef,
         correct=correct,
+        teacher=teacher,
         optimize=optimize,
     )
 

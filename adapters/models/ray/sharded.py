@@ -205,11 +205,13 @@ class _Parts:
         scores = self._each("score", [[part] for part in divided.parts])
         correct = [s.correct_N for s in scores if s.correct_N is not None]
         means = [s.mean_logprobs_N for s in scores if s.mean_logprobs_N is not None]
+        divergences = [s.divergence_N for s in scores if s.divergence_N is not None]
         return TokenScores(
             logprobs_N=divided.merged([s.logprobs_N for s in scores]),
             entropy_N=divided.merged([s.entropy_N for s in scores]),
             correct_N=divided.merged(correct) if len(correct) == len(scores) else None,
             mean_logprobs_N=divided.merged(means) if len(means) == len(scores) else None,
+            divergence_N=divided.merged(divergences) if len(divergences) == len(scores) else None,
         )
 
     def values(self, batch: PackedBatch) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rollgrad.adapters.models.torch.attention import ForestAttention, backbone
 from rollgrad.adapters.models.torch.chunked_logprobs import PLAIN_LOGITS, WHOLE_VOCABULARY, LogitForm, token_logprobs
 from rollgrad.adapters.models.torch.compatibility import check_positions, logit_form
+from rollgrad.adapters.models.torch.distillation import DistillationSettings, Targets, Teacher, distilled_logprobs
 from rollgrad.adapters.models.torch.expert_balance import chosen_experts, routed, token_counts
 from rollgrad.adapters.models.torch.layout import build_layout
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, sequence_group
@@ -84,22 +85,33 @@ class PackedLM(nn.Module):
     """A causal language model over packed batches. `forward(batch)` returns (logprobs_A, entropy_A) of the action
     tokens under softmax(logits / temperature), float32; `forward(batch, True)` also (tokens_E, probabilities_E) of its
     routers, as `expert_balance.routed` computes them. With `correct` there are two more columns of action tokens:
-    1 where the token is the most likely one, else 0, and the mean log-prob over the vocabulary.
+    1 where the token is the most likely one, else 0, and the mean log-prob over the vocabulary. With a `teacher` the
+    columns are those of `distilled_logprobs`.
 
     `model` is a causal language model with packed attention installed (`loading.py`).
     """
 
-    def __init__(self, model: Any, *, temperature: float = 1.0, correct: bool = False) -> None:
+    def __init__(
+        self, model: Any, *, temperature: float = 1.0, correct: bool = False, teacher: Teacher | None = None
+    ) -> None:
         super().__init__()
         self.model = model
+        self._teacher = teacher
         self._group = sequence_group(model)
         self.scorer = Scorer(model.get_output_embeddings(), temperature, logit_form(model), correct=correct)
 
     def forward(self, batch: PackedBatch, routing: bool = False) -> tuple[Tensor, ...]:
         """Returns the log-probs and entropies of the action tokens, with `routing` also the routers' counts."""
         rows = action_hidden(self.model, batch, self._group, routing=routing)
-        columns_B = self.scorer(rows.hidden_BH, rows.targets_B)
+        taught = () if self._teacher is None else (self._targets(batch, self._teacher), self._teacher.settings)
+        columns_B = self.scorer(rows.hidden_BH, rows.targets_B, *taught)
         return *self._group.gathered(rows.actions_B, rows.count, *columns_B), *rows.routing
+
+    def _targets(self, batch: PackedBatch, teacher: Teacher) -> Targets:
+        """Returns what the teacher says at the batch's action tokens."""
+        with torch.no_grad():
+            hidden_AH = action_hidden(teacher.model, batch, self._group).hidden_BH
+            return teacher.targets(hidden_AH, self.model.config.get_text_config().vocab_size)
 
 
 class Scorer(nn.Module):
@@ -120,9 +132,18 @@ class Scorer(nn.Module):
         """Output embedding of the model."""
         return self._head[0]
 
-    def forward(self, hidden_AH: Tensor, targets_A: Tensor) -> tuple[Tensor, ...]:
-        """Returns (logprobs_A, entropy_A), and (correct_A, mean_A) if they were asked for."""
+    def forward(
+        self,
+        hidden_AH: Tensor,
+        targets_A: Tensor,
+        teacher: Targets | None = None,
+        settings: DistillationSettings | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Returns (logprobs_A, entropy_A), and (correct_A, mean_A) if they were asked for; with a `teacher` the columns
+        of `distilled_logprobs`."""
         head = self.head
+        if teacher is not None and settings is not None:
+            return distilled_logprobs(hidden_AH, head.weight, head.bias, targets_A, teacher, settings, self._form)
         return token_logprobs(
             hidden_AH,
             head.weight,

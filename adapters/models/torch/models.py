@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollgrad.adapters.models.torch.distillation import Teacher
 from rollgrad.adapters.models.torch.expert_balance import balance_weights, check_routers
 from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue, scatter
 from rollgrad.adapters.models.torch.lora import (
@@ -160,6 +161,7 @@ class TorchPolicy(PolicyModel):
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`expert_balance.py`), which takes
             another forward pass.
         correct: whether scores say which tokens are the most likely ones, and the mean log-prob over the vocabulary.
+        teacher: gives scores the divergence from it, in place of that mean; None gives none.
         optimize: puts the model under an optimizer.
 
     Raises:
@@ -176,6 +178,7 @@ class TorchPolicy(PolicyModel):
         gradient_checkpointing: bool = False,
         aux_loss_coef: float = 0.0,
         correct: bool = False,
+        teacher: Teacher | None = None,
         optimize: Optimize = MasterOptimizer,
     ) -> None:
         if aux_loss_coef:
@@ -187,12 +190,20 @@ class TorchPolicy(PolicyModel):
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._averages = settings.ema_beta is not None
-        self._trained = optimize(PackedLM(model, temperature=temperature, correct=correct), settings)
+        packed = PackedLM(model, temperature=temperature, correct=correct, teacher=teacher)
+        self._trained = optimize(packed, settings)
+        self._taught = teacher is not None
         self.steps = 0
         """Optimizer steps begun."""
 
     def _scores(self, batch: PackedBatch) -> TokenScores:
-        return _token_scores(self._trained(batch), batch)
+        return self._token_scores(self._trained(batch), batch)
+
+    def _token_scores(self, scored: Sequence[Tensor], batch: PackedBatch) -> TokenScores:
+        if not self._taught:
+            return _token_scores(scored, batch)
+        logprobs_N, entropy_N, correct_N, divergence_N = (scatter(column_A, batch) for column_A in scored)
+        return TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, correct_N=correct_N, divergence_N=divergence_N)
 
     @torch.no_grad()
     def score(self, batch: PackedBatch) -> TokenScores:
@@ -224,7 +235,7 @@ class TorchPolicy(PolicyModel):
     def _balanced(self, batch: Batch, *, objective: PolicyObjective[Batch], weights_E: Tensor) -> LossOutput:
         """Returns the objective plus the batch's share of the load-balancing loss."""
         *scored, _, probabilities_E = self._trained(batch, True)
-        output = objective(_token_scores(scored, batch), batch)
+        output = objective(self._token_scores(scored, batch), batch)
         share = (weights_E * probabilities_E).sum().to(output.loss.device)
         loss = output.loss + self._aux_loss_coef * share
         return LossOutput(loss=loss, metrics={**output.metrics, "aux_loss": Total(share)})

@@ -17,13 +17,14 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig, LoraConfig, ModelConfig
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.examples import (
+    ExampleDataConfig,
     ExampleEvalConfig,
     ExampleFormat,
     ExampleTrainConfig,
 )
 from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.train import TrainConfig
-from rollgrad.application.settings.sft import SFTRun
+from rollgrad.application.settings.sft import SFTRun, SupervisedTrainConfig
 from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.errors import ConfigurationError
 
@@ -33,7 +34,8 @@ def sft_errors(run: SFTRun) -> list[ConfigurationError]:
 
     def rules(run: SFTRun) -> Iterator[Iterator[str]]:
         yield example_problems(run)
-        yield format_problems(run)
+        yield step_problems(run.train)
+        yield format_problems(run.data)
         yield shared_problems(run)
 
     return broken_rules(run, rules)
@@ -84,14 +86,17 @@ def example_problems(run: OfflineRun) -> Iterator[str]:
         )
 
 
-def format_problems(run: SFTRun) -> Iterator[str]:
-    """Yields what is wrong with how rows are read and become steps."""
-    data, train = run.data, run.train
+def step_problems(train: SupervisedTrainConfig) -> Iterator[str]:
+    """Yields what is wrong with the size of a step."""
     if train.batch_tokens is not None and train.batch_size != ExampleTrainConfig().batch_size:
         yield (
             f"train.batch_tokens is {train.batch_tokens} and train.batch_size is {train.batch_size}, but a step has "
             "one size: leave out --train.batch_tokens or --train.batch_size."
         )
+
+
+def format_problems(data: ExampleDataConfig) -> Iterator[str]:
+    """Yields what is wrong with how rows are read."""
     if data.output_key is not None and data.input_key is None:
         yield (
             f"data.output_key is {data.output_key!r}, but no column with its prompt is named: set --data.input_key, or "

@@ -1,4 +1,4 @@
-"""Divergences between the next-token distributions of a teacher and a student.
+"""Divergences between the next-token distributions of a teacher and a student, and the objective that sums them.
 
 All arguments are log-probs over B outcomes at each of A places: the vocabulary, or some tokens and, as one more
 outcome, all the others (`with_rest`), which is a divergence of a coarser distribution: it is at least 0, at most that
@@ -7,7 +7,13 @@ of the whole vocabulary, and 0 for equal models."""
 import math
 
 import torch
+from attrs import frozen
 from torch import Tensor
+
+from rollgrad.domain.algorithms.losses.aggregation import weighted_sum
+from rollgrad.domain.algorithms.losses.supervised import SupervisedObjective
+from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.ports.models import LossOutput, TokenScores
 
 MIN_REST = 1e-7
 """Probability of the other tokens below which it is held: rounding may leave less than nothing."""
@@ -47,3 +53,27 @@ def distillation_loss(
 
 def _kl(p_AB: Tensor, q_AB: Tensor) -> Tensor:
     return (p_AB.exp() * (p_AB - q_AB)).sum(1)
+
+
+@frozen(kw_only=True)
+class DistillationObjective:
+    """Weighted sum of (1 - weight) x nll + weight x temperature^2 x divergence of each token, as `distillation_loss`;
+    a `PolicyObjective` for scores with the divergence from a teacher."""
+
+    weight: float = 0.5
+    temperature: float = 1.0
+
+    def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
+        """Returns the micro-batch's share, and the metrics of `SupervisedObjective` and `divergence` (nats a token).
+
+        Raises:
+            ValueError: the batch has no `loss_weights_N`, or the scores no divergence.
+        """
+        if scores.divergence_N is None:
+            raise ValueError("The scores have no divergence: the model was made without a teacher.")
+        supervised = SupervisedObjective()(scores, batch)
+        mask_N = batch.action_mask_N
+        divergence_N = torch.where(mask_N, scores.divergence_N, 0.0)
+        mean = weighted_sum(divergence_N, batch.filled("loss_weights_N"), mask_N)
+        loss = (1 - self.weight) * supervised.loss + self.weight * self.temperature**2 * mean
+        return LossOutput(loss=loss, metrics={"divergence": mean.detach(), **supervised.metrics})

@@ -1,0 +1,178 @@
+"""Divergence of a model's next-token distributions from a teacher's, a chunk of rows at a time: never a full [N, V]
+matrix of either.
+
+A teacher is a frozen model in the same process (`Teacher`), or the columns of a batch that it filled in before
+(`kept_targets`). The backward pass recomputes each chunk's logits.
+Does not own: the formula of the divergence (`domain/algorithms/losses/distillation`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from rollgrad.adapters.models.torch import chunked_logprobs
+from rollgrad.adapters.models.torch.chunked_logprobs import NO_CHANCE, LogitForm
+from rollgrad.adapters.models.torch.compatibility import logit_form
+from rollgrad.domain.algorithms.losses.distillation import divergence, with_rest
+
+TEMPORARIES = 8
+"""Matrices as large as a chunk of logits that a chunk of the divergence and its gradient takes."""
+
+
+@frozen(kw_only=True)
+class DistillationSettings:
+    """Settings of the divergence from a teacher.
+
+    Attributes:
+        beta: see `divergence`.
+        temperature: of both distributions.
+        top_k: the teacher's most likely tokens that are compared, with all others as one more outcome; None compares
+            the whole vocabulary.
+    """
+
+    beta: float = 0.0
+    temperature: float = 1.0
+    top_k: int | None = None
+
+
+@frozen(kw_only=True, eq=False)
+class Target:
+    """A teacher's log-probs at some places: `logprobs_AB` float32 of all tokens of the vocabulary or, with `ids_AK`, of
+    those K and, in the last place, of all others."""
+
+    logprobs_AB: Tensor
+    ids_AK: Tensor | None = None
+
+
+Targets = Callable[[slice], Target]
+"""Gives the teacher's log-probs at a run of the places of a batch."""
+
+
+class Teacher:
+    """A frozen causal language model with packed attention installed, in the process of the model that learns from it.
+    It is no module, so that no optimizer takes its weights for the student's."""
+
+    def __init__(self, model: Any, settings: DistillationSettings) -> None:
+        self.model = model.requires_grad_(False).eval()
+        self.settings = settings
+        self._form = logit_form(model)
+
+    def targets(self, hidden_AH: Tensor, size: int) -> Targets:
+        """Returns the targets at places where the teacher's own hidden states are these, among the first `size` tokens:
+        models of one tokenizer pad their vocabularies to different sizes."""
+        head = self.model.get_output_embeddings()
+
+        @torch.no_grad()
+        def of(part: slice) -> Target:
+            logits = self._form.logits(hidden_AH[part], head.weight, head.bias)[:, :size]
+            return teacher_target(logits, self.settings)
+
+        return of
+
+
+def teacher_target(logits_AV: Tensor, settings: DistillationSettings) -> Target:
+    """Returns what a student is compared with where a teacher has these logits."""
+    logprobs_AV = _log_softmax(logits_AV, settings.temperature)
+    if settings.top_k is None:
+        return Target(logprobs_AB=logprobs_AV)
+    top = logprobs_AV.topk(min(settings.top_k, logprobs_AV.shape[1]), dim=1)
+    return Target(logprobs_AB=with_rest(top.values), ids_AK=top.indices)
+
+
+def distilled_logprobs(
+    hidden_AH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_A: Tensor,
+    teacher: Targets,
+    settings: DistillationSettings,
+    form: LogitForm,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns (logprobs_A, entropy_A, correct_A, divergence_A), float32: the first three as `token_logprobs` does at
+    the temperature 1, and the divergence from the teacher in nats. All but correct_A are differentiable in hidden,
+    weight and bias.
+
+    Args:
+        hidden_AH: hidden states, in the compute dtype.
+        weight_VH: output embedding, in the same dtype.
+        bias_V: output bias or None.
+        targets_A: int64 token ids.
+        teacher: gives the teacher's log-probs, of no more tokens than the student has; those are compared.
+        settings: of the divergence.
+        form: formula of the student's logits.
+    """
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _ChunkedDivergence.apply(  # type: ignore[no-untyped-call]
+        hidden_AH, weight_VH, bias_V, targets_A, teacher, settings, form
+    )
+    return result
+
+
+class _ChunkedDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        teacher: Targets,
+        settings: DistillationSettings,
+        form: LogitForm,
+    ) -> tuple[Tensor, ...]:
+        rows = max(1, chunked_logprobs.CHUNK_BYTES // (4 * TEMPORARIES * weight.shape[0]))
+        columns = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            logits = form.logits(hidden[part], weight, bias)
+            correct = (logits.gather(1, targets[part, None])[:, 0] >= logits.amax(1)).float()
+            logprobs, entropy, divergences = _columns(logits, targets[part], teacher(part), settings)
+            columns[:, part] = torch.stack([logprobs, entropy, correct, divergences])
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.rows, ctx.teacher, ctx.settings, ctx.form = rows, teacher, settings, form
+        found = columns.unbind(0)
+        ctx.mark_non_differentiable(found[2])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        pulls = (grads[0], grads[1], grads[3])
+        for start in range(0, len(hidden), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            logits = ctx.form.logits(hidden[part], weight, bias).detach().requires_grad_()
+            with torch.enable_grad():
+                columns = _columns(logits, targets[part], ctx.teacher(part), ctx.settings)
+            (grad,) = torch.autograd.grad(columns, logits, [pull[part] for pull in pulls])
+            grad = grad.mul_(ctx.form.slope(logits.detach())).to(weight.dtype)
+            torch.mm(grad, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight += grad.t() @ hidden[part]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        cast_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, cast_weight, None if grad_bias is None else grad_bias.to(bias.dtype), *[None] * 4
+
+
+def _columns(logits: Tensor, targets: Tensor, target: Target, settings: DistillationSettings) -> tuple[Tensor, ...]:
+    """Returns (logprobs_A, entropy_A, divergence_A) of a chunk."""
+    own = _log_softmax(logits, 1.0)
+    logprobs = own.gather(1, targets[:, None])[:, 0]
+    entropy = -(own.exp() * own).sum(1)
+    teacher = target.logprobs_AB
+    if target.ids_AK is not None:
+        scaled = own if settings.temperature == 1.0 else _log_softmax(logits, settings.temperature)
+        return logprobs, entropy, divergence(teacher, with_rest(scaled.gather(1, target.ids_AK)), beta=settings.beta)
+    if settings.temperature != 1.0 or teacher.shape[1] < logits.shape[1]:
+        own = _log_softmax(logits[:, : teacher.shape[1]], settings.temperature)
+    return logprobs, entropy, divergence(teacher, own, beta=settings.beta)
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Log-softmax, with masked tokens held above -inf, which would give NaN times their probability of 0."""
+    return (logits if temperature == 1.0 else logits / temperature).log_softmax(1).clamp(min=NO_CHANCE)

@@ -1,0 +1,108 @@
+"""The composition root of `rollgrad train kd`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+from dependency_injector import providers
+
+from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
+from rollgrad.adapters.models.torch.loading import default_device, load_tokenizer, resolve_dtype
+from rollgrad.application.learning.examples import together
+from rollgrad.application.settings.kd import DistillationConfig, KDRun
+from rollgrad.domain.algorithms.losses.distillation import DistillationObjective
+from rollgrad.domain.batches.examples import pack_demonstrations
+from rollgrad.domain.episodes.examples import Demonstration
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.ports.example_source import ExampleSource
+from rollgrad.domain.ports.models import PolicyModel
+from rollgrad.entrypoints.composition.examples import make_total_steps
+from rollgrad.entrypoints.composition.models import make_actor_model
+from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles
+from rollgrad.entrypoints.composition.reference import START_TOLERANCE
+from rollgrad.entrypoints.run_directory import continues
+
+log = structlog.get_logger(__name__)
+
+TEACHER_FLAG = "--teacher.model_name_or_path"
+CHECKED = 4
+"""Examples by which a model is compared with itself."""
+
+
+def check_vocabulary(teacher: Any, student: Any, name: str) -> None:
+    """Checks that a token means the same to both tokenizers.
+
+    Raises:
+        ConfigurationError: their vocabularies differ.
+    """
+    its, own = teacher.get_vocab(), student.get_vocab()
+    if its == own:
+        return
+    differing = sorted(token for token in its.keys() | own.keys() if its.get(token) != own.get(token))
+    example = differing[0]
+    raise ConfigurationError(
+        f"The teacher {name!r} has another vocabulary than the actor: {len(differing)} tokens differ, such as "
+        f"{example!r} (token {its.get(example, 'none')} of the teacher, {own.get(example, 'none')} of the actor), so "
+        f"that their predictions cannot be compared: set {TEACHER_FLAG} to a model with the actor's tokenizer."
+    )
+
+
+def distillation_settings(kd: DistillationConfig) -> DistillationSettings:
+    """Returns what the divergence is computed with."""
+    return DistillationSettings(beta=kd.beta, temperature=kd.temperature, top_k=kd.top_k)
+
+
+def make_teacher(run: KDRun, tokenizer: Any) -> Teacher:
+    """Loads the teacher, in the actor's format.
+
+    Raises:
+        ConfigurationError: it has another vocabulary.
+    """
+    name = run.teacher.model_name_or_path
+    check_vocabulary(load_tokenizer(name, flag=TEACHER_FLAG), tokenizer, name)
+    if run.kd.beta > 0 and run.kd.top_k is not None:
+        log.warning(
+            f"kd.beta {run.kd.beta:g} weighs what the student thinks likely, of which --kd.top_k {run.kd.top_k} shows "
+            "only the teacher's most likely tokens: the gradient is biased."
+        )
+    return Teacher(make_actor_model(run.actor, name, TEACHER_FLAG), distillation_settings(run.kd))
+
+
+def make_learned(
+    run: KDRun, examples: ExampleSource[Demonstration], policy: Callable[[], PolicyModel]
+) -> ExampleSource[Demonstration]:
+    """Returns the examples. A model that is its own teacher is compared with it first.
+
+    Raises:
+        ConfigurationError: it does not predict what it predicts as a teacher.
+    """
+    itself = run.teacher.model_name_or_path == run.actor.model_name_or_path and not run.actor.lora.load_in_4bit
+    if not itself or continues(run.ckpt):
+        return examples
+    batch = pack_demonstrations([examples[index] for index in range(min(CHECKED, len(examples)))])
+    found = together([DistillationObjective()(policy().score(batch), batch).metrics])["divergence"]
+    tolerance = START_TOLERANCE[resolve_dtype(run.actor.dtype, default_device())]
+    if not abs(found) <= tolerance:
+        raise ConfigurationError(
+            f"The model is its own teacher, but they differ by {found:.3g} nats a token (rounding makes up to "
+            f"{tolerance:g}). Usual causes: another number format or kernel (--actor.dtype), or dropout is on."
+        )
+    return examples
+
+
+def kd_container(config: KDRun) -> OfflineContainer:
+    """Returns the container of a run with these settings."""
+    container = OfflineContainer(config=config, make=providers.Object(kd_container))
+    container.override_providers(
+        pack=providers.Object(pack_demonstrations),
+        objective=providers.Singleton(
+            DistillationObjective, weight=config.kd.weight, temperature=config.kd.temperature
+        ),
+        teacher=providers.Singleton(make_teacher, config, container.tokenizer),
+        learned=providers.Singleton(make_learned, config, container.examples, container.policy.provider),
+        held_out=container.eval_examples,
+        total_steps=providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt),
+        actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
+        roles=providers.Callable(make_roles, config),
+    )
+    return container

@@ -1,0 +1,163 @@
+"""`rollgrad train kd` as a user runs it, with a real (tiny) model and teacher."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import rollgrad
+from rollgrad.adapters.models.torch.distillation import Teacher
+from rollgrad.application.settings.kd import (
+    DistillationConfig,
+    KDRun,
+    StudentAdamConfig,
+    StudentModelConfig,
+    TeacherConfig,
+)
+from rollgrad.application.settings.sections.actor import DType, LoraConfig
+from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
+from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleEvalConfig, ExampleTrainConfig
+from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from rollgrad.entrypoints.cli.main import main
+from tests.e2e.test_dpo import Stopping, logged, weights
+
+ROWS, BATCH, STEPS = 12, 4, 6
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared data stay out of the user's home."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def teacher(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """The tiny model with other weights."""
+    path = tmp_path / "teacher"
+    shutil.copytree(tiny_model_dir, path)
+    generator = torch.Generator().manual_seed(0)
+    moved = {
+        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    save_file(moved, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    path = tmp_path / "examples.jsonl"
+    rows = [{"prompt": f"What is {a} plus {a}?", "completion": f"The answer is {2 * a}."} for a in range(ROWS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def settings(model: Path, teacher: Path, data: Path, output: Path, **kd: Any) -> KDRun:
+    return KDRun(
+        actor=StudentModelConfig(model_name_or_path=str(model), dtype=DType.FLOAT32, adam=StudentAdamConfig(lr=5e-3)),
+        teacher=TeacherConfig(model_name_or_path=str(teacher)),
+        kd=DistillationConfig(**kd),
+        data=ExampleDataConfig(dataset=str(data)),
+        train=ExampleTrainConfig(batch_size=BATCH, num_epochs=2),
+        ckpt=CheckpointConfig(output_dir=str(output)),
+        logger=LoggerConfig(console=False),
+    )
+
+
+@pytest.mark.parametrize(("beta", "top_k"), [(0.0, None), (0.5, None), (1.0, None), (0.0, 8)])
+def test_a_student_comes_nearer_to_its_teacher(
+    tiny_model_dir: Path, teacher: Path, examples: Path, tmp_path: Path, beta: float, top_k: int | None
+) -> None:
+    run = settings(tiny_model_dir, teacher, examples, tmp_path / "run", beta=beta, top_k=top_k, weight=1.0)
+    run.eval = ExampleEvalConfig(dataset=str(examples), max_samples=5)
+    result = rollgrad.train_kd(run)
+    assert result.steps == STEPS
+    trained = [row for row in logged(tmp_path / "run") if "train/loss" in row]
+    assert [row["train/loss"] for row in trained] == pytest.approx([row["train/divergence"] for row in trained])
+    assert 0 < result.after["eval/divergence"] < 0.7 * result.before["eval/divergence"]
+    assert {"nll", "entropy", "accuracy"} <= {name.removeprefix("eval/") for name in result.after}
+
+
+def test_the_loss_is_the_mixture(tiny_model_dir: Path, teacher: Path, examples: Path, tmp_path: Path) -> None:
+    found = []
+    for budget in (60, 16384):
+        run = settings(tiny_model_dir, teacher, examples, tmp_path / str(budget), weight=0.3, temperature=2.0)
+        run.train.max_tokens_per_micro_batch, run.train.max_steps, run.train.num_epochs = budget, 2, 1
+        rollgrad.train_kd(run)
+        rows = [row for row in logged(tmp_path / str(budget)) if "train/loss" in row]
+        for row in rows:
+            mixture = 0.7 * row["train/nll"] + 0.3 * 4 * row["train/divergence"]
+            assert row["train/loss"] == pytest.approx(mixture, rel=1e-5)
+        found.append([[row[f"train/{name}"] for name in ("loss", "divergence", "grad_norm")] for row in rows])
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-5)
+
+
+def test_a_run_that_ended_early_goes_on_as_if_it_had_not(
+    tiny_model_dir: Path, teacher: Path, examples: Path, tmp_path: Path
+) -> None:
+    whole = rollgrad.train_kd(settings(tiny_model_dir, teacher, examples, tmp_path / "whole"))
+    run = settings(tiny_model_dir, teacher, examples, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="disk is full"):
+        rollgrad.train_kd(run, sink=Stopping(after=4))
+    run.ckpt.resume = Resume.ALWAYS
+    result = rollgrad.train_kd(run)
+    assert all(torch.equal(a, weights(result.output_dir)[name]) for name, a in weights(whole.output_dir).items())
+
+
+def test_a_model_that_is_its_own_teacher_begins_with_no_divergence(
+    tiny_model_dir: Path, examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = settings(tiny_model_dir, tiny_model_dir, examples, tmp_path / "run")
+    run.actor.lora, run.train.max_steps, run.train.num_epochs = LoraConfig(rank=4), 1, 1
+    rollgrad.train_kd(run)
+    (first,) = [row for row in logged(tmp_path / "run") if "train/loss" in row]
+    assert first["train/divergence"] == pytest.approx(0, abs=1e-6)
+    made = Teacher.__init__
+
+    def broken(self: Teacher, model: Any, *arguments: Any) -> None:
+        made(self, model, *arguments)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+
+    monkeypatch.setattr(Teacher, "__init__", broken)
+    run.ckpt.output_dir = str(tmp_path / "broken")
+    with pytest.raises(ConfigurationError, match=r"its own teacher, but they differ by .*--actor.dtype.*dropout"):
+        rollgrad.train_kd(run)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(
+    tiny_model_dir: Path, teacher: Path, examples: Path, tmp_path: Path
+) -> None:
+    file = teacher / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match=r"another vocabulary than the actor: 2 tokens differ, such as"):
+        rollgrad.train_kd(settings(tiny_model_dir, teacher, examples, tmp_path / "run"))
+
+
+def test_the_command_line(
+    tiny_model_dir: Path, teacher: Path, examples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "kd", "--actor.model_name_or_path", str(tiny_model_dir), "--data.dataset", str(examples)]
+    output = ["--ckpt.output_dir", str(tmp_path / "run"), "--train.batch_size", "2", "--actor.dtype", "float32"]
+    taught = ["--teacher.model_name_or_path", str(teacher)]
+    assert main([*words, *output, *taught, "--train.max_steps", "1", "--kd.top_k", "4", "--kd.beta", "1"]) == 0
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+    assert "gradient is biased" in " ".join(capsys.readouterr().err.split())
+    assert main([*words, *taught, "--dry_run", "--ckpt.output_dir", str(tmp_path / "other")]) == 0
+    assert "⟦The answer is 0.<|im_end|>⟧" in capsys.readouterr().out
+    assert main([*words, "--kd.weight", "0", "--kd.beta", "1.5"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in errors if line.startswith("error:")] == ["kd.weight", "kd.beta", "No"]
+    assert main([*words, "--teacher.model_name_or_path", str(tmp_path / "none"), "--dry_run"]) == 2
+    assert "--teacher.model_name_or_path" in capsys.readouterr().err

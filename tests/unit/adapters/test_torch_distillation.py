@@ -1,0 +1,145 @@
+"""The chunked divergence from a teacher against plain distributions in float64, values and gradients."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgrad.adapters.models.torch import chunked_logprobs
+from rollgrad.adapters.models.torch.chunked_logprobs import LogitForm
+from rollgrad.adapters.models.torch.distillation import (
+    TEMPORARIES,
+    DistillationSettings,
+    Targets,
+    Teacher,
+    distilled_logprobs,
+    teacher_target,
+)
+from rollgrad.adapters.models.torch.forward import PackedLM
+from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.domain.batches.examples import pack_sequences
+from rollgrad.domain.episodes.examples import WeightedTokens
+
+VOCABULARY, HIDDEN, ROWS = 37, 16, 7
+
+
+@pytest.fixture(params=[1, 3, 1000])
+def chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Rows of a chunk: one, some that divide nothing, all at once."""
+    monkeypatch.setattr(chunked_logprobs, "CHUNK_BYTES", 4 * TEMPORARIES * VOCABULARY * request.param)
+    return int(request.param)
+
+
+def leaves(bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(ROWS, HIDDEN, generator=generator).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).mul(0.5).requires_grad_()
+    offset = torch.randn(VOCABULARY, generator=generator).requires_grad_() if bias else None
+    return hidden, weight, offset, torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
+
+
+def taught(logits_AV: Tensor, settings: DistillationSettings) -> Targets:
+    return lambda part: teacher_target(logits_AV[part, :VOCABULARY], settings)
+
+
+def plain(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    """The divergence of distributions (not of their logarithms), term by term from GKD's definition."""
+    if beta in (0.0, 1.0):
+        first, second = (p, q) if beta == 0.0 else (q, p)
+        return (first * (first / second).log()).sum(1)
+    m = beta * p + (1 - beta) * q
+    return (beta * p * (p / m).log() + (1 - beta) * q * (q / m).log()).sum(1)
+
+
+def coarse(p: Tensor, ids: Tensor) -> Tensor:
+    chosen = p.gather(1, ids)
+    return torch.cat([chosen, 1 - chosen.sum(1, keepdim=True)], dim=1)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("top_k", [None, 3])
+@pytest.mark.parametrize("size", [VOCABULARY - 4, VOCABULARY, VOCABULARY + 4])
+def test_values_and_gradients_equal_plain_distributions(
+    chunk_rows: int, beta: float, temperature: float, top_k: int | None, size: int
+) -> None:
+    settings = DistillationSettings(beta=beta, temperature=temperature, top_k=top_k)
+    hidden, weight, offset, targets = leaves(bias=size == VOCABULARY)
+    form = LogitForm(scale=0.7, cap=9.0)
+    teacher = torch.randn(ROWS, size, generator=torch.Generator().manual_seed(5)) * 1.5
+    inputs = [x for x in (hidden, weight, offset) if x is not None]
+    found = distilled_logprobs(hidden, weight, offset, targets, taught(teacher, settings), settings, form)
+
+    raw = torch.nn.functional.linear(hidden.double(), weight.double(), None if offset is None else offset.double())
+    logits = 9.0 * torch.tanh(0.7 * raw / 9.0)
+    own = logits.log_softmax(1)
+    logprobs, entropy = own.gather(1, targets[:, None])[:, 0], -(own.exp() * own).sum(1)
+    scaled = teacher[:, :VOCABULARY].double() / temperature
+    if top_k is None:
+        p, q = scaled.softmax(1), (logits[:, :size] / temperature).softmax(1)
+    else:
+        ids = scaled.topk(top_k, dim=1).indices
+        p, q = coarse(scaled.softmax(1), ids), coarse((logits / temperature).softmax(1), ids)
+    expected = (logprobs, entropy, (logprobs >= own.amax(1)).double(), plain(p, q, beta))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-4, atol=2e-5)
+    pull = torch.randn(3, ROWS, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad((pull * torch.stack([found[0], found[1], found[3]])).sum(), inputs)
+    wanted = torch.autograd.grad((pull.double() * torch.stack([expected[0], expected[1], expected[3]])).sum(), inputs)
+    for mine, theirs in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_masked_token_gives_no_nan() -> None:
+    settings = DistillationSettings(beta=0.5)
+    hidden, weight, _, targets = leaves(bias=False)
+    logits = torch.randn(ROWS, VOCABULARY)
+    logits[:, 3] = -torch.inf
+    found = distilled_logprobs(hidden, weight, None, targets, taught(logits, settings), settings, LogitForm())
+    assert torch.isfinite(found[3]).all()
+    assert torch.isfinite(torch.autograd.grad(found[3].sum(), hidden)[0]).all()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path) -> Any:
+    return load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="--model")
+
+
+def test_a_model_does_not_diverge_from_itself_and_all_tokens_are_the_vocabulary(model: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    sequences = [
+        WeightedTokens(
+            token_ids_T=torch.randint(3, 300, (length,), generator=generator),
+            weights_T=(torch.arange(length) >= 3).float(),
+            prompt_length=3,
+        )
+        for length in (5, 9, 4)
+    ]
+    batch = pack_sequences(sequences, group_ids=range(3), sample_ids=[0] * 3)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    size = model.config.vocab_size
+    with torch.no_grad():
+        for beta in (0.0, 0.5, 1.0):
+            whole = DistillationSettings(beta=beta, temperature=2.0)
+            itself = PackedLM(model, teacher=Teacher(copy.deepcopy(model), whole))(batch)
+            assert itself[3].abs().max() < 1e-6
+            columns = [
+                PackedLM(model, teacher=Teacher(other, DistillationSettings(beta=beta, temperature=2.0, top_k=k)))(
+                    batch
+                )
+                for k in (None, size, 2 * size, 5)
+            ]
+            assert columns[0][3].min() > 1e-3
+            for all_tokens in columns[1:3]:
+                torch.testing.assert_close(all_tokens[3], columns[0][3], rtol=1e-3, atol=1e-5)
+            assert (columns[3][3] <= columns[0][3] + 1e-6).all(), "a divergence of coarser distributions is smaller"
+            assert (columns[3][3] >= -1e-6).all()
+            for mine, theirs in zip(columns[0][:3], PackedLM(model, correct=True)(batch)[:3], strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
