@@ -5,11 +5,12 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from attrs import evolve
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollgrad.adapters.data.examples import preparation
@@ -443,6 +444,61 @@ def test_every_row_is_used_or_counted(tmp_path: Path, tiny_tokenizer: Any) -> No
         report.check(0.5, "data.dataset")
     report.check(0.9, "data.dataset")
     assert any(str(report.trained_tokens) in value for _, value in report.lines())
+
+
+FILES = int(os.environ.get("ROLLGRAD_FUZZ_FILES", "30"))
+"""Files that are made up; a long test takes 10,000."""
+GOOD = {
+    ExampleFormat.PAIRS: [PAIR, {"chosen": "It is seven.", "rejected": "It is eight."}],
+    ExampleFormat.UNPAIRED: [{"prompt": "Three?", "completion": "yes", "label": True}],
+    ExampleFormat.AUTO: [{"messages": CHAT}, {"messages": [*CHAT, *CHAT]}],
+}
+LINES: list[Any] = [
+    b"", b"  ", b"\xff\xfe", b'{"messages": "\xff"}', b'{"messages": [', b"[1]", b"null", b"{}", b"[" * 3000, b"\x00",
+    b'{"prompt": "\\ud800", "chosen": "a", "rejected": "b", "completion": "c", "label": 1, "messages": null}',
+    {"messages": [{"role": "user", "content": "\ud800"}, CHAT[1]], "prompt": "a", "chosen": "\ud83d", "rejected": "b"},
+    {**PAIR, "rejected": "seven"}, {**PAIR, "chosen": ""}, {**PAIR, "prompt": None}, {**PAIR, "prompt": "x" * 2000},
+    {**PAIR, "chosen": "y" * 2**20, "messages": [CHAT[0], {"role": "assistant", "content": "y" * 2**20}]},
+    {"messages": CHAT[:1]}, {"messages": [CHAT[0], {"role": "assistant", "content": ""}]}, {"messages": [None]},
+    {"prompt": "a", "completion": "b", "label": "maybe"}, {"prompt": "a", "completion": 5, "label": True},
+]  # fmt: skip
+
+
+@settings(max_examples=FILES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from(list(GOOD)),
+    lines=st.lists(st.sampled_from(LINES) | json_values, max_size=6),
+    good=st.integers(0, 3),
+    order=st.randoms(use_true_random=False),
+)
+def test_every_line_of_a_file_is_used_or_named(
+    kind: ExampleFormat, lines: list[Any], good: int, order: Random, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    """The rows that are good are used, whatever is between them."""
+    written = [*lines, *GOOD[kind][:1] * good]
+    order.shuffle(written)
+    path = write(tmp_path / "rows.jsonl", *written)
+    reading = evolve(READING, format=kind)
+    refused = ""
+    try:
+        mixture = opened(path, reading)
+    except DataError as error:
+        refused = str(error)
+    if refused:  # no row can be read, or columns do not tell what rows are
+        assert not good or "can be read as" in refused or "has both" in refused
+        assert refused.endswith(".")
+        return
+    found = prepared(mixture, tiny_tokenizer, reading=reading, max_tokens=500)
+    report = found.report
+    assert report.rows == report.used + report.dropped_rows == len(mixture)
+    assert report.rows == sum(bool(line.strip()) for line in path.read_bytes().split(b"\n"))
+    assert good <= report.used == len({int(row) for row in found.rows})
+    for reason, dropped in report.dropped.items():
+        assert Reason(reason)
+        assert dropped.place.startswith(f"{path}:")
+        assert dropped.example.endswith((".", "]", "…"))
+        dropped.example.encode()
+    json.dumps(report.to_json()).encode()
 
 
 def test_nothing_left_is_an_error(tmp_path: Path, tiny_tokenizer: Any) -> None:
