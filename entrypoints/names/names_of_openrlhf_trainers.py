@@ -14,6 +14,7 @@ from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED, M
 SWITCH, INTEGER, NUMBER, TEXT = Kind.SWITCH, Kind.INTEGER, Kind.NUMBER, Kind.TEXT
 
 REFERENCE = "the reference computes its log-probs once, before training, and is then left"
+UNBALANCED = "reward models are trained without the load-balancing loss"
 DEEPSPEED = "models are divided over processes by DeepSpeed"
 OPTIMIZER = ("optim", "lr_scheduler", "lr_warmup_ratio", "min_lr_ratio", "max_norm")
 
@@ -74,7 +75,7 @@ def _trainer(module: str, lr: float, *flags: Mapping[str, Flag], **names: str) -
     known = {**COMMON, "actor.adam.lr": evolve(COMMON["actor.adam.lr"], default=lr)}
     for own in flags:
         known |= own
-    spelled = {_dotted(name): (name,) for name in known}
+    spelled = {_dotted(name): (name,) for name in known if "." in name or name in COMMON}
     for flat, (*_, name) in OF_OLDER_RELEASES.items():
         if name in known:
             spelled[flat] = (name,)
@@ -142,6 +143,42 @@ DPO = _trainer(
         "nll_loss_coef": Flag(NUMBER),
     },
     ipo="ipo_enable",
+    **{key: key for key in ("beta", "label_smoothing", "nll_loss_coef")},
     **{f"model.{key}": key for key in ("beta", "ipo_enable", "label_smoothing", "nll_loss_coef")},
 )
 """Training on preference pairs."""
+
+RM = _trainer(
+    "train_rm",
+    9e-6,
+    PAIRS,
+    {
+        "eval.split": Flag(TEXT, default="train"),
+        "actor.aux_loss_coef": Flag(NUMBER, reason=UNBALANCED, idle=("0", "0.0")),
+        "loss_type": Flag(TEXT),
+        "margin_loss_enable": Flag(SWITCH, "rm.margin"),
+        "compute_fp32_loss_enable": Flag(SWITCH, reason="losses are always computed in float32"),
+    },
+    loss="loss_type",
+    margin_loss="margin_loss_enable",
+    compute_fp32_loss="compute_fp32_loss_enable",
+    **{f"model.{key}": key for key in ("loss_type", "margin_loss_enable", "compute_fp32_loss_enable")},
+)
+"""Training of reward models on preference pairs."""
+
+KTO = _trainer(
+    "train_kto",
+    1e-5,
+    {
+        "data.input_key": Flag(TEXT, "data.prompt_key", default="input"),
+        "data.output_key": Flag(TEXT, "data.completion_key"),
+        "data.label_key": Flag(TEXT, "data.label_key", default="label"),
+        "data.input_template": CONVERSATIONS["data.input_template"],
+        "ref.offload": Flag(SWITCH, reason=REFERENCE),
+        "beta": Flag(NUMBER, "kto.beta", default=0.01),
+        "desirable_loss_weight": Flag(NUMBER, "kto.desirable_weight"),
+        "undesirable_loss_weight": Flag(NUMBER, "kto.undesirable_weight"),
+    },
+    **{key: key for key in ("beta", "desirable_loss_weight", "undesirable_loss_weight")},
+)
+"""Training on replies that are labelled good or bad."""

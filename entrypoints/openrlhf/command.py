@@ -33,18 +33,16 @@ Translates an OpenRLHF command (python3 -m openrlhf.cli.train_ppo_ray --flag val
 submit, deepspeed and torchrun included) to settings, and prints those that differ from the defaults as YAML. What has
 no counterpart, or not the same one, is listed on stderr.
 
-  train_ppo_ray         rollgrad train rl
-  train_sft, train_dpo  rollgrad train sft, rollgrad train dpo
-  serve_rm              a command of rollgrad serve reward, which is printed
-  lora_combiner         a command of rollgrad merge-lora, which is printed
+  train_ppo_ray  rollgrad train rl
+  train_NAME     rollgrad train NAME: sft, dpo, rm, kto
+  serve_rm       a command of rollgrad serve reward, which is printed
+  lora_combiner  a command of rollgrad merge-lora, which is printed
 
   --run   train, serve or merge instead of printing
 """
 
 OTHERS = {
-    "train_rm": "training reward models is not there yet",
     "train_prm": "training process reward models is not there yet",
-    "train_kto": "training on labelled replies is not there yet",
     "train_kd": "distillation over examples is not there yet",
 }
 """Reasons why other modules have no counterpart."""

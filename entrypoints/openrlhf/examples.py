@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping
 from attrs import define, frozen
 
 from rollgrad.application.settings.dpo import DPORun
+from rollgrad.application.settings.kto import KTORun
 from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.sft import SFTRun
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.config_io import structure_run
 from rollgrad.entrypoints.names.flags import Program
-from rollgrad.entrypoints.names.names_of_openrlhf_trainers import DPO, SFT
+from rollgrad.entrypoints.names.names_of_openrlhf_trainers import DPO, KTO, RM, SFT
 from rollgrad.entrypoints.openrlhf.shared import (
     translate_adapters,
     translate_checkpoints,
@@ -75,8 +78,11 @@ def translate_trainer(command: Command) -> TranslatedRun:
 
 
 def _rows(draft: Draft) -> None:
-    draft.set("data.overlong", "cut")
-    draft.change("data.max_len", "no end is put where a longer example is cut, in OpenRLHF the end-of-sequence token")
+    if draft.program is RM:
+        draft.change("data.max_len", "a longer pair is dropped, in OpenRLHF cut, and judged by a token in its middle")
+    else:
+        draft.set("data.overlong", "cut")
+        draft.change("data.max_len", "no end is put where a longer example is cut, in OpenRLHF the end of sequence")
     probs = draft.value("data.dataset_probs")
     if probs and "," in str(draft.value("data.dataset", "")):
         draft.set("data.probs", probs)
@@ -154,8 +160,27 @@ def _finish_dpo(draft: Draft) -> None:
         draft.set("dpo.loss", [loss])
 
 
+def _finish_rm(draft: Draft) -> None:
+    loss = draft.value("loss_type", "sigmoid")
+    if loss == "logexp":
+        draft.change("loss_type", "it is the sigmoid loss, here with the margin too")
+    elif loss != "sigmoid":
+        given = draft.options["loss_type"]
+        raise ConfigurationError(f"{loss} is none of sigmoid, logexp: change {given.flag}.")
+    if draft.value("eval.dataset") is None:
+        draft.changed.append(
+            "mean and standard deviation of scores are of --eval_dataset, in OpenRLHF else of the data"
+        )
+
+
+def _finish_kto(draft: Draft) -> None:
+    draft.changed.append("replies are compared with a distance over the whole step, in OpenRLHF over a micro-batch")
+
+
 TRAINERS: Mapping[str, Trainer] = {
     "train_sft": Trainer(SFT, SFTRun, _finish_sft),
     "train_dpo": Trainer(DPO, DPORun, _finish_dpo),
+    "train_rm": Trainer(RM, RMRun, _finish_rm),
+    "train_kto": Trainer(KTO, KTORun, _finish_kto),
 }
 """By the module of OpenRLHF."""

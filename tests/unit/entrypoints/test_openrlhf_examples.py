@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from rollgrad.application.settings.sections.actor import DType
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints import offline
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.merge_lora import MergeLoraArguments
@@ -58,7 +59,7 @@ def test_every_flag_is_honoured_or_the_reason_is_said(module: str) -> None:
     program = examples.TRAINERS[module].program
     words = {"SWITCH": (), "INTEGER": ("7",), "NUMBER": ("0.25",), "TEXT": ("text {}",), "PAIR": ("0.5", "0.6")}
     words |= {"WORDS": ("q_proj",), "PROBABILITIES": ("0.5,0.5",)}
-    unusual = {"ds.param_dtype": ("fp16",), "actor.optim": ("muon",)}
+    unusual = {"ds.param_dtype": ("fp16",), "actor.optim": ("muon",), "loss_type": ("logexp",)}
     beside = {
         "eval.": ("--eval_dataset", "e"),
         "data.dataset_probs": ("--dataset", "a,b"),
@@ -195,6 +196,42 @@ def test_the_losses_of_pairs() -> None:
     assert mixed["ref.model_name_or_path"] == "ref"
     keys = loss("--prompt_key", "question", "--chosen_key", "better", "--rejected_key", "worse")
     assert holds(keys, {"data.prompt_key": "question", "data.chosen_key": "better", "data.rejected_key": "worse"})
+
+
+# Reward models and labelled replies.
+
+
+def test_reward_models_learn_from_pairs() -> None:
+    found = settings("train_rm", "--margin_loss", "--loss", "logexp", "--max_len", "1024", "--compute_fp32_loss")
+    assert holds(
+        found,
+        {
+            "rm.margin": True,
+            "actor.adam.lr": 9e-6,
+            "data.max_tokens": 1024,
+            "data.overlong": "drop",
+            "data.chosen_key": "chosen",
+        },
+    )
+    assert settings("train_rm", "--eval_dataset", "e.jsonl")["eval.split"] == "train"
+    with pytest.raises(ConfigurationError, match="hinge is none of sigmoid, logexp"):
+        translated("train_rm", "--model.loss_type", "hinge")
+
+
+def test_labelled_replies() -> None:
+    keys = ("--input_key", "instruction", "--output_key", "response", "--label_key", "score")
+    found = settings("train_kto", *keys, "--desirable_loss_weight", "1.5")
+    assert holds(
+        found,
+        {
+            "data.prompt_key": "instruction",
+            "data.completion_key": "response",
+            "data.label_key": "score",
+            "kto.beta": 0.01,
+            "kto.desirable_weight": 1.5,
+            "kto.undesirable_weight": 1.0,
+        },
+    )
 
 
 # Processes.
