@@ -17,6 +17,7 @@ RESULTS = {
     "controller.py": r"^growth \d+\.\d+$",
     "judges.py": r"^reasoning-gym: \d+ verdicts/s, without walls \d+: \d+\.\d+ times$",
     "learning_curves.py": r"on_policy_distill │\s+\d+%",
+    "loops_learn.py": r"iter_dpo │ 1 +│ +-\d+\.\d\d",
     "server_load.py": r"attacked \d+\.\d+ s: \d+\.\d+ times$",
     "sums_reward_model.py": r"^\d+% of right and wrong replies",
     "versus_trl.py": r"(?s:^ratio .*^ratio .*)^ratio \d+\.\d+$",
