@@ -17,6 +17,9 @@ VERSION = "1"
 """Version of the format; it changes where a column gets another meaning, not where one is added."""
 VERSION_KEY = "rollgrad.trajectories"
 
+HIDDEN_TOKEN = -1
+"""Id in the place of a token that is part of a secret."""
+
 PREFIXES = {"update": "step-", "evaluation": "eval-"}
 """Beginnings of files' names, before the number of the step with six digits."""
 

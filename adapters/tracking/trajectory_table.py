@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 from attrs import field, frozen
 
-from rollgrad.adapters.tracking.trajectory_files import VERSION, VERSION_KEY
+from rollgrad.adapters.tracking.trajectory_files import HIDDEN_TOKEN, VERSION, VERSION_KEY
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.episodes.trajectory import NO_VERSION, SegmentKind, Trajectory
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import pyarrow
 
 HIDDEN = "***"
-HIDDEN_TOKEN = -1
-"""Id in the place of a token that is part of a secret."""
 
 UNFINISHED = "\ufffd"
 """Character that a tokenizer writes for a token with only some of the bytes of a character."""

@@ -37,6 +37,7 @@ from rollgrad.entrypoints.cli.parsing import (
     parse,
     parse_run,
 )
+from rollgrad.entrypoints.cli.runs import export_rollouts
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments, serve_reward_model
 from rollgrad.entrypoints.composition.extensions import spelling_errors
@@ -287,6 +288,13 @@ def merge_lora(arguments: Sequence[str]) -> int:
     return 0
 
 
+def export(arguments: Sequence[str]) -> int:
+    """`rollgrad export`."""
+    configure_logging()
+    export_rollouts(arguments)
+    return 0
+
+
 def doctor(arguments: Sequence[str]) -> int:
     """`rollgrad doctor`."""
     parsed = parse(DoctorArguments(), "doctor", arguments)
@@ -327,6 +335,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "generate": (generate_replies, "sample replies to a data set's prompts into a file"),
     "score": (score_replies, "judge the replies in a file by a reward"),
     **{f"loop {name}": (partial(loop, name), its.purpose) for name, its in LOOPS.items()},
+    "export": (export, "write a run's rollouts as rows for train sft, train dpo and train rm"),
     "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
     "chat": (talk, "talk to a model in the terminal, with its tools"),
     "serve agent": (serve_agents, "serve a model with its tools to OpenAI and Anthropic clients"),

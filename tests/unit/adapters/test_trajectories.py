@@ -136,7 +136,7 @@ def test_an_evaluation_has_no_weights(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(0, EOS), min_size=1, max_size=12), min_size=1, max_size=5))
 def test_the_texts_of_tokens_are_the_text_of_their_sequence(sequences: list[list[int]]) -> None:
-    """Whatever bytes were sampled: halves of characters, characters of several tokens, special tokens in between."""
+    """The bytes may be halves of characters, characters of several tokens, and special tokens in between."""
     import numpy
 
     decode = lambda tokens: CODEC.decode(tokens, special_tokens=True)  # noqa: E731 # a partial is no shorter

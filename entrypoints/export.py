@@ -1,0 +1,118 @@
+"""`rollgrad export`: rollouts of a run as rows that `train sft` and `train dpo` read.
+
+Invariants: no file is overwritten; the file appears whole or not at all; no row is written twice.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+from attrs import evolve, frozen
+
+from rollgrad.adapters.tracking.trajectory_files import HIDDEN_TOKEN, read_trajectories, trajectory_files
+from rollgrad.application.rollouts.exporting import KINDS, Reply
+from rollgrad.domain.errors import CheckpointError, DataError
+
+log = structlog.get_logger(__name__)
+
+COLUMNS = (
+    *("kind", "group_id", "sample_id", "branch", "prompt", "messages", "response", "score", "turns", "stop_reason"),
+    *("failure", "token"),
+)
+
+
+@frozen(kw_only=True)
+class Exported:
+    """An exported file, its number of rows, whether prompts in it are plain texts, and what was left out, by reason."""
+
+    path: Path
+    rows: int
+    plain: bool
+    left_out: Counter[str]
+
+
+def export(kind: str, run: Path, output: Path | None = None, *, min_score: float | None = None) -> Exported:
+    """Writes rows of a run's updates to a JSONL file. A file of trajectories that cannot be read is named and left out.
+
+    Args:
+        kind: `pairs` (the best and the worst reply of each group), `sft` (the best), or `messages` (all).
+        run: directory of the run.
+        output: the file; by default `KIND.jsonl` in the run's directory.
+        min_score: least score of replies that are to be imitated; None takes all.
+
+    Raises:
+        CheckpointError: the file is there already, or cannot be written.
+        DataError: the run has no trajectories, or there is nothing to export.
+    """
+    output = output or run / f"{kind}.jsonl"
+    if output.exists():
+        raise CheckpointError(f"--output is {str(output)!r}, which is there already: remove it, or name another file.")
+    files = trajectory_files(run)
+    if not files:
+        raise DataError(
+            f"{str(run)!r} has no trajectories: name the output directory of a run by train rl with "
+            "--logger.trajectories_max_gib above 0."
+        )
+    fresh = output.with_name(f".{output.name}.new")
+    try:
+        exported = _write(kind, files, fresh, min_score)
+        if not exported.rows:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in exported.left_out.most_common())
+            raise DataError(f"Nothing of {str(run)!r} can be exported as {kind}: {reasons or 'it is empty'}.")
+        fresh.rename(output)
+    except OSError as error:
+        raise CheckpointError(
+            f"--output is {str(output)!r}, which cannot be written ({error.strerror or error}): name another file."
+        ) from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    return evolve(exported, path=output)
+
+
+def _write(kind: str, files: Sequence[Path], path: Path, min_score: float | None) -> Exported:
+    left_out: Counter[str] = Counter()
+    seen: set[bytes] = set()
+    plain = False
+    with path.open("w", encoding="utf-8") as output:
+        for file in files:
+            chosen = KINDS[kind](list(_replies(file)), min_score)
+            left_out += chosen.left_out
+            for row in chosen.rows:
+                content = {name: value for name, value in row.items() if not name.startswith("score")}
+                known = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
+                if known in seen:
+                    left_out["rows that are there already"] += 1
+                    continue
+                seen.add(known)
+                plain = plain or isinstance(row.get("prompt"), str)
+                output.write(json.dumps(row) + "\n")
+    return Exported(path=path, rows=len(seen), plain=plain, left_out=left_out)
+
+
+def _replies(path: Path) -> Iterator[Reply]:
+    """Yields the replies of an update's file; none of an evaluation, on whose prompts nothing may be trained."""
+    if not path.name.startswith("step-"):
+        return
+    try:
+        rows: list[dict[str, Any]] = read_trajectories(path, COLUMNS).to_pylist()
+    except DataError as error:
+        log.warning("a file is left out", reason=str(error))
+        return
+    for row in rows:
+        if row["failure"] is None:
+            yield Reply(
+                group_id=row["group_id"],
+                sample_id=row["sample_id"],
+                prompt=row["prompt"],
+                messages=tuple(json.loads(row["messages"] or "[]")),
+                response=row["response"],
+                score=row["score"],
+                branch=row["branch"],
+                turns=row["turns"],
+                stop_reason=row["stop_reason"],
+                hidden=HIDDEN_TOKEN in row["token"],
+            )
