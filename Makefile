@@ -12,7 +12,7 @@ WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 GPU := $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),gpu or not gpu,not gpu)
 
-.PHONY: help demo demo-words demo-agent demo-sft demo-dpo demo-cluster test test-all check lint ci bench clean
+.PHONY: help demo demo-words demo-agent demo-sft demo-dpo demo-pipeline demo-cluster test test-all check lint ci bench clean
 
 help:
 	@echo "make demo          train a small model on sums, and show the result"
@@ -20,6 +20,7 @@ help:
 	@echo "make demo-agent    train it on products, with a Python sandbox as its tool"
 	@echo "make demo-sft      fine-tune it on solved word problems"
 	@echo "make demo-dpo      teach it a preference for short calculations, by DPO"
+	@echo "make demo-pipeline fine-tuning, a reward model, and PPO with it, on sums"
 	@echo "make demo-cluster  the first again in several processes: Ray, vLLM and DeepSpeed"
 	@echo "make check         linters and the fast tests"
 	@echo "make test          all tests but those of the demos, the benchmarks and deaths of processes"
@@ -42,6 +43,9 @@ demo-sft: $(VENV)/.demo-stamp
 
 demo-dpo: $(VENV)/.demo-stamp
 	@$(BIN)/python examples/dpo.py
+
+demo-pipeline: $(VENV)/.demo-stamp
+	@$(BIN)/python examples/pipeline.py
 
 demo-cluster: $(VENV)/.cluster-stamp
 	@$(BIN)/python examples/sums_cluster.py

@@ -8,20 +8,31 @@ from typing import Any
 
 import pytest
 import torch
+from dependency_injector import providers
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
-from rollgrad.adapters.models.ray.sharded import ShardedPolicy, ShardedReference, ShardedValue, reward_copies
+from rollgrad.adapters.models.ray.sharded import (
+    ShardedPolicy,
+    ShardedReference,
+    ShardedReward,
+    ShardedValue,
+    reward_copies,
+)
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
+from rollgrad.adapters.models.torch.reward_model import EncodedText, RewardModel
 from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.weights.shared_buckets import SharedMemory, fill_at
 from rollgrad.application.learning.microbatch import split
 from rollgrad.application.settings.memory_plan import Machine, memory_plan
+from rollgrad.application.settings.rm import RewardModelConfig, RMRun
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
+from rollgrad.domain.algorithms.losses.reward_model import RewardObjective
 from rollgrad.domain.algorithms.settings import PreferenceSettings
-from rollgrad.domain.batches.examples import pack_preferences
+from rollgrad.domain.batches.examples import pack_comparisons, pack_preferences
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
@@ -35,6 +46,8 @@ from rollgrad.domain.errors import (
     WorkerError,
 )
 from rollgrad.domain.ports.checkpoint_store import TrainingState
+from rollgrad.entrypoints.composition.cluster import rank_model
+from rollgrad.entrypoints.composition.rm import rm_container
 from tests.fakes import cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -243,6 +256,50 @@ def test_a_divided_critic_trains_as_one_process(
     assert critic.values(batch).abs().max() > 0.01
     critic.save(tmp_path)
     assert (tmp_path / "value_head.safetensors").exists()
+
+
+def test_a_divided_reward_model_trains_as_one_process(group: WorkerGroup, tiny_model_dir: Path, tmp_path: Path) -> None:
+    run = RMRun(actor=RewardModelConfig(model_name_or_path=str(tiny_model_dir), dtype=DType.FLOAT32))
+    run.actor.adam.lr, run.ds.zero_stage = 1e-3, 3
+    alone = rm_container(run)
+    alone.total_steps.override(providers.Object(3))
+    lone = alone.local_reward()
+    group.build(rank_model, rm_container, "local_reward", run, 3)
+    divided = ShardedReward(group)
+    pairs = [
+        Preference(
+            chosen=_reply([5, 6, 7 + row], [8] * (1 + row)),
+            rejected=_reply([5, 6, 7 + row], [9, 4]),
+            row=row,
+            margin=row,
+        )
+        for row in range(5)
+    ]
+    batch = pack_comparisons(pairs, margins=True)
+    for parts in ([batch], split(batch, 30)):
+        found, wanted = (model.update(parts, RewardObjective(centring=0.1)) for model in (divided, lone))
+        assert found == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+    torch.testing.assert_close(divided.values(batch), lone.values(batch), rtol=1e-3, atol=1e-4)
+    divided.set_moments((0.25, 2.0))
+    divided.save(tmp_path / "model")
+    judge = RewardModel.load(
+        str(tmp_path / "model"), dtype=torch.float32, device=torch.device("cpu"), flag="model", normalize=True
+    )
+    last_S = (batch.starts_S + batch.lengths_S - 1).tolist()
+    texts = [
+        EncodedText(tuple(reply.token_ids_T.tolist()), truncated=False)
+        for pair in pairs
+        for reply in (pair.chosen, pair.rejected)
+    ]
+    scores = [(score - 0.25) / 2 for score in lone.values(batch)[last_S].tolist()]
+    assert judge.score_encoded(texts) == pytest.approx(scores, rel=1e-3, abs=1e-4)
+    lone.load_state_dict(divided.state_dict())  # whole in the first process
+    torch.testing.assert_close(divided.values(batch), lone.values(batch), rtol=1e-4, atol=1e-5)
+
+
+def _reply(prompt: list[int], completion: list[int]) -> WeightedTokens:
+    weights_T = torch.tensor([0.0] * len(prompt) + [1.0] * len(completion))
+    return WeightedTokens(token_ids_T=torch.tensor(prompt + completion), weights_T=weights_T, prompt_length=len(prompt))
 
 
 def test_a_reference_scores_what_one_process_scores(group: WorkerGroup, tiny_model_dir: Path) -> None:
