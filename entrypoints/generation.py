@@ -8,9 +8,12 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import structlog
 from attrs import evolve, frozen
 
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
+from rollgrad.adapters.data.datasets.source import DatasetPromptSource
+from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
 from rollgrad.adapters.data.replies import (
     Row,
     RowLog,
@@ -25,6 +28,7 @@ from rollgrad.application.episodes.judging import judge_request
 from rollgrad.application.rollouts.generation import GenerationService, scores
 from rollgrad.application.settings.function_path import FunctionPath
 from rollgrad.application.settings.rules.generation import generation_errors, scoring_errors
+from rollgrad.application.settings.rules.resume import may_differ
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.application.settings.sections.algo import AlgoConfig
@@ -44,6 +48,10 @@ SAMPLING = (
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.max_new_tokens", "rollout.stop_strings"),
 )
 """Settings on which replies depend, besides those of `data`."""
+LINES = 20
+"""Approximate number of lines in a log file that say how far it is."""
+
+log = structlog.get_logger(__name__)
 
 
 @frozen(kw_only=True)
@@ -99,13 +107,18 @@ def generate_chosen(
     out = Path(out).absolute()
     try:
         prompts = container.prompts()
+        if not isinstance(prompts, DatasetPromptSource | ReasoningGymPromptSource):
+            raise ConfigurationError(
+                "generate() takes prompts by their rows, which its prompts= does not have: name a data set in "
+                "data.prompt_dataset."
+            )
         kept = prompts.survey.keeps
         numbers = choose([row for row in range(len(prompts.survey.lengths)) if kept(row)])
         keys = [(row, sample) for row in numbers for sample in range(config.rollout.n_samples_per_prompt)]
         with row_log(
             out, _sampled_by(config, prompts.survey.fingerprint, seed=seed, logprobs=logprobs), flag="--out"
-        ) as log:
-            missing = [key for key in keys if key not in log.done]
+        ) as file:
+            missing = [key for key in keys if key not in file.done]
             if missing:
                 service = GenerationService(
                     container.executor(),
@@ -119,8 +132,8 @@ def generate_chosen(
                 made = (
                     [reply_row(reply, model=model, logprobs=logprobs) for reply in ready] async for ready in replies
                 )
-                run_to_end(closing(_write(made, log, "Sampling", len(keys), len(missing)), container))
-            return Replies(path=out, rows=len(log.done), made=len(missing))
+                run_to_end(closing(_write(made, file, "Sampling", len(keys), len(missing)), container))
+            return Replies(path=out, rows=len(file.done), made=len(missing))
     finally:
         shut_down(container)
 
@@ -161,12 +174,12 @@ def score(
         config = evolve(config, actor=evolve(config.actor, model_name_or_path=_model(rows)))
     container = container_with(config, reward, None, adapters, "score")
     try:
-        with row_log(out, _judged_by(config, source), flag="--out") as log:
-            missing = [row for row in rows if (row["row"], row["sample"]) not in log.done]
+        with row_log(out, _judged_by(config, source), flag="--out") as file:
+            missing = [row for row in rows if (row["row"], row["sample"]) not in file.done]
             if missing:
                 judged = _judged(container, missing, at_once=config.rollout.max_concurrent)
-                run_to_end(closing(_write(judged, log, "Scoring", len(rows), len(missing)), container))
-            return Replies(path=out, rows=len(log.done), made=len(missing))
+                run_to_end(closing(_write(judged, file, "Scoring", len(rows), len(missing)), container))
+            return Replies(path=out, rows=len(file.done), made=len(missing))
     finally:
         shut_down(container)
 
@@ -205,20 +218,21 @@ def _with_reward(row: Row, reward: Reward | None) -> Row:
     return {**row, "reward": reward.value, "scores": score, "metrics": {**reward.parts, **reward.metrics}}
 
 
-async def _write(made: AsyncIterator[list[Row]], log: RowLog, doing: str, total: int, missing: int) -> None:
+async def _write(made: AsyncIterator[list[Row]], file: RowLog, doing: str, total: int, missing: int) -> None:
     """Appends what is made to a file, and shows how far it is, on a terminal."""
     with _progress(doing, total, total - missing) as advance:
         async with aclosing(made) as chunks:  # type: ignore[type-var] # it is an asynchronous generator
             async for rows in chunks:
-                log.add(rows)
+                file.add(rows)
                 advance(len(rows))
 
 
 @contextmanager
 def _progress(doing: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """Shows a bar on a terminal; yields the function that moves it by a number of rows."""
+    """Shows a bar on a terminal, and elsewhere a line now and then; yields the function that moves it by a number of
+    rows."""
     if not sys.stderr.isatty():
-        yield lambda rows: None
+        yield _lines(doing, total, done)
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -226,6 +240,16 @@ def _progress(doing: str, total: int, done: int) -> Iterator[Callable[[int], Non
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task(doing, total=total, completed=done)
         yield lambda rows: bar.advance(task, rows)
+
+
+def _lines(doing: str, total: int, done: int) -> Callable[[int], None]:
+    def advance(rows: int) -> None:
+        nonlocal done
+        before, done = done, done + rows
+        if before * LINES // total < done * LINES // total:
+            log.info(doing.lower(), done=done, of=total)
+
+    return advance
 
 
 def _prompted(keys: Sequence[tuple[int, int]], prompt: Callable[[int], Prompt]) -> Iterator[tuple[int, int, Prompt]]:
@@ -255,7 +279,7 @@ def _judged_by(config: RLConfig, source: Path) -> Mapping[str, Any]:
     function, model = config.reward.function_path, config.reward.model_name_or_path
     return {
         "command": "score",
-        **{name: value for name, value in settings.items() if name.startswith("reward.")},
+        **{name: value for name, value in settings.items() if name.startswith("reward.") and not may_differ(name)},
         "data.prompt_dataset": config.data.prompt_dataset,
         "function": function and hashlib.sha256(Path(FunctionPath.parse(function).file).read_bytes()).hexdigest(),
         "weights": model and model_fingerprint(model),

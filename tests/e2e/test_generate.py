@@ -1,6 +1,8 @@
 """`rollgrad generate` and `rollgrad score` as a user runs them, with a real (tiny) model."""
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig, DType
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
-from rollgrad.application.settings.sections.rollout import RolloutConfig
+from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, EngineError
 from rollgrad.entrypoints.cli.main import main
+from tests.fakes.model_server import ModelServer
 
 PROMPTS, SAMPLES = 5, 3
 REWARD = """
@@ -92,6 +95,33 @@ def test_a_run_that_was_cut_off_is_continued_with_the_same_replies(
     before = out.read_bytes()
     assert rollgrad.generate(settings(tiny_model_dir, prompts), out).made == 0
     assert out.read_bytes() == before
+
+
+def test_a_server_samples(wide_headed_model_dir: Path, prompts: Path, tmp_path: Path) -> None:
+    server = ModelServer()
+    try:
+        rollgrad.generate(
+            settings(wide_headed_model_dir, prompts, engine=Engine.SERVER, server_urls=(server.url,)), tmp_path / "out"
+        )
+    finally:
+        server.close()
+    assert {row["tokens"][0] for row in rows(tmp_path / "out")} == {100}  # which the server counts up from
+    assert len(rows(tmp_path / "out")) == PROMPTS * SAMPLES
+
+
+def test_a_terminal_shows_how_far_it_is(
+    tiny_model_dir: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    rollgrad.generate(settings(tiny_model_dir, prompts, max_new_tokens=2), tmp_path / "out.jsonl")
+    assert "Sampling" in terminal.getvalue()
+    assert "100%" in terminal.getvalue()
 
 
 def test_some_rows_alone_are_answered(tiny_model_dir: Path, prompts: Path, tmp_path: Path) -> None:
@@ -203,6 +233,7 @@ def test_scoring_is_continued(tiny_model_dir: Path, prompts: Path, tmp_path: Pat
     rollgrad.score(config, replies, whole)
     rollgrad.score(config, replies, out)
     out.write_bytes(out.read_bytes()[:-200])
+    config.reward.timeout = 77.0  # what ended it may be mended
     assert rollgrad.score(config, replies, out).made == 1
     assert out.read_bytes() == whole.read_bytes()
     function.write_text(function.read_text() + "# another one\n")

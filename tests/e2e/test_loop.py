@@ -1,8 +1,10 @@
 """`rollgrad loop rs|iter_dpo|csft` as a user runs them, with a real (tiny) model."""
 
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from attrs import evolve
 from safetensors.torch import load_file
 
 import rollgrad
+from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.application.settings.dpo import PreferenceAdamConfig, PreferenceModelConfig
 from rollgrad.application.settings.loop import CSFTConfig, CSFTRun, IterDPOConfig, IterDPORun, LoopRun, RSConfig, RSRun
 from rollgrad.application.settings.loop_rules import UNREAD, loop_errors
@@ -250,6 +253,35 @@ def test_a_killed_loop_ends_as_one_that_nothing_disturbed(make: Any, tmp_path: P
             theirs, ours = (rows(folder / "iteration_1" / name) for folder in (whole, tmp_path / place))
             assert [{**row, "logprobs": None} for row in ours] == [{**row, "logprobs": None} for row in theirs]
         assert same(tmp_path / place / "iteration_1" / "run" / "model", whole / "iteration_1" / "run" / "model")
+
+
+def test_an_interrupted_loop_goes_on(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM, which schedulers send, ends the training with its state; the next call takes it from there."""
+    whole = make("rs", "whole", iterations=1, top_k=2)
+    run = make("rs", iterations=1, top_k=2)
+    for one in (whole, run):
+        one.train = SupervisedTrainConfig(batch_size=2)
+        one.ckpt.state_steps = 1
+    rollgrad.loop(whole)
+    save = LocalCheckpointStore.save_training
+
+    def interrupted(self: Any, *arguments: Any, **keywords: Any) -> None:
+        save(self, *arguments, **keywords)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalCheckpointStore, "save_training", interrupted)
+        first = rollgrad.loop(run)
+    assert (first.stopped_by, first.model) == (signal.SIGTERM, None)
+    state = json.loads((first.output_dir / "loop.json").read_text())
+    assert (state["iteration"], state["stage"], state["position"]) == (1, "train", 0)
+    second = rollgrad.loop(run)
+    assert second.stopped_by is None
+    assert second.model is not None
+    assert same(second.model, Path(whole.ckpt.output_dir) / "iteration_1" / "run" / "model")
+    steps = [line["step"] for line in rows(second.output_dir / "iteration_1" / "run" / "metrics.jsonl")]
+    assert steps == sorted(set(steps))
+    assert len(steps) > 1
 
 
 def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
