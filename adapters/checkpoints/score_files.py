@@ -30,7 +30,7 @@ class ScoreFiles(ScoreStore):
             if int(path.stem) != len(scores):
                 break
             try:
-                saved = torch.load(path, weights_only=True)
+                saved = torch.load(path, weights_only=True, mmap=True)  # read where it is needed
             except Exception as error:  # whatever a broken file makes of unpickling
                 log.warning("kept scores cannot be read: they are computed again", path=str(path), reason=str(error))
                 break

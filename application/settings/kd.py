@@ -44,6 +44,11 @@ class DistillationConfig:
         "Compare the teacher's most likely tokens, so many, and all others as one; default: the whole vocabulary.",
         COUNT,
     )
+    cache: bool = setting(
+        False,
+        "Compute the teacher's predictions once, before the first step, and keep them for later runs: the teacher is "
+        "then not in memory while the model trains. With top_k.",
+    )
 
 
 @define(kw_only=True, field_transformer=own_first)
@@ -90,6 +95,13 @@ def teacher_problems(run: KDRun) -> Iterator[str]:
     """Yields what is wrong with the teacher and its processes."""
     if not run.teacher.model_name_or_path:
         yield "No teacher is set: name a model with --teacher.model_name_or_path."
+    if run.kd.cache and run.kd.top_k is None:
+        yield "kd.cache keeps the teacher's most likely tokens, but not how many: set --kd.top_k, such as 64."
+    if run.kd.cache and run.cluster.enable:
+        yield (
+            "kd.cache is set, but in a cluster the teacher is in the actor's processes: leave --kd.cache or "
+            "--cluster.enable out."
+        )
     if run.cluster.enable:
         for name in ("sequence_parallel_size", "tensor_parallel_size"):
             if getattr(run.ds, name) > 1:

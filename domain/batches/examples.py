@@ -63,15 +63,20 @@ def pack_sequences(
 
 @frozen(kw_only=True, eq=False)
 class DemonstrationBatch(ExampleBatch):
-    """Demonstrations; the branches of each are a unit, none of which the loss compares with another."""
+    """Demonstrations; the branches of each are a unit, none of which the loss compares with another. A teacher's
+    predictions of trained tokens, where they are known, are `teacher_ids_NK` int32 and `teacher_logprobs_NK` float16,
+    whose last place is that of all other tokens."""
 
     units_divisible: ClassVar[bool] = True
+    teacher_ids_NK: Tensor | None = None
+    teacher_logprobs_NK: Tensor | None = None
 
 
 def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> DemonstrationBatch:
     """Lays the demonstrations of one optimizer step end to end, all branches of each; `group_ids_S` is the place of a
     demonstration among them. `loss_weights_N` is each token's weight, times that of its demonstration, as a share of
-    the sum over the step: a mean over its trained tokens where all weigh 1.
+    the sum over the step: a mean over its trained tokens where all weigh 1. A teacher's
+    predictions are filled in if all have theirs.
 
     Raises:
         ValueError: all weights are 0.
@@ -86,7 +91,11 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> Demonstratio
     weights_N = packed.filled("loss_weights_N") * weights_D[packed.group_ids_S][packed.sequence_ids_N]
     columns = {name: column for name, _, column in packed.columns()}
     shares_N = _shares(weights_N, weights_N.sum(), packed.action_mask_N)
-    return DemonstrationBatch(**{**columns, "loss_weights_N": shares_N})
+    return DemonstrationBatch(
+        **{**columns, "loss_weights_N": shares_N},
+        teacher_ids_NK=_at_trained([each.teacher_ids_AK for each in demonstrations], packed),
+        teacher_logprobs_NK=_at_trained([each.teacher_logprobs_AB for each in demonstrations], packed),
+    )
 
 
 def pack_preferences(pairs: Sequence[Preference]) -> ExampleBatch:
@@ -108,7 +117,7 @@ def pack_preferences(pairs: Sequence[Preference]) -> ExampleBatch:
     chosen_N = batch.action_mask_N & (batch.sample_ids_S == CHOSEN)[batch.sequence_ids_N]
     return evolve(
         batch,
-        ref_logprobs_N=_references([pair.ref_logprobs_A for pair in pairs], batch),
+        ref_logprobs_N=_at_trained([pair.ref_logprobs_A for pair in pairs], batch),
         loss_weights_N=_shares(weights_N, weights_P.sum(), batch.action_mask_N),
         positive_weights_N=_shares(weights_N, weights_N[chosen_N].sum(), chosen_N),
     )
@@ -129,7 +138,7 @@ def pack_labels(labels: Sequence[Label]) -> ExampleBatch:
     return evolve(
         batch,
         scores_S=torch.tensor([float(label.desirable) for label in labels]),
-        ref_logprobs_N=_references([label.ref_logprobs_A for label in labels], batch),
+        ref_logprobs_N=_at_trained([label.ref_logprobs_A for label in labels], batch),
         loss_weights_N=_shares(weights_S[batch.sequence_ids_N], weights_S.sum(), batch.action_mask_N),
     )
 
@@ -157,16 +166,6 @@ def other_completion(asked: WeightedTokens, answered: WeightedTokens, *, longest
     return WeightedTokens(token_ids_T=tokens_T, weights_T=weights_T, prompt_length=own)
 
 
-def _references(logprobs: Sequence[Tensor | None], batch: PackedBatch) -> Tensor | None:
-    """Returns ref_logprobs_N, of the log-probs of each example's trained tokens; None if one of them has none."""
-    known = [column_A for column_A in logprobs if column_A is not None]
-    if len(known) < len(logprobs):
-        return None
-    ref_logprobs_N = torch.zeros(batch.token_count)
-    ref_logprobs_N[batch.action_mask_N] = torch.cat(known)
-    return ref_logprobs_N
-
-
 def pack_comparisons(pairs: Sequence[Preference], *, margins: bool = False) -> ExampleBatch:
     """Lays the pairs of one optimizer step end to end as `pack_preferences` does, for a reward model: of each reply the
     last token alone is an action, at which its score is read. `scores_S` is the pair's margin with `margins`, else 0.
@@ -188,6 +187,18 @@ def pack_comparisons(pairs: Sequence[Preference], *, margins: bool = False) -> E
         scores_S=margins_P.repeat_interleave(2),
         loss_weights_N=_shares(weights_P[batch.group_ids_S][batch.sequence_ids_N], weights_P.sum(), last_N),
     )
+
+
+def _at_trained(columns: Sequence[Tensor | None], batch: PackedBatch) -> Tensor | None:
+    """Returns the rows of each example's trained tokens at their places in the batch, 0 elsewhere; None if an example
+    has none."""
+    known = [rows_A for rows_A in columns if rows_A is not None]
+    if len(known) < len(columns):
+        return None
+    rows_A = torch.cat(known)
+    whole_N = rows_A.new_zeros(batch.token_count, *rows_A.shape[1:])
+    whole_N[batch.action_mask_N] = rows_A
+    return whole_N
 
 
 def _shares(weights_N: Tensor, total: Tensor, mask_N: Tensor) -> Tensor:

@@ -55,11 +55,14 @@ class WeightedTokens:
 class Demonstration:
     """A conversation or text to imitate. A chat template that rewrites the history makes several `branches` of it: each
     trained token then stands in the context that it has at inference. `weight` multiplies its loss; `row` is its
-    place in the data."""
+    place in the data. A teacher's predictions of its A trained tokens, of all branches, are `teacher_ids_AK` int32 and
+    `teacher_logprobs_AB` float16, as in `Predictions`; None until they are known."""
 
     branches: tuple[WeightedTokens, ...]
     row: int
     weight: float = 1.0
+    teacher_ids_AK: Tensor | None = None
+    teacher_logprobs_AB: Tensor | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self.branches))

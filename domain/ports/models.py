@@ -135,6 +135,24 @@ class TrainedReward(ValueModel, Protocol):
         ...
 
 
+@frozen(kw_only=True, eq=False)
+class Predictions:
+    """A teacher's predictions of A tokens, of the K that it finds most likely: `ids_AK` int32, and `logprobs_AB`
+    float16 (nats), of those K and, in the last place, of all others together."""
+
+    ids_AK: Tensor
+    logprobs_AB: Tensor
+
+
+@runtime_checkable
+class TeacherModel(Protocol):
+    """A frozen model that others are to predict like."""
+
+    def predict(self, batch: PackedBatch) -> Predictions:
+        """Returns its predictions of the action tokens, on the CPU."""
+        ...
+
+
 @runtime_checkable
 class ReferenceModel(Protocol):
     """A frozen policy, from which the KL divergence of the trained one is measured."""

@@ -114,7 +114,7 @@ KD_EXAMPLE = """  rollgrad train kd --actor.model_name_or_path HuggingFaceTB/Smo
 KD_ESSENTIALS: Mapping[str, Sequence[str]] = {
     "The models": ("actor.model_name_or_path", "teacher.model_name_or_path"),
     "The examples": EXAMPLES["The examples"],
-    "The loss": ("kd.weight", "kd.beta", "kd.temperature", "kd.top_k"),
+    "The loss": ("kd.weight", "kd.beta", "kd.temperature", "kd.top_k", "kd.cache"),
     **{topic: DPO_ESSENTIALS[topic] for topic in ("The optimizer", "Training", "Evaluation", "Output")},
 }
 

@@ -6,9 +6,19 @@ from typing import Any
 import structlog
 from dependency_injector import providers
 
-from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
-from rollgrad.adapters.models.torch.loading import default_device, load_tokenizer, resolve_dtype
+from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
+from rollgrad.adapters.checkpoints.score_files import ScoreFiles
+from rollgrad.adapters.data.examples.preparation import PreparedExamples
+from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
+from rollgrad.adapters.models.torch.loading import (
+    default_device,
+    load_tokenizer,
+    load_vocabulary_size,
+    resolve_dtype,
+)
+from rollgrad.adapters.models.torch.models import TorchTeacher
 from rollgrad.application.learning.examples import together
+from rollgrad.application.learning.teacher import with_teacher
 from rollgrad.application.settings.kd import DistillationConfig, KDRun
 from rollgrad.domain.algorithms.losses.distillation import DistillationObjective
 from rollgrad.domain.batches.examples import pack_demonstrations
@@ -16,10 +26,10 @@ from rollgrad.domain.episodes.examples import Demonstration
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel
-from rollgrad.entrypoints.composition.examples import make_total_steps
+from rollgrad.entrypoints.composition.examples import make_total_steps, reference_directory
 from rollgrad.entrypoints.composition.models import make_actor_model
-from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles
-from rollgrad.entrypoints.composition.reference import START_TOLERANCE
+from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles, tokens_per_pass
+from rollgrad.entrypoints.composition.reference import START_TOLERANCE, reference_key
 from rollgrad.entrypoints.run_directory import continues
 
 log = structlog.get_logger(__name__)
@@ -68,7 +78,31 @@ def make_teacher(run: KDRun, tokenizer: Any) -> Teacher:
     return Teacher(make_actor_model(run.actor, name, TEACHER_FLAG), distillation_settings(run.kd))
 
 
-def make_learned(
+def make_taught(
+    run: KDRun, examples: PreparedExamples | ExampleSource[Demonstration], tokenizer: Any, setting: str
+) -> ExampleSource[Demonstration]:
+    """Returns the examples, with the teacher's predictions if those are kept; `setting` names the data."""
+    if not run.kd.cache:
+        return examples
+    data = examples.fingerprint if isinstance(examples, PreparedExamples) else None
+    its = model_fingerprint(run.teacher.model_name_or_path, whole=True)
+    key = reference_key(run, its, data, teacher=run.kd.top_k, temperature=run.kd.temperature)
+    return with_teacher(
+        examples,
+        lambda: TorchTeacher(make_teacher(run, tokenizer), load_vocabulary_size(run.actor.model_name_or_path)),
+        ScoreFiles(None if key is None else reference_directory(run.data)),
+        key=str(key),
+        max_tokens=tokens_per_pass(run),
+        name=setting,
+    )
+
+
+def make_policy_teacher(run: KDRun, tokenizer: Any) -> Teacher | KeptTeacher:
+    """Returns what the policy is compared with: the teacher itself, or its predictions."""
+    return KeptTeacher(distillation_settings(run.kd)) if run.kd.cache else make_teacher(run, tokenizer)
+
+
+def checked(
     run: KDRun, examples: ExampleSource[Demonstration], policy: Callable[[], PolicyModel]
 ) -> ExampleSource[Demonstration]:
     """Returns the examples. A model that is its own teacher is compared with it first.
@@ -98,9 +132,14 @@ def kd_container(config: KDRun) -> OfflineContainer:
         objective=providers.Singleton(
             DistillationObjective, weight=config.kd.weight, temperature=config.kd.temperature
         ),
-        teacher=providers.Singleton(make_teacher, config, container.tokenizer),
-        learned=providers.Singleton(make_learned, config, container.examples, container.policy.provider),
-        held_out=container.eval_examples,
+        teacher=providers.Singleton(make_policy_teacher, config, container.tokenizer),
+        learned=providers.Singleton(
+            checked,
+            config,
+            providers.Callable(make_taught, config, container.examples, container.tokenizer, "data.dataset"),
+            container.policy.provider,
+        ),
+        held_out=providers.Singleton(make_taught, config, container.eval_examples, container.tokenizer, "eval.dataset"),
         total_steps=providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt),
         actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
         roles=providers.Callable(make_roles, config),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rollgrad.adapters.models.torch.distillation import Teacher
+from rollgrad.adapters.models.torch.distillation import KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm, load_critic, resolve_dtype
 from rollgrad.adapters.models.torch.lora import add_lora
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy, TorchValue
@@ -82,7 +82,7 @@ def make_policy(
     *,
     temperature: float,
     correct: bool,
-    teacher: Teacher | None,
+    teacher: Teacher | KeptTeacher | None,
 ) -> TorchPolicy:
     """Returns `model` under an optimizer; its log-probs are those of sampling at `temperature`. With `correct` its
     scores say which tokens are the most likely ones, with a `teacher` how far it is from that."""

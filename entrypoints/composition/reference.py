@@ -14,7 +14,7 @@ from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
 from rollgrad.application.learning.reference import Judged, check_start, with_reference
-from rollgrad.application.settings.offline import ReferencedRun
+from rollgrad.application.settings.offline import OfflineRun, ReferencedRun
 from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel
@@ -42,7 +42,7 @@ def reference_fingerprint(run: ReferencedRun) -> Fingerprint:
     return model_fingerprint(run.ref.model_name_or_path or run.actor.model_name_or_path, whole=True)
 
 
-def reference_key(run: ReferencedRun, model: Fingerprint, fingerprint: str | None, **more: Any) -> str | None:
+def reference_key(run: OfflineRun, model: Fingerprint, fingerprint: str | None, **more: Any) -> str | None:
     """Returns what the log-probs of the reference `model` of the data with this fingerprint are kept under; None if the
     reference is no file of this machine, or the data have no fingerprint. `more` is what else they depend on."""
     if model["weights"] is None or fingerprint is None:

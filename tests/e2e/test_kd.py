@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import rollgrad
 from rollgrad.adapters.models.torch.distillation import Teacher
+from rollgrad.adapters.models.torch.models import TorchTeacher
 from rollgrad.application.settings.kd import (
     DistillationConfig,
     KDRun,
@@ -22,7 +23,9 @@ from rollgrad.application.settings.sections.actor import DType, LoraConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
 from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleEvalConfig, ExampleTrainConfig
 from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from rollgrad.domain.ports.models import Predictions
 from rollgrad.entrypoints.cli.main import main
 from tests.e2e.test_dpo import Stopping, logged, weights
 
@@ -156,8 +159,74 @@ def test_the_command_line(
     assert "gradient is biased" in " ".join(capsys.readouterr().err.split())
     assert main([*words, *taught, "--dry_run", "--ckpt.output_dir", str(tmp_path / "other")]) == 0
     assert "⟦The answer is 0.<|im_end|>⟧" in capsys.readouterr().out
-    assert main([*words, "--kd.weight", "0", "--kd.beta", "1.5"]) == 2
+    assert main([*words, "--kd.weight", "0", "--kd.beta", "1.5", "--kd.cache"]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert [line.split()[1] for line in errors if line.startswith("error:")] == ["kd.weight", "kd.beta", "No"]
+    named = [line.split()[1] for line in errors if line.startswith("error:")]
+    assert named == ["kd.weight", "kd.beta", "No", "kd.cache"]
     assert main([*words, "--teacher.model_name_or_path", str(tmp_path / "none"), "--dry_run"]) == 2
     assert "--teacher.model_name_or_path" in capsys.readouterr().err
+
+
+@pytest.fixture
+def predicted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of tokens of each pass of a teacher whose predictions are kept."""
+    calls: list[int] = []
+    predict = TorchTeacher.predict
+
+    def counted(self: TorchTeacher, batch: PackedBatch) -> Predictions:
+        calls.append(batch.token_count)
+        return predict(self, batch)
+
+    monkeypatch.setattr(TorchTeacher, "predict", counted)
+    return calls
+
+
+def divergences(output: Path) -> list[float]:
+    return [row["train/divergence"] for row in logged(output) if "train/loss" in row]
+
+
+def test_kept_predictions_of_the_whole_vocabulary_are_the_teacher(
+    tiny_model_dir: Path, teacher: Path, examples: Path, tmp_path: Path, predicted: list[int]
+) -> None:
+    live = settings(tiny_model_dir, teacher, examples, tmp_path / "live", temperature=2.0, beta=0.3)
+    rollgrad.train_kd(live)
+    size = json.loads((teacher / "config.json").read_text())["vocab_size"]
+    run = settings(
+        tiny_model_dir, teacher, examples, tmp_path / "kept", temperature=2.0, beta=0.3, top_k=size, cache=True
+    )
+    rollgrad.train_kd(run)
+    assert len(predicted) == 1
+    assert divergences(tmp_path / "kept") == pytest.approx(divergences(tmp_path / "live"), rel=5e-3, abs=1e-4)
+    few = settings(tiny_model_dir, teacher, examples, tmp_path / "few", top_k=4)
+    rollgrad.train_kd(few)
+    few.kd.cache, few.ckpt.output_dir = True, str(tmp_path / "few_kept")
+    rollgrad.train_kd(few)
+    assert len(predicted) == 2, "other settings, other predictions"
+    assert divergences(tmp_path / "few_kept") == pytest.approx(divergences(tmp_path / "few"), rel=5e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["kept", "lost"])
+def test_a_run_with_kept_predictions_goes_on_as_if_it_had_not_ended(
+    tiny_model_dir: Path,
+    teacher: Path,
+    examples: Path,
+    tmp_path: Path,
+    cache: str,
+    monkeypatch: pytest.MonkeyPatch,
+    predicted: list[int],
+) -> None:
+    whole = settings(tiny_model_dir, teacher, examples, tmp_path / "whole", top_k=4, cache=True)
+    whole.eval = ExampleEvalConfig(dataset=str(examples), max_samples=3)
+    made = rollgrad.train_kd(whole)
+    assert len(predicted) == 2, "the examples and the held-out ones, each once"
+    assert made.after["eval/divergence"] < made.before["eval/divergence"]
+    run = settings(tiny_model_dir, teacher, examples, tmp_path / "run", top_k=4, cache=True)
+    with pytest.raises(CheckpointError, match="disk is full"):
+        rollgrad.train_kd(run, sink=Stopping(after=4))
+    if cache == "lost":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    predicted.clear()
+    run.ckpt.resume = Resume.ALWAYS
+    result = rollgrad.train_kd(run)
+    assert len(predicted) == (0 if cache == "kept" else 1)
+    assert all(torch.equal(a, weights(result.output_dir)[name]) for name, a in weights(made.output_dir).items())

@@ -1,8 +1,8 @@
 """Divergence of a model's next-token distributions from a teacher's, a chunk of rows at a time: never a full [N, V]
 matrix of either.
 
-A teacher is a frozen model in the same process (`Teacher`), or the columns of a batch that it filled in before
-(`kept_targets`). The backward pass recomputes each chunk's logits.
+A teacher is a frozen model in the same process (`Teacher`), or what it predicted before, in the columns of a batch
+(`KeptTeacher`). The backward pass recomputes each chunk's logits.
 Does not own: the formula of the divergence (`domain/algorithms/losses/distillation`).
 """
 
@@ -17,6 +17,7 @@ from rollgrad.adapters.models.torch import chunked_logprobs
 from rollgrad.adapters.models.torch.chunked_logprobs import NO_CHANCE, LogitForm
 from rollgrad.adapters.models.torch.compatibility import logit_form
 from rollgrad.domain.algorithms.losses.distillation import divergence, with_rest
+from rollgrad.domain.batches.packed import PackedBatch
 
 TEMPORARIES = 8
 """Matrices as large as a chunk of logits that a chunk of the divergence and its gradient takes."""
@@ -71,6 +72,25 @@ class Teacher:
             return teacher_target(logits, self.settings)
 
         return of
+
+
+@frozen
+class KeptTeacher:
+    """Predictions of a teacher in the columns of batches, and the settings of the divergence from them."""
+
+    settings: DistillationSettings
+
+    def targets(self, batch: PackedBatch, device: torch.device) -> Targets:
+        """Returns the targets at the action tokens of a batch.
+
+        Raises:
+            ValueError: it has no predictions.
+        """
+        mask_N = batch.action_mask_N
+        ids_AK = batch.filled("teacher_ids_NK")[mask_N].to(device, torch.int64)
+        # Rounding to float16 left them without a sum of 1.
+        logprobs_AB = batch.filled("teacher_logprobs_NK")[mask_N].to(device).float().log_softmax(1)
+        return lambda part: Target(logprobs_AB=logprobs_AB[part], ids_AK=ids_AK[part])
 
 
 def teacher_target(logits_AV: Tensor, settings: DistillationSettings) -> Target:

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from rollgrad.adapters.models.torch.attention import ForestAttention, backbone
 from rollgrad.adapters.models.torch.chunked_logprobs import PLAIN_LOGITS, WHOLE_VOCABULARY, LogitForm, token_logprobs
 from rollgrad.adapters.models.torch.compatibility import check_positions, logit_form
-from rollgrad.adapters.models.torch.distillation import DistillationSettings, Targets, Teacher, distilled_logprobs
+from rollgrad.adapters.models.torch.distillation import (
+    DistillationSettings,
+    KeptTeacher,
+    Targets,
+    Teacher,
+    distilled_logprobs,
+)
 from rollgrad.adapters.models.torch.expert_balance import chosen_experts, routed, token_counts
 from rollgrad.adapters.models.torch.layout import build_layout
 from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, sequence_group
@@ -92,7 +98,12 @@ class PackedLM(nn.Module):
     """
 
     def __init__(
-        self, model: Any, *, temperature: float = 1.0, correct: bool = False, teacher: Teacher | None = None
+        self,
+        model: Any,
+        *,
+        temperature: float = 1.0,
+        correct: bool = False,
+        teacher: Teacher | KeptTeacher | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -107,11 +118,17 @@ class PackedLM(nn.Module):
         columns_B = self.scorer(rows.hidden_BH, rows.targets_B, *taught)
         return *self._group.gathered(rows.actions_B, rows.count, *columns_B), *rows.routing
 
-    def _targets(self, batch: PackedBatch, teacher: Teacher) -> Targets:
+    def _targets(self, batch: PackedBatch, teacher: Teacher | KeptTeacher) -> Targets:
         """Returns what the teacher says at the batch's action tokens."""
-        with torch.no_grad():
-            hidden_AH = action_hidden(teacher.model, batch, self._group).hidden_BH
-            return teacher.targets(hidden_AH, self.model.config.get_text_config().vocab_size)
+        if isinstance(teacher, KeptTeacher):
+            return teacher.targets(batch, self.scorer.head.weight.device)
+        return live_targets(teacher, batch, self._group, self.model.config.get_text_config().vocab_size)
+
+
+@torch.no_grad()
+def live_targets(teacher: Teacher, batch: PackedBatch, group: SequenceGroup, size: int) -> Targets:
+    """Returns what the teacher says at the batch's action tokens, among the first `size` tokens of the vocabulary."""
+    return teacher.targets(action_hidden(teacher.model, batch, group).hidden_BH, size)
 
 
 class Scorer(nn.Module):

@@ -183,6 +183,18 @@ def load_tokenizer(name_or_path: str, *, flag: str) -> Any:
     return _from_pretrained(AutoTokenizer, name_or_path, flag)
 
 
+def load_vocabulary_size(name_or_path: str) -> int:
+    """Returns the number of tokens that a model predicts, which may be more than its tokenizer has.
+
+    Raises:
+        CheckpointError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    config = _from_pretrained(AutoConfig, name_or_path, "--actor.model_name_or_path")
+    return int(config.get_text_config().vocab_size)
+
+
 def load_positions(name_or_path: str) -> int | None:
     """Returns the largest number of tokens of a sequence (`usable_positions`); None if the settings name no number.
 

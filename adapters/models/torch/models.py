@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollgrad.adapters.models.torch.distillation import Teacher
+from rollgrad.adapters.models.torch.chunked_logprobs import CHUNK_BYTES
+from rollgrad.adapters.models.torch.distillation import KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.expert_balance import balance_weights, check_routers
-from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue, scatter
+from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue, live_targets, scatter
 from rollgrad.adapters.models.torch.lora import (
     NamedWeight,
     adapter_weights,
@@ -26,6 +27,7 @@ from rollgrad.adapters.models.torch.lora import (
 )
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, TrainedModule
 from rollgrad.adapters.models.torch.saving import save_pretrained, writing
+from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
 from rollgrad.domain.batches.metrics import Total, joined
 from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
@@ -33,7 +35,9 @@ from rollgrad.domain.ports.models import (
     LossOutput,
     PolicyModel,
     PolicyObjective,
+    Predictions,
     ReferenceModel,
+    TeacherModel,
     TokenScores,
     ValueModel,
     ValueObjective,
@@ -178,7 +182,7 @@ class TorchPolicy(PolicyModel):
         gradient_checkpointing: bool = False,
         aux_loss_coef: float = 0.0,
         correct: bool = False,
-        teacher: Teacher | None = None,
+        teacher: Teacher | KeptTeacher | None = None,
         optimize: Optimize = MasterOptimizer,
     ) -> None:
         if aux_loss_coef:
@@ -293,6 +297,25 @@ class TorchReference(ReferenceModel):
     def score(self, batch: PackedBatch) -> TokenScores:
         """Implements `ReferenceModel.score`."""
         return _token_scores(self._forward(batch), batch)
+
+
+class TorchTeacher(TeacherModel):
+    """A teacher whose most likely tokens are to be kept; of its vocabulary the first `size` tokens count."""
+
+    def __init__(self, teacher: Teacher, size: int) -> None:
+        self._teacher = teacher
+        self._size = size
+        self._group = sequence_group(teacher.model)
+
+    def predict(self, batch: PackedBatch) -> Predictions:
+        """Implements `TeacherModel.predict`."""
+        targets = live_targets(self._teacher, batch, self._group, self._size)
+        count, rows = int(batch.action_mask_N.sum()), max(1, CHUNK_BYTES // (4 * self._size))
+        found = [targets(slice(start, start + rows)) for start in range(0, count, rows)]
+        return Predictions(
+            ids_AK=torch.cat([each.ids_AK for each in found if each.ids_AK is not None]).int().cpu(),
+            logprobs_AB=torch.cat([each.logprobs_AB for each in found]).half().cpu(),
+        )
 
 
 class AdapterlessReference(ReferenceModel):
