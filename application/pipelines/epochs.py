@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Generic
 
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from rollgrad.application.learning.examples import Example, ExampleLearner, together
@@ -15,8 +15,9 @@ from rollgrad.application.learning.rewards import RewardLearner
 from rollgrad.application.pipelines.run import Evaluation, StepReport, StepSource, uninterrupted
 from rollgrad.domain.episodes.examples import Preference
 from rollgrad.domain.episodes.prompts import PromptCursor
+from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.clock import Clock
-from rollgrad.domain.ports.example_source import ExampleSource
+from rollgrad.domain.ports.example_source import ExampleSource, ExampleStream
 
 LOOKED_AT = 64
 """Examples whose lengths are looked at together, to find those of a step."""
@@ -75,7 +76,8 @@ class Epochs(StepSource[Example], Generic[Example]):
 
     Args:
         learner: learns from them.
-        examples: in an order of their own in each epoch.
+        examples: in an order of their own in each epoch; of a stream in its own order, without those of rows that
+            cannot be used.
         batch_size: examples of a step.
         total: examples of the whole run; None ends no step early.
         budget: of a step, in place of `batch_size`.
@@ -86,7 +88,7 @@ class Epochs(StepSource[Example], Generic[Example]):
     def __init__(
         self,
         learner: ExampleLearner[Example],
-        examples: ExampleSource[Example],
+        examples: ExampleSource[Example] | ExampleStream[Example],
         *,
         batch_size: int,
         total: int | None,
@@ -108,21 +110,44 @@ class Epochs(StepSource[Example], Generic[Example]):
     async def step(self, done: int) -> StepReport[Example]:
         """Takes the optimizer step after `done` ones."""
         started = self._clock.monotonic()
-        size = len(self._examples)
-        indices, cursor = next_examples(
-            self._cursor, size, batch_size=self._batch_size, total=self._total, budget=self._budget
-        )
-        examples = [self._examples[index] for index in indices]
+        examples, cursor = self._next(done)
         # In a thread, so that signals reach the run while a step is computed.
         metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learner.learn, examples))
         self._cursor = cursor
         seconds = self._clock.monotonic() - started
         metrics |= {
-            "train/epoch": cursor.epoch + cursor.index / size,
+            **self._place(cursor),
             "time/step_s": seconds,
             "time/tokens_per_s": metrics["train/tokens"] / max(seconds, 1e-9),
         }
         return StepReport(metrics=metrics, ended_by=asyncio.CancelledError() if cancelled else None)
+
+    def _next(self, done: int) -> tuple[list[Example], PromptCursor]:
+        """Returns the examples of the step after `done` ones, and the place after them.
+
+        Raises:
+            DataError: none of the rows that a stream has for it can be used.
+        """
+        source = self._examples
+        if isinstance(source, ExampleStream):
+            rows = range(self._cursor.index, self._cursor.index + self._batch_size)
+            found = [example for row in rows if (example := source.at(row)) is not None]
+            if not found:
+                raise DataError(
+                    f"None of the {len(rows)} rows of step {done + 1} can be used: the warnings say why; mend the "
+                    "rows, or raise --train.batch_size."
+                )
+            return found, evolve(self._cursor, index=rows.stop)
+        indices, cursor = next_examples(
+            self._cursor, len(source), batch_size=self._batch_size, total=self._total, budget=self._budget
+        )
+        return [source[index] for index in indices], cursor
+
+    def _place(self, cursor: PromptCursor) -> dict[str, float]:
+        """Returns the place in the data as a metric: of a stream in rows, else in epochs."""
+        if isinstance(self._examples, ExampleStream):
+            return {"train/rows": float(cursor.index)}
+        return {"train/epoch": cursor.epoch + cursor.index / len(self._examples)}
 
     async def stop(self) -> None:
         """Does nothing: between two steps nothing is in flight."""

@@ -9,7 +9,11 @@ from attrs import define
 
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rules.examples import example_problems, format_problems, shared_problems
-from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleModelConfig, ExampleTrainConfig
+from rollgrad.application.settings.sections.examples import (
+    DemonstrationDataConfig,
+    ExampleModelConfig,
+    ExampleTrainConfig,
+)
 from rollgrad.application.settings.sections.optimizer import AdamConfig
 from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.errors import ConfigurationError
@@ -75,7 +79,7 @@ class KDRun(OfflineRun):
     actor: StudentModelConfig = section(StudentModelConfig, "The model that is trained.")
     teacher: TeacherConfig = section(TeacherConfig, "The frozen teacher.")
     kd: DistillationConfig = section(DistillationConfig, "The divergence from the teacher.")
-    data: ExampleDataConfig = section(ExampleDataConfig, "The examples.")
+    data: DemonstrationDataConfig = section(DemonstrationDataConfig, "The examples.")
     train: ExampleTrainConfig = section(ExampleTrainConfig, "How examples become optimizer steps.")
 
 

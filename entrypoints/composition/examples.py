@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sized
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ from attrs import evolve
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.examples.preparation import PreparedExamples, prepare_examples
-from rollgrad.adapters.data.examples.preparer import PreparationSettings
+from rollgrad.adapters.data.examples.preparer import PreparationSettings, Preparer
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
-from rollgrad.adapters.data.examples.sources import open_sources
+from rollgrad.adapters.data.examples.sources import LOOKED_AT, Head, Mixture, open_head, open_sources
+from rollgrad.adapters.data.examples.streaming import StreamedExamples, stream_rows
 from rollgrad.adapters.models.torch.loading import load_positions
 from rollgrad.application.pipelines.epochs import TokenBudget, steps_left
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.examples import (
+    DemonstrationDataConfig,
     ExampleDataConfig,
     ExampleEvalConfig,
     ExampleFormat,
@@ -40,12 +43,18 @@ def make_examples(
     *,
     check: bool = True,
 ) -> PreparedExamples:
-    """Returns the examples to train on; without `check` however many rows are dropped.
+    """Returns the examples to train on, of streamed ones the first; without `check` however many rows are dropped.
 
     Raises:
         DataError: data cannot be read, or more rows than allowed cannot be used.
         ConfigurationError: the tokenizer has no chat template, or cannot say where its tokens lie.
     """
+    if isinstance(data, ExampleDataConfig) and data.stream:
+        settings = preparation_settings(data, model, codec.template_kwargs)
+        examples = prepare_examples(_head(data, settings), tokenizer, settings, cache_dir=None)
+        if check:
+            examples.report.check(data.max_dropped, "data.dataset")
+        return examples
     return _prepared(
         data,
         data.dataset,
@@ -59,6 +68,29 @@ def make_examples(
         "data.dataset",
         check=check,
     )
+
+
+def make_stream(
+    data: ExampleDataConfig, train: ExampleTrainConfig, model: str, tokenizer: Any, codec: TemplateCodec
+) -> StreamedExamples:
+    """Returns the examples of rows that are read while training goes on; raises as `make_examples`."""
+    settings = preparation_settings(data, model, codec.template_kwargs)
+    (source,) = _head(data, settings).parts
+    return StreamedExamples(
+        lambda: stream_rows(data.dataset, data.split),
+        source.kind,
+        Preparer(tokenizer, settings),
+        buffer=data.shuffle_buffer,
+        seed=train.seed,
+        max_dropped=data.max_dropped,
+    )
+
+
+def _head(data: ExampleDataConfig, settings: PreparationSettings) -> Mixture:
+    """Returns the first rows of a stream."""
+    rows = list(islice(stream_rows(data.dataset, data.split), LOOKED_AT))
+    head = Head([row.place for row in rows], [row.content for row in rows])
+    return open_head(data.dataset, head, settings.reading)
 
 
 def make_eval_examples(
@@ -148,7 +180,7 @@ def reading_settings(data: RowsConfig) -> ReadingSettings:
             kind = ExampleFormat.UNPAIRED
             return evolve(settings, format=kind, output_key=data.completion_key, label_key=data.label_key)
         return settings
-    assert isinstance(data, ExampleDataConfig)
+    assert isinstance(data, DemonstrationDataConfig)
     return evolve(
         settings, format=data.format, input_key=data.input_key, output_key=data.output_key, train_on=data.train_on
     )

@@ -19,7 +19,7 @@ from rollgrad.application.settings.sections.examples import ExampleDataConfig, E
 from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.optimizer import LRScheduler
 from rollgrad.application.settings.sft import SFTRun, SupervisedAdamConfig, SupervisedModelConfig, SupervisedTrainConfig
-from rollgrad.domain.errors import CheckpointError, DataError
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.composition.sft import sft_container
 
@@ -115,6 +115,36 @@ def test_a_run_that_was_interrupted_inside_an_epoch_goes_on_exactly(
     assert [row["train/loss"] for row in logged(tmp_path / "whole")] == [
         row["train/loss"] for row in logged(tmp_path / "parts")
     ]
+
+
+def test_a_stream_goes_on_exactly_where_it_was_interrupted(
+    tiny_model_dir: Path, conversations: Path, tmp_path: Path
+) -> None:
+    """Across the end of the data, with a row that cannot be used."""
+    with conversations.open("a") as file:
+        file.write("not JSON\n")
+
+    def run(name: str, steps: int, resume: Resume = Resume.NEVER) -> dict[str, torch.Tensor]:
+        config = settings(tiny_model_dir, conversations, tmp_path / name, max_steps=steps)
+        config.data.stream, config.data.shuffle_buffer = True, 6
+        config.ckpt.resume = resume
+        rollgrad.train_sft(config)
+        return weights(tmp_path / name)
+
+    whole = run("whole", 4)
+    run("parts", 2)  # 16 of 21 rows
+    parts = run("parts", 4, Resume.ALWAYS)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    rows = [row for row in logged(tmp_path / "whole") if "train/rows" in row]
+    assert [row["train/rows"] for row in rows] == [8, 16, 24, 32]
+    first = json.loads((tmp_path / "whole" / "data_report.json").read_text())["data.dataset"]
+    assert (first["rows"], first["used"], first["dropped_rows"]) == (ROWS + 1, ROWS, 1)
+    config = settings(tiny_model_dir, conversations, tmp_path / "refused", batch_tokens=100)
+    config.data.stream, config.data.max_samples, config.data.num_workers = True, 3, 2
+    with pytest.raises(ConfigurationError) as caught:
+        rollgrad.train_sft(config)
+    for flag in ("--train.max_steps", "--train.batch_tokens", "--data.max_samples", "--data.num_workers"):
+        assert flag in str(caught.value)
 
 
 def test_other_data_do_not_continue_a_run(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:

@@ -218,14 +218,25 @@ def _check_size(path: Path) -> None:
             )
 
 
-def _read_hub(name: str) -> Any:
+def stream_hub(name: str, split: str, split_flag: str) -> "Iterator[Any]":
+    """Yields the rows of a hub dataset as the hub sends them; nothing is kept on the disk.
+
+    Raises:
+        DataError: it is missing or out of reach, or a row cannot be read.
+    """
+    rows = _choose_split(_read_hub(name, streaming=True), name, split, split_flag)
+    with foreign_code(lambda words: DataError(f"The dataset {name[:200]} cannot be read further: {words}")):
+        yield from rows
+
+
+def _read_hub(name: str, *, streaming: bool = False) -> Any:
     import datasets
 
     place, configuration = split_configuration(name)
     hub_name, _, data_dir = place.partition("@")
     try:
         with _short_hub_wait():
-            return datasets.load_dataset(hub_name, configuration, data_dir=data_dir or None)
+            return datasets.load_dataset(hub_name, configuration, data_dir=data_dir or None, streaming=streaming)
     except ConnectionError as error:
         raise DataError(
             f"The dataset {hub_name} is neither a local file or folder nor in the local cache, and the Hugging Face "

@@ -8,7 +8,7 @@ not have, and a line that cannot be read is one row that cannot be used. Everyth
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +53,8 @@ class Source:
 
     def place(self, index: int) -> str:
         """Returns where row `index` stands, for people: FILE:LINE, or the name and number of the row."""
+        if isinstance(self.rows, Head):
+            return self.rows.places[index]
         if isinstance(self.rows, JsonLines):
             return f"{self.name}:{self.rows.line(index)}"
         return f"{self.name} row {index + 1}"
@@ -96,17 +98,13 @@ class JsonLines:
         self._starts: list[int] = []
         self._lines: list[int] = []
         content = hashlib.sha256()
-        try:
-            with path.open("rb") as file:
-                start = 0
-                for number, line in enumerate(file, 1):
-                    content.update(line)
-                    if line.strip():
-                        self._starts.append(start)
-                        self._lines.append(number)
-                    start += len(line)
-        except OSError as error:
-            raise DataError(f"The dataset file {path} cannot be read ({error.strerror}): check the path.") from error
+        start = 0
+        for number, line in json_lines(path, blank=True):
+            content.update(line)
+            if line.strip():
+                self._starts.append(start)
+                self._lines.append(number)
+            start += len(line)
         if not self._starts:
             raise DataError(f"The dataset {path} has no rows: at least one example is needed.")
         self.fingerprint = content.hexdigest()
@@ -121,18 +119,74 @@ class JsonLines:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         with self._path.open("rb") as file:
             file.seek(self._starts[index])
-            line = file.readline()
-        try:
-            row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise broken(
-                f"The line is not UTF-8 (byte {error.start}: {line[error.start : error.start + 1]!r})."
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise broken(f"The line is not JSON: {error}.") from error
-        if not isinstance(row, dict):
-            raise broken("The line holds no object ({...}).")
-        return row
+            return parse_line(file.readline())
+
+
+class Head:
+    """The first rows of a data set, and where each stands (`places`)."""
+
+    def __init__(self, places: Sequence[str], contents: Sequence[Mapping[str, Any] | RowError]) -> None:
+        self.places = places
+        self._contents = contents
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        content = self._contents[index]
+        if isinstance(content, RowError):
+            raise content
+        return content
+
+
+def json_lines(path: Path, *, blank: bool = False) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file, with their numbers from 1; empty ones only if `blank`.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if blank or line.strip():
+                    yield number, line
+    except OSError as error:
+        raise DataError(f"The dataset file {path} cannot be read ({error.strerror}): check the path.") from error
+
+
+def parse_line(line: bytes) -> Mapping[str, Any]:
+    """Returns the row in a line of JSON.
+
+    Raises:
+        RowError: it is no JSON object in UTF-8.
+    """
+    try:
+        row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise broken(f"The line is not UTF-8 (byte {error.start}: {line[error.start : error.start + 1]!r}).") from error
+    except (ValueError, RecursionError) as error:
+        raise broken(f"The line is not JSON: {error}.") from error
+    if not isinstance(row, dict):
+        raise broken("The line holds no object ({...}).")
+    return row
+
+
+def open_head(name: str, head: Head, settings: ReadingSettings) -> Mixture:
+    """Returns the first rows of a data set as if they were all.
+
+    Raises:
+        DataError: there is none, or their format cannot be told.
+    """
+    if not len(head):
+        raise DataError(f"The dataset {name} has no rows: at least one example is needed.")
+    source = _source(name, head, hashlib.sha256(repr(head._contents).encode(errors="replace")).hexdigest(), settings)
+    return Mixture((source,), [0] * len(head), range(len(head)))
+
+
+def is_local(name: str) -> bool:
+    """Returns whether a data set is a file or a folder of this machine, and no name on the hub."""
+    place = Path(split_configuration(name)[0])
+    return Path(name).exists() or place.is_dir() or name.startswith((".", "/", "~")) or bool(place.suffix)
 
 
 def open_sources(
@@ -178,6 +232,10 @@ def _open(name: str, split: str, settings: ReadingSettings) -> Source:
     else:
         dataset = load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split")
         rows, fingerprint = dataset, _local_hash(name, split) or str(dataset._fingerprint)
+    return _source(name, rows, fingerprint, settings)
+
+
+def _source(name: str, rows: Rows, fingerprint: str, settings: ReadingSettings) -> Source:
     columns = _columns(rows, name)
     return Source(name, rows, find_format(list(columns), name, settings, columns.get("label", ())), fingerprint)
 

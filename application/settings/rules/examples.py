@@ -17,10 +17,11 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig, LoraConfig, ModelConfig
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.examples import (
-    ExampleDataConfig,
+    DemonstrationDataConfig,
     ExampleEvalConfig,
     ExampleFormat,
     ExampleTrainConfig,
+    RowsConfig,
 )
 from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.train import TrainConfig
@@ -35,6 +36,7 @@ def sft_errors(run: SFTRun) -> list[ConfigurationError]:
     def rules(run: SFTRun) -> Iterator[Iterator[str]]:
         yield example_problems(run)
         yield step_problems(run.train)
+        yield stream_problems(run)
         yield format_problems(run.data)
         yield shared_problems(run)
 
@@ -95,7 +97,33 @@ def step_problems(train: SupervisedTrainConfig) -> Iterator[str]:
         )
 
 
-def format_problems(data: ExampleDataConfig) -> Iterator[str]:
+def stream_problems(run: SFTRun) -> Iterator[str]:
+    """Yields what is wrong with rows that are read while training goes on."""
+    data, train = run.data, run.train
+    if not data.stream:
+        return
+    if train.max_steps is None:
+        yield "data.stream is on, but rows that are streamed have no known number: set --train.max_steps."
+    if len(dataset_names(data.dataset)) > 1:
+        yield f"data.stream is on, but data.dataset names several: {data.dataset}: give one to --data.dataset."
+    if data.max_samples is not None:
+        yield (
+            f"data.stream is on, but data.max_samples is {data.max_samples}: leave --data.max_samples out, and set "
+            "--train.max_steps."
+        )
+    if train.batch_tokens is not None:
+        yield (
+            f"data.stream is on, but train.batch_tokens is {train.batch_tokens}, which needs the lengths of all rows: "
+            "leave --train.batch_tokens out, and set --train.batch_size."
+        )
+    if data.num_workers != RowsConfig().num_workers:
+        yield (
+            f"data.stream is on, but data.num_workers is {data.num_workers}: streamed rows are prepared in the run's "
+            "own process; leave --data.num_workers out."
+        )
+
+
+def format_problems(data: DemonstrationDataConfig) -> Iterator[str]:
     """Yields what is wrong with how rows are read."""
     if data.output_key is not None and data.input_key is None:
         yield (

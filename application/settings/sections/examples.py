@@ -9,7 +9,7 @@ from rollgrad.application.settings.sections.actor import ModelConfig
 from rollgrad.application.settings.sections.data import WITH_TEMPLATE, WITHOUT_TEMPLATE
 from rollgrad.application.settings.sections.optimizer import LRScheduler
 from rollgrad.application.settings.sections.train import WITH_EMA
-from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, PERIOD, SHARE, Range, setting
+from rollgrad.domain.settings import BELOW_ONE, COUNT, NOT_NEGATIVE, PERIOD, SHARE, Condition, Range, setting
 
 
 class ExampleFormat(StrEnum):
@@ -131,7 +131,7 @@ class RowsConfig:
 
 
 @define(kw_only=True)
-class ExampleDataConfig(RowsConfig):
+class DemonstrationDataConfig(RowsConfig):
     """The examples, and how they become tokens."""
 
     format: ExampleFormat = setting(
@@ -151,6 +151,23 @@ class ExampleDataConfig(RowsConfig):
         TrainOn.ASSISTANT,
         "Tokens that carry loss: of every assistant message, of the last one, of the completion (what follows the "
         "last user message), or all. The keys train and weight of a message win; with all they may leave nothing out.",
+    )
+
+
+STREAMED = Condition(lambda here, run: here.stream, "data.stream is off", "turn on --data.stream")
+
+
+@define(kw_only=True)
+class ExampleDataConfig(DemonstrationDataConfig):
+    """The examples, and how they become tokens; or rows that are read while training goes on."""
+
+    stream: bool = setting(
+        False,
+        "Read rows and make tokens of them while training goes on, for data that have no end or are too large to "
+        "prepare: without a report of all rows, and with train.max_steps.",
+    )
+    shuffle_buffer: int = setting(
+        10_000, "Rows that are held in memory and shuffled together.", COUNT, only_if=STREAMED
     )
 
 

@@ -1,0 +1,148 @@
+"""Examples of a data set that is read while training goes on: nothing is prepared before, nothing is kept.
+
+Invariant: a position always gives the same example, however often the run was interrupted: rows are read in their
+order, in blocks, each of which has a seeded order of its own, and a position is a number of rows from the beginning.
+Does not own: what rows say (`formats`), nor their tokens (`preparer`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from attrs import frozen
+
+from rollgrad.adapters.chat.training_text import shared_prompt
+from rollgrad.adapters.data.datasets.loading import load_dataset, stream_hub
+from rollgrad.adapters.data.examples.preparer import Preparer
+from rollgrad.adapters.data.examples.report import DataReport
+from rollgrad.adapters.data.examples.rows import RowError
+from rollgrad.adapters.data.examples.sources import JSON_SUFFIXES, is_local, json_lines, parse_line
+from rollgrad.application.settings.sections.examples import ExampleFormat
+from rollgrad.domain.episodes.examples import Demonstration, WeightedTokens
+from rollgrad.domain.episodes.prompts import PromptCursor
+from rollgrad.domain.errors import DataError
+from rollgrad.domain.ports.example_source import ExampleStream
+
+log = structlog.get_logger(__name__)
+
+JUDGED_FROM = 1000
+"""Rows from which on the share of those that cannot be used may end a run."""
+
+
+@frozen
+class StreamedRow:
+    """A row, or why it cannot be read, and where it stands."""
+
+    place: str
+    content: Mapping[str, Any] | RowError
+
+
+def stream_rows(name: str, split: str) -> Iterator[StreamedRow]:
+    """Yields the rows of a data set from its beginning: a file of JSON lines line by line, a name on the hub as the hub
+    sends it; other files and folders are opened first.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    path = Path(name)
+    if path.suffix in JSON_SUFFIXES:
+        for number, line in json_lines(path):
+            try:
+                content: Mapping[str, Any] | RowError = parse_line(line)
+            except RowError as error:
+                content = error
+            yield StreamedRow(f"{name}:{number}", content)
+        return
+    rows: Iterable[Any] = (
+        load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split")
+        if is_local(name)
+        else stream_hub(name, split, "--data.split")
+    )
+    for number, row in enumerate(rows, 1):
+        yield StreamedRow(f"{name} row {number}", row)
+
+
+class StreamedExamples(ExampleStream[Demonstration]):
+    """Demonstrations of streamed rows.
+
+    Args:
+        rows: begins to read them from the first; after the last they are read again.
+        kind: their format.
+        preparer: makes tokens of them.
+        buffer: rows of a block, which is held in memory and shuffled.
+        seed: gives the order of each block.
+        max_dropped: share of rows that may be unusable, judged from `JUDGED_FROM` rows on.
+    """
+
+    def __init__(
+        self,
+        rows: Callable[[], Iterator[StreamedRow]],
+        kind: ExampleFormat,
+        preparer: Preparer,
+        *,
+        buffer: int,
+        seed: int,
+        max_dropped: float,
+    ) -> None:
+        self._rows, self._kind, self._preparer = rows, kind, preparer
+        self._buffer, self._seed, self._max_dropped = buffer, seed, max_dropped
+        self._blocks = self._read()
+        self._start, self._block = 0, list[StreamedRow]()
+        self.report = DataReport()
+        """Counts of the rows that this process has taken."""
+
+    def at(self, position: int) -> Demonstration | None:
+        """Implements `ExampleStream.at`.
+
+        Raises:
+            DataError: too many rows cannot be used, or the data set cannot be read.
+        """
+        row = self._row(position)
+        report = self.report
+        report.rows += 1
+        try:
+            if isinstance(row.content, RowError):
+                raise row.content
+            made = self._preparer.prepare(row.content, self._kind)
+        except RowError as error:
+            if error.reason.value not in report.dropped:
+                log.warning(f"{row.place}: {error}", reason=error.reason.value)
+            report.drop(error.reason, row.place, str(error))
+            if report.rows >= JUDGED_FROM:
+                report.check(self._max_dropped, "data.dataset")
+            return None
+        report.used += 1
+        shared = shared_prompt(made.branches)
+        branches = tuple(
+            WeightedTokens(
+                token_ids_T=torch.tensor(branch.token_ids),
+                weights_T=torch.tensor(branch.weights, dtype=torch.float32),
+                prompt_length=shared,
+            )
+            for branch in made.branches
+        )
+        return Demonstration(branches=branches, row=position, weight=made.weight)
+
+    def _row(self, position: int) -> StreamedRow:
+        if position < self._start:
+            self._blocks = self._read()
+            self._start, self._block = 0, []
+        while position >= self._start + len(self._block):
+            self._start += len(self._block)
+            self._block = next(self._blocks)
+        return self._block[position - self._start]
+
+    def _read(self) -> Iterator[list[StreamedRow]]:
+        """Yields the blocks, without end; none has rows of two passes over the data."""
+        numbers = count()
+        while True:
+            rows, any_row = self._rows(), False
+            while block := list(islice(rows, self._buffer)):
+                any_row = True
+                order = PromptCursor(self._seed, epoch=next(numbers)).order(len(block))
+                yield [block[place] for place in order.tolist()]
+            if not any_row:
+                raise DataError("The streamed dataset has no rows: at least one example is needed.")
