@@ -16,7 +16,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
     """Returns the metrics of a rollout: rewards (of each branch), lengths (of all branches; also by outcome), group
     spread, groups all of whose samples passed or failed, and the reward's own metrics.
 
-    `rollout/entropy` is `sampled_entropy`.
+    `rollout/entropy` is `sampled_entropy`, `rollout/duplicate_share` the share of samples that repeat the tokens of an
+    earlier one of their group, `rollout/reward_length_correlation` Pearson's of reward and length over all samples,
+    missing if one of them is constant.
     """
     samples = [sample for group in groups for sample in group.samples]
     trajectories = [trajectory for sample in samples for trajectory in sample]
@@ -37,7 +39,11 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
         "rollout/group_std_mean": sum(statistics.pstdev(s) for s in scored) / len(scored),
         "rollout/all_passed_share": sum(min(s) >= pass_threshold for s in scored) / len(scored),
         "rollout/all_failed_share": sum(max(s) < pass_threshold for s in scored) / len(scored),
+        "rollout/duplicate_share": 1 - sum(_different(group) for group in groups) / count,
     }
+    rewards = [sum(t.reward for t in sample) for sample in samples]
+    if min(rewards) < max(rewards) and min(lengths) < max(lengths):
+        metrics["rollout/reward_length_correlation"] = statistics.correlation(rewards, [float(n) for n in lengths])
     for name, passed in (("passed", True), ("failed", False)):
         pairs = zip(samples, lengths, strict=True)
         chosen = [length for sample, length in pairs if (sample[0].score >= pass_threshold) is passed]
@@ -47,3 +53,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
         values = [sample[0].metrics[key] for sample in samples if key in sample[0].metrics]
         metrics[f"reward/{key}"] = sum(values) / len(values)
     return metrics
+
+
+def _different(group: RolloutGroup) -> int:
+    """Returns how many samples of a group differ in their tokens."""
+    return len({tuple(t.token_ids_T.numpy().tobytes() for t in sample) for sample in group.samples})

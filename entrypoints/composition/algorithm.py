@@ -17,8 +17,9 @@ from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionLevel, KLAgainst, OldLogprobs
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.control.entropy_weight import EntropyController
-from rollgrad.domain.control.findings import LearningSettings, LearningWatch
+from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.control.kl_weight import KLController
+from rollgrad.domain.control.signs import LearningSettings
 from rollgrad.domain.control.staleness import StalenessBound
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.ports.models import PolicyObjective

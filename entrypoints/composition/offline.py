@@ -9,7 +9,8 @@ from rollgrad.application.learning.examples import ExampleLearner
 from rollgrad.application.pipelines.epochs import Epochs, ExampleEvaluation, TokenBudget
 from rollgrad.application.pipelines.run import Run, Schedule
 from rollgrad.application.settings.offline import OfflineRun
-from rollgrad.domain.control.findings import LearningSettings, LearningWatch
+from rollgrad.domain.control.findings import LearningWatch
+from rollgrad.domain.control.signs import LearningSettings
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.cluster import Role
 from rollgrad.entrypoints.composition.examples import (

@@ -22,7 +22,8 @@ from rollgrad.domain.algorithms.losses.reward_model import RewardObjective
 from rollgrad.domain.algorithms.settings import PreferenceSettings
 from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.batches.packed import PackedBatch
-from rollgrad.domain.control.findings import LearningSettings, LearningWatch
+from rollgrad.domain.control.findings import LearningWatch
+from rollgrad.domain.control.signs import LearningSettings
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError

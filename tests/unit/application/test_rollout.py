@@ -15,7 +15,7 @@ from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import ConfigurationError, EngineError, RewardError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
-from rollgrad.testing.agent_executor import FakeAgentExecutor, reply_with_sample_id
+from rollgrad.testing.agent_executor import FakeAgentExecutor, make_trajectory, reply_with_sample_id
 
 PARAMS = SamplingParams(max_new_tokens=4)
 
@@ -176,6 +176,22 @@ def test_leaving_a_stream_early_cancels_the_rest() -> None:
         assert executor.in_flight == 0
 
     asyncio.run(scenario())
+
+
+def test_replies_are_compared_with_others_of_their_group_and_rewards_with_lengths() -> None:
+    def group(number: int, *replies: tuple[int, float]) -> RolloutGroup:
+        played = tuple(
+            make_trajectory([1], [2] * length, group_id=number, sample_id=i, rewards=[reward])
+            for i, (length, reward) in enumerate(replies)
+        )
+        return RolloutGroup(group_id=number, prompt=Prompt(token_ids=(1,), text="a"), trajectories=played)
+
+    metrics = rollout_metrics(
+        [group(0, (2, 0.0), (2, 0.0), (2, 0.0)), group(1, (2, 0.0), (4, 1.0))], pass_threshold=0.5
+    )
+    assert metrics["rollout/duplicate_share"] == pytest.approx(0.4)
+    assert metrics["rollout/reward_length_correlation"] == pytest.approx(1.0)
+    assert "rollout/reward_length_correlation" not in rollout_metrics([group(0, (2, 0.0), (4, 0.0))], 0.5)
 
 
 def test_the_branches_of_a_sample_count_once() -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from rollgrad.domain.control.findings import COLLAPSED_ENTROPY, WINDOW, Finding, LearningSettings, LearningWatch
+from rollgrad.domain.control.findings import Finding, LearningWatch
+from rollgrad.domain.control.signs import COLLAPSED_ENTROPY, WINDOW, LearningSettings
 
 HEALTHY = {
     "reward/mean": 0.4,
@@ -15,6 +16,13 @@ HEALTHY = {
     "rollout/truncated_share": 0.8,
     "rollout/response_length_mean": 20.0,
     "rollout/entropy": 1.5,
+    "rollout/reward_length_correlation": 0.3,
+    "rollout/duplicate_share": 0.1,
+    "rollout/all_passed_share": 0.1,
+    "rollout/prompts_played": 8.0,
+    "policy/mismatch_kl": 0.001,
+    "policy/clip_low_share": 0.02,
+    "policy/clip_high_share": 0.03,
     "advantage/abs_mean": 0.5,
     "policy/grad_norm": 0.7,
 }
@@ -32,7 +40,15 @@ SIGNS: dict[str, dict[str, float]] = {
         "train/chosen_fell_share": 0.0,
     },
     "chosen_fell": {"train/chosen_fell_share": 1.0, "train/chosen_logprob": -40.0},
+    "reward_follows_length": {"rollout/reward_length_correlation": 0.9, "rollout/response_length_mean": 30.0},
+    "mismatch_grows": {"policy/mismatch_kl": 0.05},
+    "stale": {"rollout/rejected_stale": 3.0},
+    "failing": {"rollout/failed_reward": 2.0, "rollout/failed_infrastructure": 1.0},
+    "duplicates": {"rollout/duplicate_share": 0.9},
+    "clipped": {"policy/clip_low_share": 0.2, "policy/clip_high_share": 0.2},
 }
+GROWING = ("reward_follows_length", "mismatch_grows")
+"""Signs that are seen beside the first rollouts."""
 LOOK_AT = {
     "constant_reward": "--data.label_key",
     "no_spread": "--rollout.n_samples_per_prompt",
@@ -42,6 +58,12 @@ LOOK_AT = {
     "no_step": "rollgrad data show",
     "reference_kept": "--actor.adam.lr",
     "chosen_fell": "add sft to --dpo.loss",
+    "reward_follows_length": "--reward.overlong_buffer_len",
+    "mismatch_grows": "--algo.correction.level",
+    "stale": "--train.max_staleness",
+    "failing": "--reward.timeout",
+    "duplicates": "--rollout.temperature",
+    "clipped": "--actor.adam.lr",
 }
 
 
@@ -58,13 +80,13 @@ def watch(*steps: dict[str, float], **settings: Any) -> tuple[LearningWatch, dic
 
 @pytest.mark.parametrize("name", SIGNS)
 def test_a_sign_is_told_once_with_numbers_and_the_setting_to_look_at(name: str) -> None:
-    state, told = watch({}, *[SIGNS[name]] * 10)
-    assert list(told) == [1 + WINDOW]
-    (finding,) = told[1 + WINDOW]
-    assert (finding.name, finding.since) == (name, 2)
+    state, told = watch(*[{}] * WINDOW, *[SIGNS[name]] * 10)
+    assert list(told) == [2 * WINDOW]
+    (finding,) = told[2 * WINDOW]
+    assert (finding.name, finding.since) == (name, WINDOW + 1)
     assert LOOK_AT[name] in finding.look_at
     assert any(character.isdigit() for character in finding.evidence)
-    assert state.findings()[0].until == 11
+    assert state.findings()[0].until == WINDOW + 10
 
 
 @pytest.mark.parametrize("name", SIGNS)
@@ -76,12 +98,13 @@ def test_a_sign_of_fewer_rollouts_is_chance(name: str) -> None:
 
 @pytest.mark.parametrize("name", SIGNS)
 def test_a_finding_is_told_again_only_after_it_had_ended(name: str) -> None:
-    flickering, told = watch(*[SIGNS[name]] * WINDOW, *[{}] * (WINDOW - 1), *[SIGNS[name]] * WINDOW)
-    assert list(told) == [WINDOW]
+    begun = [{}] * WINDOW
+    flickering, told = watch(*begun, *[SIGNS[name]] * WINDOW, *[{}] * (WINDOW - 1), *[SIGNS[name]] * WINDOW)
+    assert list(told) == [2 * WINDOW]
     assert len(flickering.findings()) == 1
-    ended, told = watch(*[SIGNS[name]] * WINDOW, *[{}] * WINDOW, *[SIGNS[name]] * WINDOW)
-    assert list(told) == [WINDOW, 3 * WINDOW]
-    assert [(finding.since, finding.until) for finding in ended.findings()] == [(1, 3), (7, 9)]
+    ended, told = watch(*begun, *[SIGNS[name]] * WINDOW, *[{}] * WINDOW, *[SIGNS[name]] * WINDOW)
+    assert list(told) == [2 * WINDOW, 4 * WINDOW]
+    assert [(finding.since, finding.until) for finding in ended.findings()] == [(4, 6), (10, 12)]
 
 
 def test_a_healthy_run_hears_nothing() -> None:
@@ -155,3 +178,23 @@ def test_while_only_the_critic_learns_no_gradient_is_missed() -> None:
         state, found = state.observe(step, metrics)
         assert found == ()
     assert state.summary() == ()
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_sign_that_was_there_from_the_beginning_does_not_grow(name: str) -> None:
+    assert watch(*[SIGNS[name]] * 20)[1] == {}
+
+
+def test_equal_replies_to_solved_prompts_are_no_fault() -> None:
+    assert watch(*[SIGNS["duplicates"] | {"rollout/all_passed_share": 0.9}] * 10)[1] == {}
+
+
+def test_equal_replies_are_explained_by_the_entropy() -> None:
+    _, told = watch(*[SIGNS["duplicates"] | SIGNS["entropy_collapsed"]] * 10)
+    assert [finding.name for found in told.values() for finding in found] == ["entropy_collapsed"]
+
+
+def test_failures_are_told_by_kind_but_not_those_to_which_no_reward_applies() -> None:
+    _, told = watch(*[SIGNS["failing"] | {"rollout/failed_not_applicable": 40.0}] * WINDOW)
+    assert "of the last 67: 1 by infrastructure, 2 by reward" in told[WINDOW][0].evidence
+    assert watch(*[{"rollout/failed_not_applicable": 40.0}] * 10)[1] == {}

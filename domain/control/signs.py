@@ -1,0 +1,300 @@
+"""Signs that a run cannot learn: for each a condition on the metrics of one step, with its threshold, and what is said
+of it. Pure. Does not own: how long a sign has to last (`findings`).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import frozen
+
+WINDOW = 3
+"""Rollouts in a row that a sign needs: chance, or a batch of easy prompts, gives one rollout without any spread."""
+
+TRUNCATED_SHARE = 0.99
+"""Share of truncated replies from which on the model seems not to end its replies by itself."""
+
+COLLAPSED_ENTROPY = 0.01
+"""Nats per token below which samples of a prompt hardly differ; replies of trained models have 0.1 to 2."""
+
+LENGTH_CORRELATION, LENGTH_GROWTH = 0.8, 1.25
+"""Correlation of reward and length within a rollout, and growth of the mean length over that of the first rollouts:
+together they say that length is rewarded, while either alone is common in healthy runs."""
+
+MISMATCH_KL, MISMATCH_GROWTH = 0.01, 5.0
+"""KL in nats per token, and growth over that of the first rollouts, from which on trainer and engine drift apart. Equal
+weights in bfloat16 differ by about 0.001, and by more in a run that begins with tokens of older weights."""
+
+STALE_SHARE = 0.25
+"""Share of played groups that are dropped as too old from which on much work is in vain."""
+
+FAILED_SHARE = 0.02
+"""Share of failed episodes that a flaky service does not explain, three rollouts in a row."""
+
+DUPLICATE_SHARE, PASSED_SHARE = 0.8, 0.5
+"""Share of replies that equal an earlier one of their group from which on samples tell nothing, unless the second share
+of groups have solved their prompts, to which there may be one right reply."""
+
+CLIPPED_SHARE = 0.3
+"""Share of tokens whose ratio is clipped from which on the updates are too large; usual are 0 to 0.2."""
+
+COMPARED = ("rollout/response_length_mean", "policy/mismatch_kl")
+"""Metrics whose mean over the first `WINDOW` rollouts signs find as `first/name`."""
+
+Metrics = Mapping[str, float]
+
+
+@frozen(kw_only=True)
+class LearningSettings:
+    """Settings of a run that findings depend on.
+
+    `steps`: rollouts of the whole run. `judged_by_outcome`: whether advantages come from the rewards of whole replies,
+    rather than from a teacher or from single turns. `compared_in_groups`: whether a reply's advantage compares it with
+    others to the same prompt. `pass_threshold`: score from which a reply passes. `max_new_tokens`: length at which a
+    reply is truncated.
+    """
+
+    steps: int
+    judged_by_outcome: bool = True
+    compared_in_groups: bool = True
+    pass_threshold: float = 1.0
+    max_new_tokens: int = 1024
+
+
+@frozen(kw_only=True)
+class Rule:
+    """Rule of one finding. `sign` returns a value if the step shows the sign, else None; a streak consists of equal
+    values. `describe` returns evidence and settings to look at, from the latest metrics and the number of rollouts in
+    the streak. `no_update`: the sign means that the weights do not change, which is reported of runs shorter than the
+    window, too."""
+
+    sign: Callable[[Metrics, LearningSettings], Any]
+    describe: Callable[[Metrics, LearningSettings, int], tuple[str, str]]
+    no_update: bool = False
+
+
+def _constant_reward(metrics: Metrics, run: LearningSettings) -> float | None:
+    lowest, highest = metrics.get("reward/min"), metrics.get("reward/max")
+    return lowest if run.judged_by_outcome and lowest is not None and lowest == highest else None
+
+
+def _describe_constant_reward(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    value, replies = metrics["reward/min"], f"{metrics['rollout/samples']:.0f} replies"
+    evidence = f"The reward was {value:g} for every reply of {_rollouts(rollouts)} ({replies} each)"
+    if value >= run.pass_threshold:
+        return f"{evidence}: all prompts are solved, there is nothing left to learn.", "--data.prompt_dataset"
+    settings = "samples.jsonl, the reward (--reward.verifier, --reward.function_path, ...) and --data.label_key"
+    return f"{evidence}: it tells no reply from another.", settings
+
+
+def _no_spread(metrics: Metrics, run: LearningSettings) -> bool | None:
+    if not (run.judged_by_outcome and run.compared_in_groups) or _constant_reward(metrics, run) is not None:
+        return None
+    return (metrics.get("rollout/zero_spread_share") == 1 and metrics.get("advantage/abs_mean") == 0) or None
+
+
+def _describe_no_spread(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"In every group of {_rollouts(rollouts)} all replies to a prompt had the same reward (mean "
+        f"{metrics['reward/mean']:.3g}), so that all advantages are 0."
+    )
+    return evidence, "--rollout.n_samples_per_prompt, --rollout.temperature and the reward"
+
+
+def _truncated(metrics: Metrics, run: LearningSettings) -> bool | None:
+    return metrics.get("rollout/truncated_share", 0.0) >= TRUNCATED_SHARE or None
+
+
+def _describe_truncated(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"{metrics['rollout/truncated_share']:.0%} of the replies of {_rollouts(rollouts)} were cut off (mean length "
+        f"{metrics['rollout/response_length_mean']:.0f} tokens): the model is not seen to end a reply."
+    )
+    tokens = f"--rollout.max_new_tokens, which is {run.max_new_tokens}"
+    return evidence, f"{tokens} (in several turns also --rollout.max_turns)"
+
+
+def _no_gradient(metrics: Metrics, run: LearningSettings) -> bool | None:
+    explained = _constant_reward(metrics, run) is not None or _no_spread(metrics, run)
+    return (metrics.get("policy/grad_norm") == 0 and not explained) or None
+
+
+def _describe_no_gradient(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"The gradient of the policy was 0 in {_rollouts(rollouts)} (mean size of an advantage "
+        f"{metrics.get('advantage/abs_mean', 0.0):.3g}): the weights stay as they are."
+    )
+    return evidence, "--algo.advantage.estimator and the reward"
+
+
+def _collapsed(metrics: Metrics, run: LearningSettings) -> bool | None:
+    return metrics.get("rollout/entropy", 1.0) < COLLAPSED_ENTROPY or None
+
+
+def _describe_collapsed(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"The entropy was below {COLLAPSED_ENTROPY} nats per token in {_rollouts(rollouts)} (now "
+        f"{metrics['rollout/entropy']:.2g}): all samples of a prompt are nearly the same."
+    )
+    return evidence, "--rollout.temperature, --actor.adam.lr and --actor.entropy_coef"
+
+
+def _no_step(metrics: Metrics, run: LearningSettings) -> bool | None:
+    return metrics.get("train/grad_norm") == 0 or None
+
+
+def _describe_no_step(metrics: Metrics, run: LearningSettings, steps: int) -> tuple[str, str]:
+    evidence = f"The gradient was 0 in {_steps(steps)}: the weights stay as they are."
+    return evidence, "the trained tokens (rollgrad data show), the loss and --actor.lora.target_modules"
+
+
+def _reference_kept(metrics: Metrics, run: LearningSettings) -> bool | None:
+    first = metrics.get("train/chosen_reward") == 0 and metrics.get("train/rejected_reward") == 0
+    return (first and "train/chosen_fell_share" in metrics) or None
+
+
+def _describe_reference_kept(metrics: Metrics, run: LearningSettings, steps: int) -> tuple[str, str]:
+    evidence = f"All replies were exactly as likely as under the reference in {_steps(steps)}: nothing is learned."
+    return evidence, "--actor.adam.lr, which is too low for the format of the weights, and --actor.dtype"
+
+
+def _chosen_fell(metrics: Metrics, run: LearningSettings) -> bool | None:
+    return metrics.get("train/chosen_fell_share") == 1 or None
+
+
+def _describe_chosen_fell(metrics: Metrics, run: LearningSettings, steps: int) -> tuple[str, str]:
+    evidence = (
+        f"Every chosen reply of {_steps(steps)} was less likely than under the reference (mean log-prob now "
+        f"{metrics['train/chosen_logprob']:.3g}): the model unlearns what it should prefer."
+    )
+    return evidence, "--actor.adam.lr and --dpo.beta, or add sft to --dpo.loss"
+
+
+def _steps(count: int) -> str:
+    return "the step" if count == 1 else f"{count} steps in a row"
+
+
+def _follows_length(metrics: Metrics, run: LearningSettings) -> bool | None:
+    length, first = metrics.get("rollout/response_length_mean"), metrics.get("first/rollout/response_length_mean")
+    if not run.judged_by_outcome or length is None or first is None:
+        return None
+    related = metrics.get("rollout/reward_length_correlation", 0.0) >= LENGTH_CORRELATION
+    return (related and length >= LENGTH_GROWTH * first) or None
+
+
+def _describe_follows_length(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"Longer replies had more reward in {_rollouts(rollouts)} (correlation "
+        f"{metrics['rollout/reward_length_correlation']:.2f}), and replies grew from "
+        f"{metrics['first/rollout/response_length_mean']:.0f} to {metrics['rollout/response_length_mean']:.0f} tokens: "
+        "the model may learn to write much."
+    )
+    return evidence, "the reward, and --reward.overlong_buffer_len"
+
+
+def _mismatch(metrics: Metrics, run: LearningSettings) -> bool | None:
+    now, first = metrics.get("policy/mismatch_kl"), metrics.get("first/policy/mismatch_kl")
+    if now is None or first is None:
+        return None
+    return now >= max(MISMATCH_KL, MISMATCH_GROWTH * first) or None
+
+
+def _describe_mismatch(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"Trainer and engine disagree more and more about the same tokens: their KL was "
+        f"{metrics['policy/mismatch_kl']:.2g} nats per token in {_rollouts(rollouts)}, and "
+        f"{metrics['first/policy/mismatch_kl']:.2g} at first."
+    )
+    return evidence, "--algo.correction.level, --actor.adam.lr and --train.max_staleness"
+
+
+def _stale(metrics: Metrics, run: LearningSettings) -> bool | None:
+    played = metrics.get("rollout/prompts_played", 0.0)
+    return (played > 0 and metrics.get("rollout/rejected_stale", 0.0) / played >= STALE_SHARE) or None
+
+
+def _describe_stale(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"{metrics['rollout/rejected_stale']:.0f} of {metrics['rollout/prompts_played']:.0f} groups were dropped in "
+        f"{_rollouts(rollouts)}, as their tokens were too old when they could be trained on: that work is in vain."
+    )
+    return evidence, "--train.max_staleness and --rollout.max_new_tokens"
+
+
+def _failures(metrics: Metrics) -> dict[str, float]:
+    """Returns the failed episodes by kind, but for those to which no reward applies."""
+    prefix = "rollout/failed_"
+    found = {name.removeprefix(prefix): count for name, count in metrics.items() if name.startswith(prefix)}
+    return {kind: count for kind, count in found.items() if kind != "not_applicable"}
+
+
+def _failing(metrics: Metrics, run: LearningSettings) -> bool | None:
+    failed = sum(_failures(metrics).values())
+    return (failed > 0 and failed >= FAILED_SHARE * (metrics.get("rollout/samples", 0.0) + failed)) or None
+
+
+def _describe_failing(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    failures = _failures(metrics)
+    counts = ", ".join(f"{count:.0f} by {kind}" for kind, count in sorted(failures.items()))
+    episodes = metrics.get("rollout/samples", 0.0) + sum(failures.values())
+    evidence = f"Episodes failed in {_rollouts(rollouts)} (of the last {episodes:.0f}: {counts}), and are left out."
+    causes = {
+        "reward": "the reward and --reward.timeout",
+        "environment": "the environment and its tools",
+        "infrastructure": "the engines' log",
+        "data": "--data.max_len",
+    }
+    most = max(failures, key=lambda kind: failures[kind])
+    return evidence, f"{causes.get(most, 'the log')}, where each failure is named"
+
+
+def _duplicates(metrics: Metrics, run: LearningSettings) -> bool | None:
+    if _collapsed(metrics, run):
+        return None  # the cause, of which this is the effect
+    repeated = metrics.get("rollout/duplicate_share", 0.0) >= DUPLICATE_SHARE
+    return (repeated and metrics.get("rollout/all_passed_share", 0.0) < PASSED_SHARE) or None
+
+
+def _describe_duplicates(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"{metrics['rollout/duplicate_share']:.0%} of the replies of {_rollouts(rollouts)} repeat another one to the "
+        "same prompt word for word: they tell nothing that it does not."
+    )
+    return evidence, "--rollout.temperature, --rollout.top_p and --rollout.top_k"
+
+
+def _clipped_share(metrics: Metrics) -> float:
+    return metrics.get("policy/clip_low_share", 0.0) + metrics.get("policy/clip_high_share", 0.0)
+
+
+def _clipped(metrics: Metrics, run: LearningSettings) -> bool | None:
+    return _clipped_share(metrics) >= CLIPPED_SHARE or None
+
+
+def _describe_clipped(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"The ratio of {_clipped_share(metrics):.0%} of the tokens was clipped in {_rollouts(rollouts)}: the policy "
+        "moves too far from the one that sampled them."
+    )
+    return evidence, "--actor.adam.lr, --train.max_epochs and --train.batch_size"
+
+
+def _rollouts(count: int) -> str:
+    return "the rollout" if count == 1 else f"{count} rollouts in a row"
+
+
+RULES = {
+    "constant_reward": Rule(sign=_constant_reward, describe=_describe_constant_reward, no_update=True),
+    "no_spread": Rule(sign=_no_spread, describe=_describe_no_spread, no_update=True),
+    "truncated": Rule(sign=_truncated, describe=_describe_truncated),
+    "no_gradient": Rule(sign=_no_gradient, describe=_describe_no_gradient, no_update=True),
+    "no_step": Rule(sign=_no_step, describe=_describe_no_step, no_update=True),
+    "reference_kept": Rule(sign=_reference_kept, describe=_describe_reference_kept),
+    "chosen_fell": Rule(sign=_chosen_fell, describe=_describe_chosen_fell),
+    "entropy_collapsed": Rule(sign=_collapsed, describe=_describe_collapsed),
+    "reward_follows_length": Rule(sign=_follows_length, describe=_describe_follows_length),
+    "mismatch_grows": Rule(sign=_mismatch, describe=_describe_mismatch),
+    "stale": Rule(sign=_stale, describe=_describe_stale),
+    "failing": Rule(sign=_failing, describe=_describe_failing),
+    "duplicates": Rule(sign=_duplicates, describe=_describe_duplicates),
+    "clipped": Rule(sign=_clipped, describe=_describe_clipped),
+}
