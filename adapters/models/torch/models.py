@@ -233,7 +233,7 @@ class TorchPolicy(PolicyModel):
     def _balance_weights(self, micro_batches: Sequence[PackedBatch]) -> Tensor:
         """Returns the balance weights of the whole step, over all processes. They come before any gradient, because
         they depend on all choices of the routers."""
-        tokens_E = torch.stack([self._trained(batch, True)[2] for batch in micro_batches]).sum(0)
+        tokens_E = torch.stack([self._trained(batch, True)[-2] for batch in micro_batches]).sum(0)
         return balance_weights(self._trained.summed(tokens_E), self.module.config.num_experts_per_tok)
 
     def _balanced(self, batch: Batch, *, objective: PolicyObjective[Batch], weights_E: Tensor) -> LossOutput:

@@ -122,6 +122,13 @@ def test_it_joins_the_objective_under_checkpointing(mixture: str) -> None:
     assert "aux_loss" not in alone
 
 
+def test_it_is_the_same_where_scores_say_which_tokens_are_right(mixture: str) -> None:
+    """As in supervised fine-tuning: more columns come before those of the routers."""
+    plain, with_columns = policy(mixture), policy(mixture, correct=True)
+    expected = plain.update([cluster.batch()], cluster.likelihood)
+    assert with_columns.update([cluster.batch()], cluster.likelihood) == pytest.approx(expected, rel=1e-6)
+
+
 def test_samples_that_weigh_nothing_are_not_counted(mixture: str) -> None:
     batch = cluster.batch()
     expected = policy(mixture).update([batch.select([0, 1])], nothing)
