@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-import shlex
 import signal
 import sys
 import traceback
@@ -40,8 +39,9 @@ from rollgrad.entrypoints.cli.parsing import (
 from rollgrad.entrypoints.cli.runs import export_rollouts
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments, serve_reward_model
+from rollgrad.entrypoints.cli.translated import problems, show_translation
 from rollgrad.entrypoints.composition.extensions import spelling_errors
-from rollgrad.entrypoints.config_io import changed_settings, dump_config
+from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.names.suggestions import unknown_command
 from rollgrad.entrypoints.redaction import OutputClosedError, print_settings, redacted_output
 from rollgrad.entrypoints.translation.draft import TranslatedCommand, TranslatedRun
@@ -247,6 +247,13 @@ def openrlhf(arguments: Sequence[str]) -> int:
     return _translate(arguments, USAGE, translate_command)
 
 
+def trl(arguments: Sequence[str]) -> int:
+    """`rollgrad trl`."""
+    from rollgrad.entrypoints.trl.command import USAGE, translate_command
+
+    return _translate(arguments, USAGE, translate_command)
+
+
 def _translate(
     arguments: Sequence[str],
     usage: str,
@@ -259,27 +266,15 @@ def _translate(
         return 0
     translated = translate(words)
     sys.stderr.writelines(f"{note}\n" for note in translated.notes)
-    runs = len(words) < len(arguments)
-    if isinstance(translated, TranslatedCommand):
-        if runs:
-            return _dispatch(translated.words)
-        sys.stdout.write(f"{shlex.join(['rollgrad', *translated.words])}\n")
+    if len(words) == len(arguments):
+        show_translation(translated)
         return 0
-    name, run = translated.command.removeprefix("train "), translated.run
-    if isinstance(run, OfflineRun):
-        errors = TRAINERS[name].errors(run)
-        if runs:
-            configure_logging()
-            return _train_examples(name, run, errors)
-    else:
-        if runs:
-            return _train(run)
-        errors = setting_errors(run)
-    sys.stderr.writelines(
-        f"rollgrad {translated.command} will refuse this: {line}\n" for error in errors for line in problem_lines(error)
-    )
-    print_settings(f"# rollgrad {translated.command} --config FILE\n{changed_settings(run)}")
-    return 0
+    if isinstance(translated, TranslatedCommand):
+        return _dispatch(translated.words)
+    if isinstance(translated.run, RLConfig):
+        return _train(translated.run)
+    configure_logging()
+    return _train_examples(translated.command.removeprefix("train "), translated.run, problems(translated))
 
 
 def merge_lora(arguments: Sequence[str]) -> int:
@@ -337,6 +332,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     **{f"loop {name}": (partial(loop, name), its.purpose) for name, its in LOOPS.items()},
     "export": (export, "write a run's rollouts as rows for train sft, train dpo and train rm"),
     "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
+    "trl": (trl, "translate a command of TRL, and run it"),
     "chat": (talk, "talk to a model in the terminal, with its tools"),
     "serve agent": (serve_agents, "serve a model with its tools to OpenAI and Anthropic clients"),
     "serve reward": (serve_reward, "serve a reward model over HTTP"),

@@ -2,15 +2,7 @@
 
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.translation.draft import Draft
-
-SCHEDULERS = {
-    "constant": ("constant", False, None),
-    "constant_with_warmup": ("constant", True, None),
-    "linear": ("linear", True, 0.0),
-    "cosine": ("cosine_with_min_lr", True, 0.0),
-}
-"""Schedules by Hugging Face's name: our name, whether it warms up, and its floor if that is fixed. Others become
-cosine_with_min_lr."""
+from rollgrad.entrypoints.translation.schedules import SCHEDULERS
 
 MUON_DEFAULTS = {"lr": 0.02, "momentum": 0.95}
 """Muon's settings in OpenRLHF."""

@@ -10,6 +10,7 @@ import pytest
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.entrypoints.cli.parsing import TrainArguments, flag_kinds, parse_run
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
+from rollgrad.entrypoints.names.names_of_trl_commands import COMMANDS
 from rollgrad.entrypoints.openrlhf.examples import TRAINERS
 from tests.flags import EVERY, example, negative
 
@@ -28,7 +29,8 @@ FILES = sorted(
 
 OURS = {*EVERY, *(negative(name) for name, kind in EVERY.items() if kind is bool), "help", "version", "run", "in"}
 OPENRLHF = {*FLAT, *FLAGS, *IMPLIED, *(name for trainer in TRAINERS.values() for name in trainer.program.names)}
-OPENRLHF_FILES = re.compile(r"openrlhf|translation|migration\.md|guide\.md|redaction\.py")
+TRL = {name for program in COMMANDS.values() for name in program.names}
+OPENRLHF_FILES = re.compile(r"openrlhf|translation|trl|migration\.md|guide\.md|redaction\.py")
 """Files that speak of OpenRLHF's flags; elsewhere they would be mistaken for ours."""
 
 PLACEHOLDERS = {"flag", "name", "section.flag", "section.no_flag", "SECTION.SETTING"}
@@ -82,7 +84,7 @@ def wrong(path: Path) -> Iterator[str]:
         if begins:
             if not any(known.startswith(plain) for known in OURS):
                 yield f"--{name}... begins no flag"
-        elif name in FOREIGN or name in PLACEHOLDERS or (name in OPENRLHF and OPENRLHF_FILES.search(where)):
+        elif name in FOREIGN or name in PLACEHOLDERS or (name in OPENRLHF | TRL and OPENRLHF_FILES.search(where)):
             continue
         elif plain not in OURS:
             yield f"--{name} is a flag of no command"

@@ -1,8 +1,5 @@
 """Answers to names of other tools, and to misspelt ones."""
 
-import ast
-from collections.abc import Iterator
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
 from rollgrad.entrypoints.names.other_names import OTHER_NAMES
 from rollgrad.entrypoints.names.suggestions import OTHER_COMMANDS, advice
+from tests.dataclass_fields import fields
 
 SETTINGS = list(setting_names())
 
@@ -42,15 +40,6 @@ trainer.critic_warmup=0 trainer.logger=['console','wandb'] trainer.project_name=
 trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15
 trainer.val_before_train=True trainer.resume_mode=auto trainer.default_local_dir=ckpt
 """
-
-
-def fields(package: str, path: str, name: str) -> Iterator[str]:
-    """The fields of a dataclass, from the installed source: importing it takes half a minute."""
-    tree = ast.parse(Path(str(distribution(package).locate_file(path))).read_text())
-    found = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
-    for node in found.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and not node.target.id.startswith("_"):
-            yield node.target.id
 
 
 TRL_NAMES = sorted(

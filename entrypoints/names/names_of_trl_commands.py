@@ -1,0 +1,250 @@
+"""The flags of TRL's commands `trl sft`, `dpo`, `kto`, `reward` and `grpo`: those with a setting here, and those with a
+reason of their own. The reasons of the others are those of `names_of_trl`.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from rollgrad.entrypoints.names.flags import Flag, Kind, Program
+from rollgrad.entrypoints.names.names_of_trl import TRL
+
+SWITCH, INTEGER, NUMBER, TEXT, WORDS = Kind.SWITCH, Kind.INTEGER, Kind.NUMBER, Kind.TEXT, Kind.WORDS
+
+NOTHING = ("none", "None", "null", "False", "false", "no", "0", "0.0")
+"""Values that ask for nothing."""
+PACKED = "sequences lie end to end without padding, each apart from the others, whatever is set"
+EVALUATED = "evaluation takes as many tokens at once as training does"
+CHOSEN = "the tokenizer's own tokens are taken"
+
+COMMON: Mapping[str, Flag] = {
+    # The model
+    "model_name_or_path": Flag(TEXT, "actor.model_name_or_path"),
+    "model_revision": Flag(TEXT, reason="the newest revision is taken: name a directory for another", idle=("main",)),
+    "dtype": Flag(TEXT),
+    "bf16": Flag(SWITCH),
+    "fp16": Flag(SWITCH),
+    "use_peft": Flag(SWITCH),
+    "lora_r": Flag(INTEGER),
+    "lora_alpha": Flag(INTEGER),
+    "lora_target_modules": Flag(WORDS),
+    "lora_target_parameters": Flag(WORDS, reason="linear layers alone get adapters", idle=NOTHING),
+    "lora_modules_to_save": Flag(WORDS, reason="nothing but adapters is trained beside them", idle=NOTHING),
+    "lora_task_type": Flag(TEXT, reason="it follows from the command", idle=("CAUSAL_LM", "SEQ_CLS")),
+    "use_rslora": Flag(SWITCH, reason="an adapter counts alpha / rank times: raise --lora_alpha"),
+    "use_dora": Flag(SWITCH, reason="adapters are plain LoRA"),
+    "load_in_4bit": Flag(SWITCH),
+    "bnb_4bit_quant_type": Flag(TEXT, reason="weights in 4 bits are NF4", idle=("nf4",)),
+    "use_bnb_nested_quant": Flag(SWITCH, reason="quantisation is always double"),
+    "bnb_4bit_quant_storage": Flag(TEXT, reason="weights in 4 bits are NF4", idle=NOTHING),
+    "router_aux_loss_coef": Flag(NUMBER, "actor.aux_loss_coef"),
+    "gradient_checkpointing": Flag(SWITCH, "actor.gradient_checkpointing"),
+    "activation_offloading": Flag(SWITCH, reason="write --gradient_checkpointing, which saves as much"),
+    "disable_dropout": Flag(SWITCH, reason="no model here drops anything out"),
+    # The data
+    "dataset_name": Flag(TEXT),
+    "dataset_config": Flag(TEXT),
+    "dataset_train_split": Flag(TEXT),
+    "dataset_test_split": Flag(TEXT),
+    "dataset_streaming": Flag(SWITCH, reason="data sets are read whole"),
+    "streaming": Flag(SWITCH, reason="data sets are read whole"),
+    "ignore_bias_buffers": Flag(SWITCH, reason="gradients are summed without DDP's buffers"),
+    "datasets": Flag(WORDS, reason="name several with commas between in --dataset_name", idle=NOTHING),
+    "test_split_size": Flag(NUMBER, reason="name a held-out split or file: --dataset_test_split", idle=NOTHING),
+    # Training
+    "learning_rate": Flag(NUMBER, "actor.adam.lr"),
+    "lr_scheduler_type": Flag(TEXT, default="linear"),
+    "warmup_steps": Flag(NUMBER),
+    "warmup_ratio": Flag(NUMBER),
+    "weight_decay": Flag(NUMBER, "actor.adam.weight_decay"),
+    "adam_beta1": Flag(NUMBER, default=0.9),
+    "adam_beta2": Flag(NUMBER, default=0.999),
+    "adam_epsilon": Flag(NUMBER, "actor.adam.eps"),
+    "max_grad_norm": Flag(NUMBER, "actor.max_norm"),
+    "optim": Flag(
+        TEXT,
+        reason="the optimizer is AdamW, with float32 master weights",
+        idle=("adamw_torch", "adamw_torch_fused", "adamw_hf"),
+    ),
+    "per_device_train_batch_size": Flag(INTEGER, default=8),
+    "gradient_accumulation_steps": Flag(INTEGER, default=1),
+    "per_device_eval_batch_size": Flag(INTEGER, reason=EVALUATED),
+    "eval_accumulation_steps": Flag(INTEGER, reason=EVALUATED, idle=NOTHING),
+    "num_train_epochs": Flag(NUMBER, default=3.0),
+    "max_steps": Flag(INTEGER, default=-1),
+    "seed": Flag(INTEGER, "train.seed"),
+    "num_processes": Flag(INTEGER, default=1),
+    "accelerate_config": Flag(TEXT, reason="write --num_processes N for processes on N GPUs"),
+    # Evaluation and output
+    "eval_strategy": Flag(TEXT, default="no"),
+    "eval_steps": Flag(NUMBER),
+    "output_dir": Flag(TEXT, "ckpt.output_dir", default="trainer_output"),
+    "save_strategy": Flag(TEXT, default="steps"),
+    "save_steps": Flag(NUMBER, default=500),
+    "save_total_limit": Flag(INTEGER),
+    "save_only_model": Flag(SWITCH),
+    "resume_from_checkpoint": Flag(TEXT),
+    "disable_tqdm": Flag(SWITCH),
+    "pad_to_multiple_of": Flag(TEXT, reason=PACKED, idle=(*NOTHING, "auto")),
+    "dataset_num_proc": Flag(INTEGER),
+    "eos_token": Flag(TEXT, reason=CHOSEN),
+    "pad_token": Flag(TEXT, reason=CHOSEN),
+}
+"""Flags of every command."""
+
+EXAMPLES: Mapping[str, Flag] = {
+    "dataset_num_proc": Flag(INTEGER, "data.num_workers"),
+    "max_length": Flag(INTEGER, "data.max_tokens", default=1024),
+    "truncation_mode": Flag(
+        TEXT, reason="the beginning of a longer example is kept, where it is not dropped", idle=("keep_start",)
+    ),
+    "padding_free": Flag(SWITCH, reason=PACKED),
+}
+"""Flags of the commands over examples."""
+
+REFERENCE: Mapping[str, Flag] = {
+    "precompute_ref_log_probs": Flag(SWITCH, reason="the reference always computes its log-probs before training"),
+    "precompute_ref_batch_size": Flag(INTEGER, reason=EVALUATED, idle=NOTHING),
+    **{
+        name: Flag(WORDS, reason="the reference stays as it is all through the run", idle=NOTHING)
+        for name in ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
+    },
+}
+
+TEMPLATE = Flag(TEXT, "data.chat_template")
+
+OWN: Mapping[str, Mapping[str, Flag]] = {
+    "sft": {
+        **EXAMPLES,
+        "chat_template_path": TEMPLATE,
+        "dataset_text_field": Flag(TEXT),
+        "dataset_kwargs": Flag(WORDS, reason="rows are always rendered and tokenised here", idle=NOTHING),
+        "shuffle_dataset": Flag(SWITCH, reason="examples are in an order that train.seed decides"),
+        "packing": Flag(SWITCH, reason=PACKED),
+        "packing_strategy": Flag(TEXT, reason=PACKED),
+        "eval_packing": Flag(SWITCH, reason=PACKED),
+        "completion_only_loss": Flag(SWITCH),
+        "assistant_only_loss": Flag(SWITCH),
+        "label_smoothing_factor": Flag(NUMBER, "train.label_smoothing"),
+        "loss_type": Flag(TEXT, "train.loss"),
+    },
+    "dpo": {
+        **EXAMPLES,
+        **REFERENCE,
+        "loss_type": Flag(WORDS),
+        "loss_weights": Flag(Kind.PROBABILITIES, "dpo.loss_weights"),
+        "ld_alpha": Flag(NUMBER, "dpo.ld_alpha"),
+        "f_divergence_type": Flag(TEXT, reason="the divergence is the reverse KL", idle=("reverse_kl",)),
+        "f_alpha_divergence_coef": Flag(NUMBER, reason="the divergence is the reverse KL"),
+        "label_smoothing": Flag(NUMBER),
+        "beta": Flag(NUMBER, "dpo.beta", default=0.1),
+        "use_weighting": Flag(SWITCH, reason="pairs are weighted by their column weight, not by their likelihood"),
+        "discopop_tau": Flag(NUMBER, "dpo.discopop_tau"),
+    },
+    "kto": {
+        **EXAMPLES,
+        **REFERENCE,
+        "loss_type": Flag(TEXT, "kto.loss"),
+        "beta": Flag(NUMBER, "kto.beta", default=0.1),
+        "desirable_weight": Flag(NUMBER, "kto.desirable_weight"),
+        "undesirable_weight": Flag(NUMBER, "kto.undesirable_weight"),
+    },
+    "reward": {
+        **EXAMPLES,
+        "chat_template_path": TEMPLATE,
+        "center_rewards_coefficient": Flag(NUMBER, "rm.centring"),
+    },
+    "grpo": {
+        "reward_funcs": Flag(WORDS),
+        "reward_model_name_or_path": Flag(TEXT, "reward.model_name_or_path"),
+        "reward_weights": Flag(WORDS, reason="rewards of several functions are named in the file of one"),
+        "num_generations": Flag(INTEGER, "rollout.n_samples_per_prompt", default=8),
+        "num_generations_eval": Flag(INTEGER, "eval.n_samples_per_prompt"),
+        "max_completion_length": Flag(INTEGER, "rollout.max_new_tokens", default=512),
+        "temperature": Flag(NUMBER, "rollout.temperature"),
+        "top_p": Flag(NUMBER, "rollout.top_p"),
+        "top_k": Flag(INTEGER, "rollout.top_k"),
+        "generation_batch_size": Flag(INTEGER),
+        "steps_per_generation": Flag(INTEGER),
+        "beta": Flag(NUMBER, default=0.0),
+        "num_iterations": Flag(INTEGER, "train.max_epochs"),
+        "epsilon": Flag(NUMBER, default=0.2),
+        "epsilon_high": Flag(NUMBER),
+        "delta": Flag(NUMBER, "actor.dual_clip"),
+        "importance_sampling_level": Flag(TEXT, default="token"),
+        "scale_rewards": Flag(TEXT, default="group"),
+        "loss_type": Flag(TEXT, default="dapo"),
+        "entropy_coef": Flag(NUMBER, "actor.entropy_coef"),
+        "cast_lm_head_to_fp32": Flag(SWITCH, "actor.float32_head"),
+        "use_vllm": Flag(SWITCH),
+        "vllm_mode": Flag(TEXT, default="colocate"),
+        "vllm_server_base_url": Flag(WORDS, "rollout.server_urls"),
+        "vllm_gpu_memory_utilization": Flag(NUMBER),
+        "vllm_tensor_parallel_size": Flag(INTEGER),
+        "log_completions": Flag(SWITCH, reason="sampled texts are always written to samples.jsonl"),
+        "num_completions_to_print": Flag(INTEGER, "logger.log_samples"),
+    },
+}
+"""Flags of each command."""
+
+OTHERS = """
+accelerator_config auto_find_batch_size average_tokens_across_devices batch_eval_metrics bf16_full_eval
+data_seed dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
+dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers
+ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed do_eval do_predict
+do_train enable_jit_checkpoint eval_delay eval_do_concat_batches eval_on_start eval_use_gather_object
+fp16_full_eval fsdp fsdp_config full_determinism gradient_checkpointing_kwargs greater_is_better hub_always_push
+hub_model_id hub_private_repo hub_revision hub_strategy hub_token ignore_data_skip include_for_metrics
+include_num_input_tokens_seen label_names length_column_name liger_kernel_config load_best_model_at_end
+local_rank log_level log_level_replica log_on_each_node logging_first_step logging_nan_inf_filter logging_steps
+logging_strategy lr_scheduler_kwargs metric_for_best_model model_init_kwargs neftune_noise_alpha optim_args
+optim_target_modules parallelism_config prediction_loss_only project push_to_hub remove_unused_columns report_to
+restore_callback_states_from_checkpoint run_name save_on_each_node skip_memory_metrics tf32 torch_compile
+torch_compile_backend torch_compile_mode torch_empty_cache_steps trackio_bucket_id trackio_space_id
+trackio_static_space_id train_sampling_strategy trust_remote_code use_cache use_cpu use_liger_kernel
+label_smoothing_factor lora_dropout load_in_8bit attn_implementation
+"""
+"""The other flags of every command, about which `names_of_trl` has something to say."""
+
+OTHERS_OF_GRPO = """
+cache_implementation chat_template_kwargs ds3_gather_for_generation entropy_coef_delta entropy_coef_max
+entropy_coef_min entropy_target generation_kwargs log_completions_hub_repo log_multimodal log_unique_prompts
+mask_truncated_completions max_tool_calling_iterations min_p multi_objective_aggregation
+off_policy_mask_threshold ref_model_mixup_alpha ref_model_sync_steps repetition_penalty sapo_temperature_neg
+sapo_temperature_pos shuffle_dataset sync_ref_model top_entropy_quantile transformers_continuous_batching_config
+use_adaptive_entropy use_bias_correction_kl use_transformers_continuous_batching use_transformers_paged
+vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_enable_sleep_mode vllm_group_port
+vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
+vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_max_model_length vllm_model_impl
+vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
+"""
+"""Those of `trl grpo`."""
+
+DEFAULT_LR = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "grpo": 1e-6}
+"""TRL's default learning rate of each command."""
+
+
+def _program(command: str) -> Program:
+    """Returns a command with its flags, and those that only `names_of_trl` has something to say about."""
+    own: dict[str, Flag] = {**COMMON, **OWN[command]}
+    own["learning_rate"] = Flag(NUMBER, "actor.adam.lr", default=DEFAULT_LR[command])
+    names = [*OTHERS.split(), *(OTHERS_OF_GRPO.split() if command == "grpo" else ())]
+    others = {name: Flag(WORDS, reason=_reason(name), idle=NOTHING) for name in names if name not in own}
+    flags = {**others, **own}
+    return Program(
+        name=f"trl {command}",
+        flags=flags,
+        names={name: (name,) for name in flags},
+        implied={f"no_{name}": (name, "False") for name in _switches(flags.items())},
+    )
+
+
+def _reason(name: str) -> str:
+    answer = TRL[name]
+    return answer.rstrip(".") if " " in answer else f"write --{answer}"
+
+
+def _switches(flags: Iterable[tuple[str, Flag]]) -> Iterable[str]:
+    return (name for name, flag in flags if flag.kind is SWITCH)
+
+
+COMMANDS: Mapping[str, Program] = {command: _program(command) for command in OWN}
+"""TRL's commands that have a counterpart."""

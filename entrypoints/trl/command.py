@@ -1,0 +1,285 @@
+"""Translates TRL's commands (`trl sft`, `dpo`, `kto`, `reward`, `grpo`) to rollgrad's settings.
+
+Flags with a counterpart of the same meaning, and those without one, are in `names.names_of_trl_commands`. TRL's
+defaults are applied where results depend on them. Importable without torch.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollgrad.application.settings.dpo import DPORun
+from rollgrad.application.settings.kto import KTORun
+from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.rm import RMRun
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sft import SFTRun
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.config_io import structure_run
+from rollgrad.entrypoints.names.names_of_trl_commands import COMMANDS, NOTHING
+from rollgrad.entrypoints.translation.draft import Draft, TranslatedRun
+from rollgrad.entrypoints.translation.schedules import SCHEDULERS
+from rollgrad.entrypoints.translation.words import Given, options, parse
+from rollgrad.entrypoints.trl.grpo import finish_grpo
+
+USAGE = """usage: rollgrad trl [--run] COMMAND --flag value ...
+
+Translates a command of TRL (trl sft, dpo, kto, reward or grpo) to settings of rollgrad train sft, dpo, kto, rm or rl,
+and prints those that differ from the defaults as YAML. What has no counterpart, or not the same one, is listed on
+stderr. A file of --config is read as TRL does.
+
+  --run   train instead of printing
+"""
+
+RUNS: Mapping[str, tuple[str, type[OfflineRun | RLConfig]]] = {
+    "sft": ("train sft", SFTRun),
+    "dpo": ("train dpo", DPORun),
+    "kto": ("train kto", KTORun),
+    "reward": ("train rm", RMRun),
+    "grpo": ("train rl", RLConfig),
+}
+"""Our command, and the class of its settings, by TRL's command."""
+
+
+def translate_command(argv: Sequence[str]) -> TranslatedRun:
+    """Returns the run of a command of TRL, with notes.
+
+    Raises:
+        ConfigurationError: there is no such command, flag or value, or its file cannot be read.
+    """
+    words = list(argv[1:] if argv[:1] == ["trl"] else argv)
+    if not words or words[0] not in COMMANDS:
+        given = words[0] if words else "nothing"
+        raise ConfigurationError(
+            f"{given} is no command of TRL that is translated: write rollgrad trl with one of {', '.join(COMMANDS)}."
+        )
+    name, program = words[0], COMMANDS[words[0]]
+    draft = Draft(program=program, options=options(program, _with_file(parse(words[1:]))))
+    for flag in dict.fromkeys((*draft.options, *program.flags)):
+        if str(draft.value(flag)) not in ("None", "none", "null"):
+            draft.follow(flag)
+    _model(draft)
+    _optimizer(draft)
+    _length(draft, epochs="train.num_episodes" if name == "grpo" else "train.num_epochs")
+    _output(draft)
+    finish = FINISH[name]
+    finish(draft)
+    _evaluation(draft)
+    command, run = RUNS[name]
+    return TranslatedRun(command, structure_run(run, draft.settings), draft.notes)
+
+
+def _with_file(flags: Sequence[Given]) -> list[Given]:
+    """Returns the flags of a file of settings, and then those of the command line, which win.
+
+    Raises:
+        ConfigurationError: there is no such file, or it has no `name: value` lines.
+    """
+    paths = [given.values for given in flags if given.flag == "--config"]
+    others = [given for given in flags if given.flag != "--config"]
+    if not paths:
+        return others
+    try:
+        (path,) = paths[-1]
+        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        shown = " ".join(paths[-1])
+        raise ConfigurationError(f"--config is {shown!r}, which cannot be read as YAML: change --config.") from error
+    if not isinstance(settings, dict):
+        raise ConfigurationError(f"--config is {path!r}, which has no `name: value` lines: change --config.")
+    read = []
+    for key, value in settings.items():
+        values = value if isinstance(value, list) else [value]
+        if value is not None:
+            read.append(
+                Given(
+                    f"--{key}",
+                    tuple(
+                        yaml.safe_dump(part).strip(" .\n") if isinstance(part, dict) else str(part) for part in values
+                    ),
+                )
+            )
+    return [*read, *others]
+
+
+def _model(draft: Draft) -> None:
+    dtype = "bfloat16" if draft.value("bf16") else "float16" if draft.value("fp16") else draft.value("dtype")
+    if dtype not in (None, "None"):
+        draft.set("actor.dtype", dtype)
+    if draft.value("use_peft", False):
+        draft.set("actor.lora.rank", draft.value("lora_r", 16))
+        draft.set("actor.lora.alpha", draft.value("lora_alpha", 32))
+        draft.set("actor.lora.target_modules", draft.value("lora_target_modules", ["all-linear"]))
+        if draft.value("load_in_4bit", False):
+            draft.set("actor.lora.load_in_4bit", True)
+        if "lora_target_modules" not in draft.options:
+            draft.change("use_peft", "all linear layers get adapters, in TRL those that peft knows for the model")
+        return
+    for name in ("lora_r", "lora_alpha", "lora_target_modules", "load_in_4bit"):
+        draft.lose(name, "all weights are trained without --use_peft")
+
+
+def _optimizer(draft: Draft) -> None:
+    draft.set("actor.adam.betas", [draft.value("adam_beta1"), draft.value("adam_beta2")])
+    kind = draft.value("lr_scheduler_type")
+    if kind not in SCHEDULERS and kind != "cosine_with_min_lr":
+        draft.change("lr_scheduler_type", "cosine_with_min_lr takes its place")
+    ours, warms_up, floor = SCHEDULERS.get(kind, ("cosine_with_min_lr", True, None))
+    draft.set("actor.lr_scheduler", ours)
+    if floor is not None:
+        draft.set("actor.min_lr_ratio", floor)
+    steps, limit = draft.value("warmup_steps", 0.0), draft.value("max_steps")
+    share = draft.value("warmup_ratio", steps if steps < 1 else steps / limit if limit > 0 else 0.0)
+    if steps >= 1 and limit <= 0:
+        draft.lose("warmup_steps", "a share of the steps is needed, such as 0.03, where --max_steps is not given")
+    if not warms_up:
+        for name in ("warmup_steps", "warmup_ratio"):
+            draft.lose(name, f"the {kind} schedule does not warm up, in TRL neither")
+        share = 0.0
+    draft.set("actor.lr_warmup_ratio", min(share, 0.999))
+
+
+def samples_per_step(draft: Draft) -> int:
+    """Returns how many samples an optimizer step has, over all processes."""
+    processes: int = draft.value("num_processes")
+    samples: int = processes * draft.value("per_device_train_batch_size") * draft.value("gradient_accumulation_steps")
+    return samples
+
+
+def _length(draft: Draft, *, epochs: str) -> None:
+    """Translates batches, the length of the run, and its processes."""
+    draft.set("train.batch_size", samples_per_step(draft))
+    steps, passes = draft.value("max_steps"), draft.value("num_train_epochs")
+    if steps > 0:
+        draft.set("train.max_steps", steps)
+        draft.lose("num_train_epochs", "--max_steps says how long the run is, in TRL too")
+    else:
+        draft.set(epochs, math.ceil(passes))
+        if passes != math.ceil(passes):
+            draft.change("num_train_epochs", f"{math.ceil(passes)} whole ones")
+    if draft.value("num_processes") > 1:
+        draft.set("cluster.enable", True)
+        draft.set("actor.num_gpus_per_node", draft.value("num_processes"))
+
+
+def _output(draft: Draft) -> None:
+    strategy, steps = draft.value("save_strategy"), draft.value("save_steps")
+    if strategy == "steps" and steps >= 1:
+        draft.set("ckpt.save_steps", int(steps))
+        if not draft.value("save_only_model", False):
+            draft.set("ckpt.state_steps", int(steps))
+    else:
+        draft.lose("save_strategy", "the model is saved at the end, and a training state every half hour")
+        draft.lose("save_steps", "write a whole number of steps, with --save_strategy steps")
+    if draft.value("save_only_model", False):
+        draft.set("ckpt.state_minutes", None)
+    if "save_total_limit" in draft.options:
+        draft.set("ckpt.keep_models", draft.value("save_total_limit"))
+        draft.set("ckpt.keep_states", draft.value("save_total_limit"))
+    if draft.value("resume_from_checkpoint") not in (None, *NOTHING):
+        draft.set("ckpt.resume", "always")
+        draft.change("resume_from_checkpoint", "the run in --output_dir continues from its newest training state")
+    if draft.value("disable_tqdm", False):
+        draft.set("logger.console", False)
+
+
+def _dataset(draft: Draft) -> str | None:
+    name, configuration = draft.value("dataset_name"), draft.value("dataset_config")
+    return f"{name}:{configuration}" if name and configuration not in (None, "None") else name
+
+
+def _evaluation(draft: Draft) -> None:
+    strategy, dataset = draft.value("eval_strategy"), _dataset(draft)
+    if strategy == "no" or dataset is None:
+        for name in ("eval_steps", "dataset_test_split"):
+            draft.lose(name, "nothing is evaluated without --eval_strategy, in TRL neither")
+        return
+    draft.set("eval.dataset", dataset)
+    draft.set("eval.split", draft.value("dataset_test_split", "test"))
+    every = draft.value("eval_steps", 10)
+    if strategy == "steps" and every >= 1:
+        draft.set("eval.steps", int(every))
+        draft.change("eval_strategy", "evaluates before and after training as well")
+    else:
+        draft.change("eval_strategy", "evaluates before and after training, and in between with --eval_strategy steps")
+
+
+def _rows(draft: Draft, *, cut: bool) -> None:
+    dataset = _dataset(draft)
+    if dataset is not None:
+        draft.set("data.dataset", dataset)
+    if "dataset_train_split" in draft.options:
+        draft.set("data.split", draft.value("dataset_train_split"))
+    if cut:
+        draft.set("data.overlong", "cut")
+
+
+def _finish_sft(draft: Draft) -> None:
+    _rows(draft, cut=True)
+    field = draft.value("dataset_text_field")
+    if field not in (None, "text"):
+        draft.set("data.format", "text")
+        draft.set("data.input_key", field)
+    completion, assistant = draft.value("completion_only_loss"), draft.value("assistant_only_loss", False)
+    if completion is False:
+        draft.set("data.train_on", "all")
+    elif completion:
+        draft.set("data.train_on", "completion")
+    elif not assistant:
+        draft.changed.append(
+            "of conversations the replies are trained, in TRL without --assistant_only_loss all tokens"
+        )
+    _choice(draft, "loss_type", ("nll", "dft"))
+
+
+def _finish_dpo(draft: Draft) -> None:
+    _rows(draft, cut=True)
+    losses = draft.value("loss_type", ["sigmoid"])
+    missing = [loss for loss in losses if loss.startswith("aot")]
+    if missing:
+        raise ConfigurationError(f"The loss {missing[0]} is not there: change --loss_type.")
+    draft.set("dpo.loss", losses)
+    smoothing = draft.value("label_smoothing", 0.0)
+    if {"robust", "exo_pair"} & set(losses):
+        draft.set("dpo.label_smoothing", smoothing)
+    elif smoothing:
+        draft.lose("label_smoothing", f"{', '.join(losses)} does not read it, in TRL neither")
+
+
+def _finish_kto(draft: Draft) -> None:
+    _rows(draft, cut=True)
+    _choice(draft, "loss_type", ("kto", "apo_zero_unpaired"))
+    draft.changed.append("replies are compared with a distance over the whole step, in TRL over a micro-batch")
+
+
+def _finish_reward(draft: Draft) -> None:
+    _rows(draft, cut=False)
+    draft.set("rm.margin", True)  # TRL reads the column margin where there is one
+
+
+def _choice(draft: Draft, name: str, known: Sequence[str]) -> None:
+    """Refuses a value that has no counterpart.
+
+    Raises:
+        ConfigurationError: it is one.
+    """
+    value = draft.value(name, known[0])
+    if value not in known:
+        raise ConfigurationError(f"--{name} is {value}, but there are {' and '.join(known)}: change --{name}.")
+
+
+def _finish_grpo(draft: Draft) -> None:
+    finish_grpo(draft, dataset=_dataset(draft), samples=samples_per_step(draft))
+
+
+FINISH: Mapping[str, Callable[[Draft], Any]] = {
+    "sft": _finish_sft,
+    "dpo": _finish_dpo,
+    "kto": _finish_kto,
+    "reward": _finish_reward,
+    "grpo": _finish_grpo,
+}
+"""What translates a command's flags that depend on each other."""

@@ -1,0 +1,108 @@
+"""Translates what `trl grpo` has of its own: rollouts, rewards, the loss and its normalisation."""
+
+from collections.abc import Mapping
+
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.translation.draft import Draft
+
+LOSSES: Mapping[str, tuple[str, str | None]] = {
+    "dapo": ("ppo", "token_mean"),
+    "bnpo": ("ppo", "token_mean"),
+    "grpo": ("ppo", "sequence_mean"),
+    "dr_grpo": ("ppo", "constant_length"),
+    "cispo": ("cispo", None),
+    "sapo": ("sapo", None),
+}
+"""TRL's losses: our loss, and how it is aggregated."""
+
+SCALES = {"group": "group_norm", "true": "group_norm", "none": "dr_grpo", "false": "dr_grpo"}
+"""Estimators by TRL's scale of rewards."""
+
+VERIFIERS = {"accuracy_reward": "math"}
+"""Built-in rewards by TRL's name."""
+
+
+def finish_grpo(draft: Draft, *, dataset: str | None, samples: int) -> None:
+    """Sets `data`, `rollout`, `reward`, `algo` and the loss of the actor.
+
+    Args:
+        draft: the translation.
+        dataset: data set of the prompts.
+        samples: samples of an optimizer step.
+
+    Raises:
+        ConfigurationError: there is no such loss or normalisation here.
+    """
+    if dataset is not None:
+        draft.set("data.prompt_dataset", dataset)
+    if "dataset_train_split" in draft.options:
+        draft.set("data.prompt_split", draft.value("dataset_train_split"))
+    draft.lose("dataset_num_proc", "prompts are read in the process itself")
+    _rollouts(draft, samples)
+    _rewards(draft)
+    _kl(draft)
+    _loss(draft)
+    if draft.value("use_vllm", False):
+        draft.set("rollout.engine", "server" if draft.value("vllm_mode") == "server" else "vllm")
+        for name, setting in {
+            "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization",
+            "vllm_tensor_parallel_size": "vllm.tensor_parallel_size",
+        }.items():
+            if name in draft.options and draft.value("vllm_mode") != "server":
+                draft.set(setting, draft.value(name))
+    else:
+        for name in ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"):
+            draft.lose(name, "vLLM does not sample without --use_vllm")
+
+
+def _rollouts(draft: Draft, samples: int) -> None:
+    group, per_step = draft.value("num_generations"), samples // draft.value("gradient_accumulation_steps")
+    steps = draft.value("steps_per_generation", draft.value("gradient_accumulation_steps"))
+    completions = draft.value("generation_batch_size", per_step * steps)
+    if completions % group:
+        raise ConfigurationError(
+            f"A rollout has {completions} completions, which are no whole groups of {group}: change "
+            "--per_device_train_batch_size, --gradient_accumulation_steps or --num_generations."
+        )
+    draft.set("rollout.batch_size", completions // group)
+    draft.set("train.batch_size", min(samples, completions))
+
+
+def _rewards(draft: Draft) -> None:
+    functions = draft.value("reward_funcs", [])
+    if not functions:
+        return
+    known = [VERIFIERS[name] for name in functions if name in VERIFIERS]
+    if known and len(functions) == 1 and "reward_model_name_or_path" not in draft.options:
+        draft.set("reward.verifier", known[0])
+        draft.change("reward_funcs", "the verifier math compares with the column of data.label_key")
+    else:
+        draft.lose("reward_funcs", "write a file with the function that adds them up, and set reward.function_path")
+
+
+def _kl(draft: Draft) -> None:
+    beta = draft.value("beta")
+    if beta:
+        draft.set("algo.kl.init_coef", beta)
+        draft.set("algo.kl.use_loss", True)
+        draft.set("algo.kl.estimator", "k3")
+
+
+def _loss(draft: Draft) -> None:
+    kind, scale = draft.value("loss_type"), str(draft.value("scale_rewards")).lower()
+    if kind not in LOSSES:
+        raise ConfigurationError(f"--loss_type is {kind}, but there are {', '.join(LOSSES)}: change --loss_type.")
+    if scale not in SCALES:
+        raise ConfigurationError(f"--scale_rewards is {scale}, but there are group and none: change --scale_rewards.")
+    loss, aggregation = LOSSES[kind]
+    if draft.value("importance_sampling_level") == "sequence":
+        loss, aggregation = "gspo", None
+    draft.set("algo.advantage.estimator", SCALES[scale])
+    draft.set("actor.policy_loss_type", loss)
+    if aggregation is not None:
+        draft.set("actor.loss_aggregation", aggregation)
+    low = draft.value("epsilon")
+    if loss != "sapo":
+        draft.set("actor.eps_clip_low_high", [low, draft.value("epsilon_high", low)])
+    if loss == "cispo":
+        draft.set("actor.eps_clip_low_high", [1.0, draft.value("epsilon_high", low)])

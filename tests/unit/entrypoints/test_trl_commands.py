@@ -1,0 +1,275 @@
+"""TRL's command lines as settings of `rollgrad train sft` and the others."""
+
+import subprocess
+import sys
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.cli.translated import problems
+from rollgrad.entrypoints.config_io import setting_names
+from rollgrad.entrypoints.names.names_of_trl_commands import COMMANDS
+from rollgrad.entrypoints.translation.draft import TranslatedRun
+from rollgrad.entrypoints.trl.command import RUNS, translate_command
+from tests.dataclass_fields import fields
+
+LEAST = ("--model_name_or_path", "m", "--dataset_name", "d.jsonl")
+REWARDED = {"grpo": ("--reward_funcs", "accuracy_reward")}
+
+
+def translated(command: str, *flags: str) -> TranslatedRun:
+    """Of a command that lacks nothing; it must be one that can be trained."""
+    result = translate_command([command, *LEAST, *REWARDED.get(command, ()), *flags])
+    assert problems(result) == []
+    return result
+
+
+def settings(command: str, *flags: str) -> dict[str, Any]:
+    run = translated(command, *flags).run
+    return {name: attrgetter(name)(run) for name in setting_names(type(run))}
+
+
+def holds(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return {name: found[name] for name in expected} == expected
+
+
+# The tables.
+
+
+CONFIGS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_of_trl_is_translated_or_named_as_not_honoured(command: str) -> None:
+    flags = {
+        *fields("transformers", "transformers/training_args.py", "TrainingArguments"),
+        *fields("trl", "trl/trainer/base_config.py", "_BaseConfig"),
+        *fields("trl", f"trl/trainer/{command}_config.py", f"{CONFIGS[command]}Config"),
+        *fields("trl", "trl/trainer/model_config.py", "ModelConfig"),
+        *fields("trl", "trl/scripts/utils.py", "ScriptArguments"),
+        *fields("trl", "trl/scripts/utils.py", "DatasetMixtureConfig"),
+        *(fields("trl", "trl/scripts/grpo.py", "GRPOScriptArguments") if command == "grpo" else ()),
+    }
+    assert len(flags) > 140
+    assert sorted(flags - COMMANDS[command].names.keys()) == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_setting_named_in_a_table_exists(command: str) -> None:
+    targets = {flag.to for flag in COMMANDS[command].flags.values() if flag.to}
+    assert targets <= set(setting_names(RUNS[command][1]))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_is_honoured_or_the_reason_is_said(command: str) -> None:
+    """A flag of its own, given with an unusual value, changes the settings or is on a line of the notes."""
+    words = {"SWITCH": (), "INTEGER": ("4",), "NUMBER": ("0.25",), "TEXT": ("text",), "WORDS": ("word",)}
+    words |= {"PROBABILITIES": ("0.5",)}
+    unusual = {
+        "dtype": ("float16",),
+        "loss_type": {"dpo": ("ipo",), "kto": ("apo_zero_unpaired",), "sft": ("dft",)}.get(command, ("grpo",)),
+        "importance_sampling_level": ("sequence",),
+        "scale_rewards": ("none",),
+        "vllm_mode": ("server",),
+        "eval_strategy": ("steps",),
+        "eval_steps": ("20",),
+        "save_strategy": ("no",),
+        "save_steps": ("20",),
+    }
+    beside = {
+        "lora_": ("--use_peft",),
+        "load_in_4bit": ("--use_peft",),
+        "bnb": ("--use_peft",),
+        "eval_steps": ("--eval_strategy", "steps"),
+        "dataset_test": ("--eval_strategy", "steps"),
+        "vllm_": ("--use_vllm",),
+        "label_smoothing": ("--loss_type", "robust") if command == "dpo" else (),
+    }
+    unusual |= {"per_device_train_batch_size": ("16",), "dataset_text_field": ("document",)}
+    unusual |= {"num_generations": ("2",), "steps_per_generation": ("3",), "generation_batch_size": ("16",)}
+
+    @cache
+    def run(*flags: str) -> TranslatedRun:
+        return translate_command([command, *LEAST, *REWARDED.get(command, ()), *flags])
+
+    silent = []
+    for name, flag in COMMANDS[command].flags.items():
+        value = unusual.get(name, words[flag.kind.name])
+        base = next((flags for prefix, flags in beside.items() if name.startswith(prefix)), ())
+        given = run(*base, f"--{name}", *value)
+        if given == run(*base):
+            silent.append(name)
+    assert silent == []
+
+
+# What they mean.
+
+
+@pytest.mark.parametrize(
+    ("command", "lr"), [("sft", 2e-5), ("dpo", 1e-6), ("kto", 1e-6), ("reward", 1e-4), ("grpo", 1e-6)]
+)
+def test_the_defaults_of_trl_count(command: str, lr: float) -> None:
+    expected = {
+        "actor.adam.lr": lr,
+        "actor.adam.betas": (0.9, 0.999),
+        "actor.lr_scheduler": "linear",
+        "actor.min_lr_ratio": 0.0,
+        "actor.lr_warmup_ratio": 0.0,
+        "train.batch_size": 8,
+        "ckpt.output_dir": "trainer_output",
+        "ckpt.save_steps": 500,
+    }
+    if command != "grpo":
+        expected |= {"train.num_epochs": 3, "data.max_tokens": 1024}
+    assert holds(settings(command), expected)
+
+
+def test_the_batch_is_that_of_all_processes() -> None:
+    flags = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3", "--num_processes", "2")
+    assert holds(
+        settings("dpo", *flags), {"train.batch_size": 24, "cluster.enable": True, "actor.num_gpus_per_node": 2}
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "share", "noted"),
+    [
+        (("--warmup_steps", "0.1"), 0.1, 0),
+        (("--warmup_ratio", "0.2"), 0.2, 0),
+        (("--warmup_steps", "10", "--max_steps", "200"), 0.05, 0),
+        (("--warmup_steps", "10"), 0.0, 1),
+        (("--warmup_steps", "0.1", "--lr_scheduler_type", "constant"), 0.0, 1),
+    ],
+)
+def test_warm_up(flags: tuple[str, ...], share: float, noted: int) -> None:
+    result = translated("sft", *flags)
+    assert result.run.actor.lr_warmup_ratio == share
+    assert sum("--warmup" in note for note in result.notes) == noted
+
+
+def test_adapters() -> None:
+    found = settings(
+        "sft", "--use_peft", "--lora_r", "8", "--load_in_4bit", "--lora_target_modules", "q_proj", "v_proj"
+    )
+    assert holds(
+        found,
+        {
+            "actor.lora.rank": 8,
+            "actor.lora.alpha": 32,
+            "actor.lora.target_modules": ("q_proj", "v_proj"),
+            "actor.lora.load_in_4bit": True,
+        },
+    )
+    assert settings("sft", "--lora_r", "8")["actor.lora.rank"] == 0
+
+
+def test_data_and_evaluation() -> None:
+    flags = ("--dataset_config", "main", "--dataset_train_split", "a", "--eval_strategy", "steps", "--eval_steps", "50")
+    expected = {"data.dataset": "d.jsonl:main", "data.split": "a", "eval.dataset": "d.jsonl:main", "eval.steps": 50}
+    assert holds(settings("kto", *flags), expected)
+    assert settings("kto", *flags)["eval.split"] == "test"
+    assert settings("kto")["eval.dataset"] is None
+    assert settings("sft", "--assistant_only_loss")["data.train_on"] == "assistant"
+    assert settings("sft", "--completion_only_loss", "False")["data.train_on"] == "all"
+    assert (settings("sft")["data.overlong"], settings("reward")["data.overlong"]) == ("cut", "drop")
+
+
+def test_losses() -> None:
+    mixed = settings("dpo", "--loss_type", "sigmoid", "bco_pair", "sft", "--loss_weights", "0.8", "0.2", "1.0")
+    assert holds(mixed, {"dpo.loss": ("sigmoid", "bco_pair", "sft"), "dpo.loss_weights": (0.8, 0.2, 1.0)})
+    robust = settings("dpo", "--loss_type", "robust", "--label_smoothing", "0.1", "--beta", "0.3")
+    assert holds(robust, {"dpo.loss": ("robust",), "dpo.label_smoothing": 0.1, "dpo.beta": 0.3})
+    assert settings("kto", "--loss_type", "apo_zero_unpaired")["kto.loss"] == "apo_zero_unpaired"
+    assert settings("reward", "--center_rewards_coefficient", "0.01")["rm.centring"] == 0.01
+    with pytest.raises(ConfigurationError, match="--loss_type"):
+        translated("dpo", "--loss_type", "aot")
+    with pytest.raises(ConfigurationError, match="--loss_type"):
+        translated("kto", "--loss_type", "other")
+
+
+@pytest.mark.parametrize(
+    ("loss", "ours", "aggregation"),
+    [
+        ("grpo", "ppo", "sequence_mean"),
+        ("dapo", "ppo", "token_mean"),
+        ("dr_grpo", "ppo", "constant_length"),
+        ("cispo", "cispo", None),
+    ],
+)
+def test_groups(loss: str, ours: str, aggregation: str | None) -> None:
+    flags = ("--num_generations", "4", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2")
+    found = settings("grpo", *flags, "--loss_type", loss, "--beta", "0.04", "--epsilon_high", "0.3")
+    assert holds(
+        found,
+        {
+            "rollout.batch_size": 4,
+            "rollout.n_samples_per_prompt": 4,
+            "train.batch_size": 16,
+            "actor.policy_loss_type": ours,
+            "actor.loss_aggregation": aggregation,
+            "algo.kl.init_coef": 0.04,
+            "algo.kl.estimator": "k3",
+            "data.prompt_dataset": "d.jsonl",
+            "reward.verifier": "math",
+        },
+    )
+    assert settings("grpo", "--scale_rewards", "none")["algo.advantage.estimator"] == "dr_grpo"
+    with pytest.raises(ConfigurationError, match="no whole groups of 3"):
+        translated("grpo", "--num_generations", "3")
+
+
+# The command.
+
+
+def test_a_file_of_settings_is_read_and_flags_win(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("learning_rate: 1.0e-3\nmax_length: 2048\nloss_type: [ipo, sft]\nbf16: true\neval_steps:\n")
+    found = settings("dpo", "--config", str(path), "--max_length", "99")
+    assert holds(
+        found,
+        {"actor.adam.lr": 1e-3, "data.max_tokens": 99, "dpo.loss": ("ipo", "sft"), "actor.dtype": "bfloat16"},
+    )
+    for text in ("- a list", "a: ["):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match="change --config"):
+            translated("dpo", "--config", str(path))
+
+
+def test_it_prints_settings_that_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trl", "reward", *LEAST, "--report_to", "wandb"]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("# rollgrad train rm --config FILE\n")
+    assert "not honoured: --report_to wandb" in output.err
+    path = tmp_path / "run.yaml"
+    path.write_text(output.out)
+    assert main(["train", "rm", "--config", str(path), "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["rm"]["margin"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["vllm-serve"], "vllm-serve is no command of TRL"),
+        (["sft", "--learning_rat", "1"], "did you mean --learning_rate?"),
+        (["sft", "--learning_rate", "fast"], "it takes one number"),
+        (["sft", "--run"], "No model is set"),
+    ],
+)
+def test_errors_are_sentences(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trl", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_help_comes_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trl", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: rollgrad trl")
+    code = "import sys, rollgrad.entrypoints.trl.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
