@@ -4,6 +4,7 @@ Written from the fields of the settings, without torch and tyro, so that it come
 """
 
 import inspect
+import re
 import shutil
 import sys
 import textwrap
@@ -330,9 +331,9 @@ def _default(setting: Setting) -> str:
 
 
 def _first_sentence(doc: str) -> str:
-    """Returns a docstring up to the first full stop that ends a sentence, which no decimal point and no file name
-    does."""
-    return doc.split(". ")[0].rstrip(".") + "."
+    """Returns a docstring up to the first full stop that ends a sentence, which no decimal point, no file name
+    and no "et al." does."""
+    return re.split(r"(?<!\bal)\. ", doc)[0].rstrip(".") + "."
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

@@ -340,11 +340,13 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (doctor, "show what this machine offers, and whether the installation works"),
 }
 
+WIDTH = max(map(len, COMMANDS))
+
 USAGE = "\n".join(
     (
         "usage: rollgrad COMMAND [OPTIONS]",
         "",
-        *(f"  rollgrad {name:<12} {purpose}" for name, (_, purpose) in COMMANDS.items()),
+        *(f"  rollgrad {name:<{WIDTH}} {purpose}" for name, (_, purpose) in COMMANDS.items()),
         "",
         "  rollgrad COMMAND --help   its options; of train rl and eval the essential ones, and how to see the others",
         "  rollgrad --version        the version",

@@ -170,3 +170,7 @@ def test_help_of_commands_over_examples_speaks_of_no_rollouts(capsys: pytest.Cap
         assert not NOT_OF_EXAMPLES & set(shown(text))
         for words in ("reward and memory", "Rollouts", "critic", "vLLM", "embedded engine"):
             assert words not in " ".join(text.split()), (command, words)
+
+
+def test_a_sentence_does_not_end_at_authors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "(Eisenstein et al. 2023" in " ".join(helped(capsys, "train rm").split())
