@@ -1,6 +1,7 @@
 """`rollgrad chat` and `rollgrad serve agent` as a user runs them: real processes, a real (tiny) model, real clients."""
 
 import asyncio
+import io
 import itertools
 import json
 import os
@@ -45,22 +46,12 @@ def server(tiny_model_dir: Path) -> Iterator[str]:
     assert "Traceback" not in complaints
 
 
-def talk(model: Path, *arguments: str, said: str = "") -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [*ROLLGRAD, "chat", "--model", str(model), "--json", *SETTINGS, *arguments],
-        input=said,
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.slow
 def test_chat_and_server_sample_the_same_tokens(tiny_model_dir: Path, server: str) -> None:
-    (told,) = talk(tiny_model_dir, "--prompt", "What is 3 plus 4?")
+    command = [*ROLLGRAD, "chat", "--model", str(tiny_model_dir), "--json", *SETTINGS, "--prompt", "What is 3 plus 4?"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
     from openai import OpenAI
 
     client = OpenAI(base_url=f"{server}/v1", api_key="none")
@@ -78,13 +69,15 @@ def test_chat_and_server_sample_the_same_tokens(tiny_model_dir: Path, server: st
 
 
 @pytest.mark.slow
-def test_a_conversation_goes_on_and_starts_over(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_conversation_goes_on_and_starts_over(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     opening = tmp_path / "opening.json"
     examples = [{"role": "user", "content": "1 plus 1?"}, {"role": "assistant", "content": "2"}]
     opening.write_text(json.dumps(examples))
-    first, second, third = talk(
-        tiny_model_dir, "--messages", str(opening), said="What is 3?\nand 4?\n\n/new\nWhat is 3?\n/exit\nnever read\n"
-    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is 3?\nand 4?\n\n/new\nWhat is 3?\n/exit\nnever read\n"))
+    assert main(["chat", "--model", str(tiny_model_dir), "--json", *SETTINGS, "--messages", str(opening)]) == 0
+    first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
     assert [message["role"] for message in second["messages"]] == ["user", "assistant"] * 3
     assert second["messages"][:2] == examples
     assert third == first, "a new conversation forgets, and the seed is the same"

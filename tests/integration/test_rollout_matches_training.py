@@ -131,19 +131,19 @@ def test_after_an_update_both_see_the_new_weights(tiny_model_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_without_learning_the_mismatch_stays_what_it_is(smollm2: Path, tmp_path: Path) -> None:
-    """Four steps at a learning rate of 0: the engine and the trainer drift apart only if one of them changes."""
+    """Two steps at a learning rate of 0: the engine and the trainer drift apart only if one of them changes."""
     config = rollgrad.load_config(REPOSITORY / "examples" / "sums.yaml", preset="dr_grpo")
     config.actor.model_name_or_path, config.actor.adam.lr = str(smollm2), 0.0
     config.data.prompt_dataset = str(REPOSITORY / config.data.prompt_dataset)
     config.eval.dataset, config.eval.steps = None, -1
     config.rollout.batch_size, config.rollout.n_samples_per_prompt = 1, 4
-    config.train.max_steps = 4
+    config.train.max_steps = 2
     config.logger.console = False
     config.ckpt.output_dir = str(tmp_path)
     rollgrad.train(config, reward=lambda queries, prompts, labels: [float(len(query)) for query in queries])
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     mismatch = torch.tensor([row["policy/mismatch_abs"] for row in rows])
-    assert len(mismatch) == 4
+    assert len(mismatch) == 2
     assert mismatch.max() < FLOAT32_TOLERANCE
-    assert 0.5 < float(mismatch[2:].mean() / mismatch[:2].mean()) < 2.0, "it neither grows nor shrinks"
+    assert 0.5 < float(mismatch[1] / mismatch[0]) < 2.0, "it neither grows nor shrinks"
     assert all(row["policy/mismatch_effective_sample_share"] > 0.99 for row in rows)

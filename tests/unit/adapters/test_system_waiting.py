@@ -14,9 +14,17 @@ def events(logs: list[dict[str, str]]) -> list[str]:
     return [line["event"] for line in logs]
 
 
+def until_told(logs: list[dict[str, str]], count: int) -> None:
+    """Waits for so many events, which another thread tells."""
+    deadline = time.monotonic() + 60
+    while len(logs) < count:
+        assert time.monotonic() < deadline, events(logs)
+        time.sleep(0.01)
+
+
 def test_a_long_wait_is_told_when_it_begins_goes_on_and_ends() -> None:
     with capture_logs() as logs, waiting_for("2 engines to start", deadline=600, after=0.05, every=0.1):
-        time.sleep(0.6)
+        until_told(logs, 3)
     first, *between, last = events(logs)
     assert first == "waiting for 2 engines to start (at most 600 s)"
     assert between
@@ -34,7 +42,7 @@ def test_a_short_wait_says_nothing_and_leaves_no_thread() -> None:
 
 def test_a_wait_without_a_deadline_says_so() -> None:
     with capture_logs() as logs, waiting_for("vLLM to start", after=0.01, every=0.1):
-        time.sleep(0.3)
+        until_told(logs, 2)
     assert events(logs)[0] == "waiting for vLLM to start (no deadline)"
     assert re.fullmatch(r"still waiting for vLLM to start \(\d+ s\)", events(logs)[1])
 
@@ -42,7 +50,7 @@ def test_a_wait_without_a_deadline_says_so() -> None:
 def test_an_error_has_the_last_word() -> None:
     @waiting_for("a", deadline=1, after=0.01, every=9)
     def fail() -> None:
-        time.sleep(0.2)
+        until_told(logs, 1)
         raise TimeoutError
 
     with capture_logs() as logs, pytest.raises(TimeoutError):

@@ -4,7 +4,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,12 +43,6 @@ def run(script: str, *arguments: str, workplace: Path, programs: Path, **environ
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.fixture
-def rollgrad_program(tmp_path: Path) -> Path:
-    """A directory with the command `rollgrad` of this interpreter, and no other."""
-    return programs(tmp_path, rollgrad=f'exec {shlex.quote(sys.executable)} -m rollgrad.entrypoints.cli.main "$@"')
-
-
 def programs(place: Path, **sources: str) -> Path:
     directory = place / "programs"
     directory.mkdir()
@@ -59,34 +52,42 @@ def programs(place: Path, **sources: str) -> Path:
     return directory
 
 
-@pytest.mark.slow
+def rehearsed(script: str, *flags: str, workplace: Path, status: int = 0) -> tuple[list[str], list[str]]:
+    """Lines that a dry run of the script prints, and the words after `rollgrad` of the command that it calls, whose
+    exit status it hands on."""
+    recording = programs(workplace, rollgrad=f'printf "%s\\n" "$@" > words\nexit {status}')
+    arguments = ("--dry_run", "examples/sums_cluster.yaml", *flags)
+    ended, output, errors = run(script, *arguments, workplace=workplace, programs=recording)
+    assert (ended, errors) == (status, "")
+    return output.splitlines(), (workplace / "words").read_text().splitlines()
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_dry_run_prints_the_command_and_checks_the_settings(
-    script: str, workplace: Path, rollgrad_program: Path
+    script: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = {"workplace": workplace, "programs": rollgrad_program}
-    status, output, errors = run(script, "--dry_run", "examples/sums_cluster.yaml", "--train.max_steps", "3", **where)
-    assert status == 0
-    assert all("level=info" in line for line in errors.splitlines())
-    said = [line for line in output.splitlines() if line.startswith("+ ")]
-    command = "rollgrad train rl --config examples/sums_cluster.yaml --cluster.address auto"
-    assert command in said[-1]
+    said, words = rehearsed(script, "--train.max_steps", "3", workplace=workplace)
+    assert all(line.startswith("+ ") for line in said)
+    assert "rollgrad train rl --config examples/sums_cluster.yaml --cluster.address auto" in said[-1]
     assert said[-1].endswith("--train.max_steps 3")
-    settings = yaml.safe_load("\n".join(output.splitlines()[len(said) :]).partition("Memory plan")[0])
+    assert said[-1].endswith(shlex.join(words[:-1]))
+    assert words[-1] == "--dry_run"
+    monkeypatch.chdir(workplace)
+    assert main(words) == 0
+    settings = yaml.safe_load(capsys.readouterr().out.partition("Memory plan")[0])
     assert settings["cluster"]["address"] == "auto"
     assert settings["train"]["max_steps"] == 3
     assert not (workplace / "runs").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_dry_run_refuses_what_the_run_would(script: str, workplace: Path, rollgrad_program: Path) -> None:
-    where = {"workplace": workplace, "programs": rollgrad_program}
-    status, _, errors = run(
-        script, "--dry_run", "examples/sums_cluster.yaml", "--ds.param_offload", "--ds.zero_stage=2", **where
-    )
-    assert status == 2
-    told = [line for line in errors.splitlines() if "level=info" not in line]
+def test_a_dry_run_refuses_what_the_run_would(
+    script: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, words = rehearsed(script, "--ds.param_offload", "--ds.zero_stage=2", workplace=workplace, status=2)
+    monkeypatch.chdir(workplace)
+    assert main(words) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if "level=info" not in line]
     assert len(told) == 1
     assert told[0].startswith("error: ds.param_offload is True, but ds.zero_stage 2")
 
