@@ -10,14 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import structlog
 from attrs import evolve, frozen
 
 from rollgrad.adapters.tracking.trajectory_files import HIDDEN_TOKEN, read_trajectories, trajectory_files
 from rollgrad.application.rollouts.exporting import KINDS, Reply
 from rollgrad.domain.errors import CheckpointError, DataError
-
-log = structlog.get_logger(__name__)
 
 COLUMNS = (
     *("kind", "group_id", "sample_id", "branch", "prompt", "messages", "response", "score", "turns", "stop_reason"),
@@ -27,12 +24,14 @@ COLUMNS = (
 
 @frozen(kw_only=True)
 class Exported:
-    """An exported file, its number of rows, whether prompts in it are plain texts, and what was left out, by reason."""
+    """An exported file, its number of rows, whether prompts in it are plain texts, what was left out, by reason, and
+    why files could not be read."""
 
     path: Path
     rows: int
     plain: bool
     left_out: Counter[str]
+    unread: tuple[str, ...] = ()
 
 
 def export(kind: str, run: Path, output: Path | None = None, *, min_score: float | None = None) -> Exported:
@@ -61,7 +60,9 @@ def export(kind: str, run: Path, output: Path | None = None, *, min_score: float
     try:
         exported = _write(kind, files, fresh, min_score)
         if not exported.rows:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in exported.left_out.most_common())
+            reasons = "; ".join(
+                [*exported.unread, *(f"{count} {reason}" for reason, count in exported.left_out.most_common())]
+            )
             raise DataError(f"Nothing of {str(run)!r} can be exported as {kind}: {reasons or 'it is empty'}.")
         fresh.rename(output)
     except OSError as error:
@@ -76,10 +77,16 @@ def export(kind: str, run: Path, output: Path | None = None, *, min_score: float
 def _write(kind: str, files: Sequence[Path], path: Path, min_score: float | None) -> Exported:
     left_out: Counter[str] = Counter()
     seen: set[bytes] = set()
+    unread: list[str] = []
     plain = False
     with path.open("w", encoding="utf-8") as output:
         for file in files:
-            chosen = KINDS[kind](list(_replies(file)), min_score)
+            try:
+                replies = list(_replies(file))
+            except DataError as error:
+                unread.append(str(error))
+                continue
+            chosen = KINDS[kind](replies, min_score)
             left_out += chosen.left_out
             for row in chosen.rows:
                 content = {name: value for name, value in row.items() if not name.startswith("score")}
@@ -90,18 +97,14 @@ def _write(kind: str, files: Sequence[Path], path: Path, min_score: float | None
                 seen.add(known)
                 plain = plain or isinstance(row.get("prompt"), str)
                 output.write(json.dumps(row) + "\n")
-    return Exported(path=path, rows=len(seen), plain=plain, left_out=left_out)
+    return Exported(path=path, rows=len(seen), plain=plain, left_out=left_out, unread=tuple(unread))
 
 
 def _replies(path: Path) -> Iterator[Reply]:
     """Yields the replies of an update's file; none of an evaluation, on whose prompts nothing may be trained."""
     if not path.name.startswith("step-"):
         return
-    try:
-        rows: list[dict[str, Any]] = read_trajectories(path, COLUMNS).to_pylist()
-    except DataError as error:
-        log.warning("a file is left out", reason=str(error))
-        return
+    rows: list[dict[str, Any]] = read_trajectories(path, COLUMNS).to_pylist()
     for row in rows:
         if row["failure"] is None:
             yield Reply(

@@ -47,10 +47,11 @@ class RunStatus(StrEnum):
 
 class RunRecord:
     """Keeps `run.json` in `directory` up to date while its block runs: `status`, `reason`, `started`, `heartbeat`,
-    `ended`, `steps` (of the whole run), `continued_from` (finished steps of the run before), `process`, `host`,
-    `versions`. A file that cannot be written is reported once, and does not stop the run."""
+    `ended`, `steps` (of the whole run), `continued_from` (finished steps of the run before), `learning` (settings that
+    findings depend on, `steps` among them), `process`, `host`, `versions`. A file that cannot be written is reported
+    once, and does not stop the run."""
 
-    def __init__(self, directory: Path, *, steps: int, continued_from: int | None = None) -> None:
+    def __init__(self, directory: Path, *, learning: Mapping[str, Any], continued_from: int | None = None) -> None:
         self._path = directory / RUN_FILE
         self._facts: dict[str, Any] = {
             "status": RunStatus.RUNNING,
@@ -58,8 +59,9 @@ class RunRecord:
             "started": _now(),
             "heartbeat": None,
             "ended": None,
-            "steps": steps,
+            "steps": learning["steps"],
             "continued_from": continued_from,
+            "learning": dict(learning),
             "process": os.getpid(),
             "host": socket.gethostname(),
             "versions": _versions(),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import structlog
-from attrs import AttrsInstance, evolve, field, frozen
+from attrs import AttrsInstance, asdict, evolve, field, frozen
 
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.tracking.report import write_report
@@ -138,7 +138,7 @@ def train_in(
         keep_trajectories(output_dir, until=-1 if saved is None else saved.step)
         write_config(output_dir, settings_file(config))
         continued_from = None if saved is None else saved.step
-        with RunRecord(output_dir, steps=made.total_steps(), continued_from=continued_from) as record:
+        with RunRecord(output_dir, learning=asdict(run.learning), continued_from=continued_from) as record:
             before_run()
             on_save = _reporting(output_dir, title)
             try:

@@ -11,7 +11,7 @@ from rollgrad.entrypoints.cli.loop import LOOPS
 from rollgrad.entrypoints.cli.merge_lora import MergeLoraArguments
 from rollgrad.entrypoints.cli.offline import TRAINERS
 from rollgrad.entrypoints.cli.parsing import DoctorArguments, EvalArguments, TrainArguments, flag_kinds
-from rollgrad.entrypoints.cli.runs import ExportArguments
+from rollgrad.entrypoints.cli.runs import ExportArguments, InspectArguments
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments
 
@@ -29,6 +29,7 @@ KINDS: tuple[type[Any], ...] = (
     *(loop.arguments for loop in LOOPS.values()),
     DataShowArguments,
     ExportArguments,
+    InspectArguments,
 )
 EVERY = {name: kind for arguments in reversed(KINDS) for name, kind in flag_kinds(arguments).items()}
 

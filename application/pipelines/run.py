@@ -18,6 +18,7 @@ from attrs import field, frozen
 from rollgrad.application.foreign import is_being_cancelled
 from rollgrad.domain.control.best_model import BestModel
 from rollgrad.domain.control.findings import LearningWatch
+from rollgrad.domain.control.signs import LearningSettings
 from rollgrad.domain.errors import CheckpointError, ForeignError, OutOfMemory, WorkerError
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore, TrainingState
 from rollgrad.domain.ports.clock import Clock
@@ -308,6 +309,11 @@ class Run(Generic[Sample]):
                 raise
             log.warning("no training state was saved", step=self._done, reason=str(error))
         self._state_saved_at = self._clock.monotonic()
+
+    @property
+    def learning(self) -> LearningSettings:
+        """Settings that findings depend on."""
+        return self._watch.run
 
     @property
     def findings(self) -> tuple[str, ...]:

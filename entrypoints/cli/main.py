@@ -36,7 +36,7 @@ from rollgrad.entrypoints.cli.parsing import (
     parse,
     parse_run,
 )
-from rollgrad.entrypoints.cli.runs import export_rollouts
+from rollgrad.entrypoints.cli.runs import export_rollouts, inspect_run
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, serve_agent
 from rollgrad.entrypoints.cli.serve_reward import ServeRewardArguments, serve_reward_model
 from rollgrad.entrypoints.cli.translated import problems, show_translation
@@ -283,13 +283,6 @@ def merge_lora(arguments: Sequence[str]) -> int:
     return 0
 
 
-def export(arguments: Sequence[str]) -> int:
-    """`rollgrad export`."""
-    configure_logging()
-    export_rollouts(arguments)
-    return 0
-
-
 def doctor(arguments: Sequence[str]) -> int:
     """`rollgrad doctor`."""
     parsed = parse(DoctorArguments(), "doctor", arguments)
@@ -330,7 +323,8 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "generate": (generate_replies, "sample replies to a data set's prompts into a file"),
     "score": (score_replies, "judge the replies in a file by a reward"),
     **{f"loop {name}": (partial(loop, name), its.purpose) for name, its in LOOPS.items()},
-    "export": (export, "write a run's rollouts as rows for train sft, train dpo and train rm"),
+    "inspect": (inspect_run, "show how a run goes or ended, and what keeps it from learning"),
+    "export": (export_rollouts, "write a run's rollouts as rows for train sft, train dpo and train rm"),
     "openrlhf": (openrlhf, "translate an OpenRLHF command line, and run it"),
     "trl": (trl, "translate a command of TRL, and run it"),
     "chat": (talk, "talk to a model in the terminal, with its tools"),

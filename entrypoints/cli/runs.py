@@ -1,4 +1,4 @@
-"""`rollgrad export`: commands that read the directory of a run."""
+"""`rollgrad export` and `rollgrad inspect`: commands that read the directory of a run."""
 
 import sys
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ class ExportArguments:
     """Least score of a reply that is to be imitated."""
 
 
-def export_rollouts(arguments: Sequence[str]) -> None:
-    """Exports, and says on stderr what was left out; the file is the one line on stdout.
+def export_rollouts(arguments: Sequence[str]) -> int:
+    """`rollgrad export`: exports, and says on stderr what was left out; the file is the one line on stdout.
 
     Raises:
         RollgradError: a word is wrong, the run has nothing to export, or the file cannot be written.
@@ -46,9 +46,43 @@ def export_rollouts(arguments: Sequence[str]) -> None:
 
     kind, run = named
     exported = export(kind, Path(run), parsed.output, min_score=parsed.min_score)
+    for reason in exported.unread:
+        sys.stderr.write(f"warning: {reason}\n")
     for reason, count in exported.left_out.most_common():
         sys.stderr.write(f"left out: {count} {reason}\n")
     if exported.plain:
         sys.stderr.write("prompts are texts as the model saw them: train with --data.apply_chat_template False\n")
     sys.stderr.write(f"{exported.rows} rows\n")
     sys.stdout.write(f"{exported.path}\n")
+    return 0
+
+
+@define(kw_only=True)
+class InspectArguments:
+    """Shows how a run goes or ended: rollgrad inspect RUN. It prints the status, where metrics began and are, and what
+    keeps the run from learning; also of one that is going on or was killed."""
+
+    json: bool = False
+    """Print JSON."""
+    md: bool = False
+    """Print Markdown."""
+
+
+def inspect_run(arguments: Sequence[str]) -> int:
+    """`rollgrad inspect`.
+
+    Raises:
+        RollgradError: a word is wrong, or there is no run.
+    """
+    words = list(arguments)
+    named = words.pop(0) if words and not words[0].startswith("-") else None
+    parsed = parse(InspectArguments(), "inspect", words)
+    if named is None:
+        raise ConfigurationError("inspect takes the directory of a run: rollgrad inspect runs/first.")
+    if parsed.json and parsed.md:
+        raise ConfigurationError("--json and --md are both set, but there is one output: leave one of them out.")
+    from rollgrad.entrypoints.inspection import inspect
+
+    found = inspect(Path(named))
+    sys.stdout.write(found.as_json() if parsed.json else found.as_markdown() if parsed.md else found.as_text())
+    return 0

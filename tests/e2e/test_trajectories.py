@@ -142,6 +142,9 @@ def test_an_error_is_in_the_record(workspace: Path, capsys: pytest.CaptureFixtur
     assert found is not None
     assert found["status"] is RunStatus.FAILED
     assert "no reward" in found["reason"]
+    capsys.readouterr()
+    assert main(["inspect", "out"]) == 0
+    assert capsys.readouterr().out.startswith("out: failed after 0 of 3 steps (")
 
 
 def test_a_report_is_written_when_a_state_is_saved(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

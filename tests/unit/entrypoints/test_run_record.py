@@ -18,7 +18,7 @@ def status(directory: Path) -> tuple[RunStatus, str | None]:
 
 
 def test_a_run_is_running_then_finished(tmp_path: Path) -> None:
-    with RunRecord(tmp_path, steps=7, continued_from=2):
+    with RunRecord(tmp_path, learning={"steps": 7}, continued_from=2):
         assert status(tmp_path) == (RunStatus.RUNNING, None)
     found = read_run(tmp_path)
     assert found is not None
@@ -29,22 +29,22 @@ def test_a_run_is_running_then_finished(tmp_path: Path) -> None:
 
 def test_an_error_is_the_reason_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "sk-12345678")
-    with pytest.raises(ValueError, match="refused"), RunRecord(tmp_path, steps=1):
+    with pytest.raises(ValueError, match="refused"), RunRecord(tmp_path, learning={"steps": 1}):
         raise ValueError("sk-12345678 was refused\nand more")
     assert status(tmp_path) == (RunStatus.FAILED, "*** was refused")
 
 
 def test_a_signal_interrupts(tmp_path: Path) -> None:
-    with RunRecord(tmp_path, steps=1) as record:
+    with RunRecord(tmp_path, learning={"steps": 1}) as record:
         record.interrupted("SIGTERM")
     assert status(tmp_path) == (RunStatus.INTERRUPTED, "SIGTERM")
-    with pytest.raises(KeyboardInterrupt), RunRecord(tmp_path, steps=1):
+    with pytest.raises(KeyboardInterrupt), RunRecord(tmp_path, learning={"steps": 1}):
         raise KeyboardInterrupt
     assert status(tmp_path) == (RunStatus.INTERRUPTED, "SIGINT")
 
 
 def test_a_run_whose_heart_stopped_has_died(tmp_path: Path) -> None:
-    with RunRecord(tmp_path, steps=1):
+    with RunRecord(tmp_path, learning={"steps": 1}):
         pass
     facts = json.loads((tmp_path / "run.json").read_text())
     late = datetime.now(UTC) - timedelta(seconds=2 * SILENT_SECONDS)
@@ -56,7 +56,7 @@ def test_a_run_whose_heart_stopped_has_died(tmp_path: Path) -> None:
 
 def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_record, "HEARTBEAT_SECONDS", 0.001)
-    with RunRecord(tmp_path, steps=1):
+    with RunRecord(tmp_path, learning={"steps": 1}):
         before = (tmp_path / "run.json").stat().st_ino
         while (tmp_path / "run.json").stat().st_ino == before:  # a heartbeat replaces the file
             pass
@@ -70,7 +70,7 @@ def test_a_broken_file_says_nothing(tmp_path: Path, content: str) -> None:
 
 
 def test_a_disk_without_room_is_named_once(tmp_path: Path) -> None:
-    with structlog.testing.capture_logs() as events, RunRecord(tmp_path / "missing", steps=1):
+    with structlog.testing.capture_logs() as events, RunRecord(tmp_path / "missing", learning={"steps": 1}):
         pass
     assert len(events) == 1
     assert events[0]["path"].endswith("run.json")

@@ -1,0 +1,150 @@
+"""`rollgrad inspect`: how a run goes or ended, from the files in its directory, also while it runs or after its death.
+
+Importable without torch.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, fields, frozen
+
+from rollgrad.adapters.checkpoints.names import METRICS_FILE
+from rollgrad.adapters.tracking.report import Series, read_metrics
+from rollgrad.domain.control.findings import Finding, LearningWatch
+from rollgrad.domain.control.signs import LearningSettings
+from rollgrad.domain.errors import DataError
+from rollgrad.entrypoints.run_record import read_run
+
+SHOWN = (
+    *("reward/mean", "eval/pass@1", "eval/loss", "eval/nll", "eval/accuracy", "train/loss", "train/accuracy"),
+    *("rollout/entropy", "rollout/response_length_mean", "rollout/truncated_share", "rollout/zero_spread_share"),
+    *("policy/ref_kl", "policy/mismatch_kl", "policy/grad_norm", "train/grad_norm", "time/step_s"),
+)
+"""Metrics whose ends are shown, in this order."""
+
+
+@frozen(kw_only=True)
+class Curve:
+    """A metric's first, last, least and greatest value, each but the last two with its step."""
+
+    first_step: int
+    first: float
+    last_step: int
+    last: float
+    least: float
+    greatest: float
+
+
+@frozen(kw_only=True)
+class Inspection:
+    """State of a run: `status` as `run.json` has it (`unknown` for a run of an earlier version) and its `reason`;
+    finished `steps` and those of the whole run, None if that is not known; times; curves by metric; findings."""
+
+    run: str
+    status: str
+    reason: str | None
+    steps: int
+    of: int | None
+    started: str | None
+    ended: str | None
+    curves: Mapping[str, Curve]
+    findings: tuple[Finding, ...]
+
+    def as_json(self) -> str:
+        """Returns all of it as JSON."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    def as_markdown(self) -> str:
+        """Returns a heading, a table of the curves' ends, and the findings as a list."""
+        lines = [f"# {self._headline()}", ""]
+        if self.curves:
+            lines += ["| metric | first | last | least | greatest |", "|---|---|---|---|---|"]
+            lines += [f"| {name} | {' | '.join(_numbers(curve))} |" for name, curve in self.curves.items()]
+            lines.append("")
+        lines += [f"- {line}" for line in self._told()]
+        return "\n".join(lines) + "\n"
+
+    def as_text(self) -> str:
+        """Returns the same for a terminal."""
+        lines = [self._headline(), ""]
+        if self.curves:
+            width = max(len(name) for name in self.curves)
+            lines.append(f"{'':{width}}  {'first':>10} {'last':>10} {'least':>10} {'greatest':>10}")
+            for name, curve in self.curves.items():
+                lines.append(f"{name:{width}}  {' '.join(f'{number:>10}' for number in _numbers(curve))}")
+            lines.append("")
+        lines += self._told()
+        return "\n".join(lines) + "\n"
+
+    def _headline(self) -> str:
+        total = "" if self.of is None else f" of {self.of}"
+        why = "" if self.reason is None else f" ({self.reason})"
+        return f"{self.run}: {self.status} after {self.steps}{total} steps{why}"
+
+    def _told(self) -> list[str]:
+        return [f"steps {found.since} to {found.until}: {found}" for found in self.findings] or ["no findings"]
+
+
+def inspect(run: Path) -> Inspection:
+    """Returns the state of the run in a directory.
+
+    Raises:
+        DataError: there is no run.
+    """
+    facts = read_run(run)
+    metrics = run / METRICS_FILE
+    if facts is None and not metrics.exists():
+        raise DataError(f"{str(run)!r} holds no run: name the directory of one, its --ckpt.output_dir.")
+    series = read_metrics(metrics) if metrics.exists() else {}
+    steps = max((step for values in series.values() for step in values), default=0)
+    known = facts or {}
+    return Inspection(
+        run=str(run),
+        status=known.get("status", "unknown"),
+        reason=known.get("reason"),
+        steps=steps,
+        of=known.get("steps"),
+        started=known.get("started"),
+        ended=known.get("ended"),
+        curves={name: _curve(series[name]) for name in SHOWN if series.get(name)},
+        findings=_findings(series, _settings(known.get("learning"), steps)),
+    )
+
+
+def _findings(series: Mapping[str, Series], settings: LearningSettings) -> tuple[Finding, ...]:
+    """Returns what was found while these metrics came in, of one step after the other."""
+    rows: dict[int, dict[str, float]] = {}
+    for name, values in series.items():
+        if not name.startswith("eval/"):
+            for step, value in values.items():
+                rows.setdefault(step, {})[name] = value
+    watch = LearningWatch(settings)
+    for step in sorted(rows):
+        watch, _ = watch.observe(step, rows[step])
+    return watch.findings()
+
+
+def _settings(written: Any, steps: int) -> LearningSettings:
+    """Returns the settings that findings depend on; the default ones of a run that wrote none."""
+    known = {field.name for field in fields(LearningSettings)}
+    given = written if isinstance(written, dict) else {}
+    return LearningSettings(**{"steps": steps, **{name: value for name, value in given.items() if name in known}})
+
+
+def _curve(values: Series) -> Curve:
+    steps = sorted(values)
+    first, last = steps[0], steps[-1]
+    return Curve(
+        first_step=first,
+        first=values[first],
+        last_step=last,
+        last=values[last],
+        least=min(values.values()),
+        greatest=max(values.values()),
+    )
+
+
+def _numbers(curve: Curve) -> list[str]:
+    return [f"{value:.4g}" for value in (curve.first, curve.last, curve.least, curve.greatest)]

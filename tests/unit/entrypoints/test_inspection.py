@@ -1,0 +1,91 @@
+"""`rollgrad inspect`: the state of a run from its directory, however it ended."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.run_record import SILENT_SECONDS, RunRecord
+from tests.unit.domain.test_sick_runs import SICK, run_of
+
+LEARNING = {"steps": 50, "judged_by_outcome": True, "max_new_tokens": 24}
+
+
+def logged(directory: Path, steps: Sequence[dict[str, float]]) -> Path:
+    """A run's directory with these metrics, an evaluation before them, and a line that was cut off."""
+    lines = [json.dumps({"step": 0, "eval/pass@1": 0.25})]
+    lines += [json.dumps({"step": step, **metrics}) for step, metrics in enumerate(steps, 1)]
+    directory.mkdir(exist_ok=True)
+    (directory / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 99, "rew']))
+    return directory
+
+
+def inspected(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["inspect", str(directory), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_what_the_console_said_is_found_again(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logged(tmp_path, run_of(SICK[name], seed=0))
+    with RunRecord(tmp_path, learning=LEARNING):
+        pass
+    assert {finding["name"] for finding in inspected(tmp_path, capsys)["findings"]} == {name}
+
+
+def test_a_run_is_shown_as_text_and_as_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = logged(tmp_path / "run", [{"reward/mean": step / 10, "time/step_s": 1.0} for step in range(1, 8)])
+    with RunRecord(run, learning=LEARNING) as record:
+        record.interrupted("SIGTERM")
+    assert main(["inspect", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{run}: interrupted after 7 of 50 steps (SIGTERM)"
+    assert lines[3].split() == ["reward/mean", "0.1", "0.7", "0.1", "0.7"]
+    assert lines[-1] == "no findings"
+    assert main(["inspect", str(run), "--md"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith(f"# {run}: interrupted")
+    assert "| eval/pass@1 | 0.25 | 0.25 | 0.25 | 0.25 |" in page
+
+
+def test_a_killed_run_is_told_from_a_running_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunRecord(tmp_path, learning=LEARNING):
+        assert inspected(tmp_path, capsys)["status"] == "running"
+        beating = json.loads((tmp_path / "run.json").read_text())
+    old = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - 2 * SILENT_SECONDS))
+    (tmp_path / "run.json").write_text(json.dumps(beating | {"heartbeat": old}))
+    found = inspected(tmp_path, capsys)
+    assert found["status"] == "died"
+    assert "no heartbeat for" in found["reason"]
+
+
+def test_a_run_of_an_earlier_version_has_metrics_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = inspected(logged(tmp_path, run_of(SICK["constant_reward"], seed=0)), capsys)
+    assert (found["status"], found["steps"], found["of"]) == ("unknown", 40, None)
+    assert [finding["name"] for finding in found["findings"]] == ["constant_reward"]
+    (tmp_path / "run.json").write_text(json.dumps({"status": "finished", "heartbeat": "x"}))
+    assert inspected(tmp_path, capsys)["status"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["inspect", "nowhere"], "'nowhere' holds no run"),
+        (["inspect"], "rollgrad inspect runs/first"),
+        (["inspect", "nowhere", "--json", "--md"], "leave one of them out"),
+        (["inspect", "nowhere", "--jsn"], "did you mean --json?"),
+    ],
+)
+def test_what_cannot_be_inspected_is_one_sentence(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert printed.err.count("\n") == 1
