@@ -24,6 +24,9 @@ OTHER_COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(
         ("train distill", "distill", "train gkd"), "write rollgrad train rl --algo.preset on_policy_distill."
     ),
+    **dict.fromkeys(("rs", "rejection_sampling", "best_of_n", "loop"), "write rollgrad loop rs, or another loop."),
+    **dict.fromkeys(("iter_dpo", "iterative_dpo", "online_dpo"), "write rollgrad loop iter_dpo."),
+    **dict.fromkeys(("batch_inference", "inference", "sample"), "write rollgrad generate, and rollgrad score."),
     **dict.fromkeys(("serve", "serve model"), "write rollgrad serve agent or rollgrad serve reward."),
     "serve rm": "write rollgrad serve reward.",
     "vllm_serve": "start an engine with `vllm serve`, and name it with --rollout.engine server --rollout.server_urls.",
