@@ -28,7 +28,7 @@ UNREAD = frozenset(
         *("rollout.max_episode_seconds", "rollout.max_failures", "rollout.server_urls"),
         *("data.curriculum_range", "data.prompt_suffix", "eval.steps", "actor.lora.sync", "logger.log_samples"),
         "logger.trajectories_max_gib",
-        *("ckpt.resume", "ckpt.overwrite", "ckpt.state_dir", "vllm.sync_backend"),
+        *("ckpt.resume", "ckpt.overwrite", "ckpt.state_dir", "ckpt.best_metric", "vllm.sync_backend"),
         *(f"reward.{field.name}" for field in attrs.fields(ShapingSettings) if field.name not in READ_SHAPING),
     }
 )
