@@ -182,3 +182,19 @@ KTO = _trainer(
     **{key: key for key in ("beta", "desirable_loss_weight", "undesirable_loss_weight")},
 )
 """Training on replies that are labelled good or bad."""
+
+KD = _trainer(
+    "train_kd",
+    5e-6,
+    CONVERSATIONS,
+    {
+        "data.output_key": Flag(TEXT, "data.output_key", default="output"),
+        "pretrain_mode_enable": Flag(SWITCH),
+        "teacher_model": Flag(TEXT, "teacher.model_name_or_path"),
+        "teacher_offload": Flag(SWITCH, reason="the teacher stays where it is loaded"),
+        "kd_coef": Flag(NUMBER, "kd.weight", default=0.4),
+    },
+    pretrain_mode="pretrain_mode_enable",
+    **{key: key for key in ("teacher_model", "teacher_offload", "kd_coef")},
+)
+"""Distillation of a teacher on examples."""

@@ -19,11 +19,12 @@ from rollgrad.entrypoints.openrlhf.algorithm import translate_algorithm
 from rollgrad.entrypoints.openrlhf.cluster import translate_cluster
 from rollgrad.entrypoints.openrlhf.draft import RLDraft
 from rollgrad.entrypoints.openrlhf.examples import TRAINERS, translate_trainer
+from rollgrad.entrypoints.openrlhf.inference import translate_inference
 from rollgrad.entrypoints.openrlhf.merge import translate_combiner
 from rollgrad.entrypoints.openrlhf.run import translate_run
 from rollgrad.entrypoints.openrlhf.serve import translate_server
 from rollgrad.entrypoints.openrlhf.shared import translate_checkpoints
-from rollgrad.entrypoints.openrlhf.words import COMBINER, SERVER, TRAINER, Command, read_command
+from rollgrad.entrypoints.openrlhf.words import COMBINER, INFERENCE, SERVER, TRAINER, Command, read_command
 from rollgrad.entrypoints.translation.draft import TranslatedCommand, TranslatedRun
 from rollgrad.entrypoints.translation.words import options, parse
 
@@ -34,16 +35,15 @@ submit, deepspeed and torchrun included) to settings, and prints those that diff
 no counterpart, or not the same one, is listed on stderr.
 
   train_ppo_ray  rollgrad train rl
-  train_NAME     rollgrad train NAME: sft, dpo, rm, kto
-  serve_rm       a command of rollgrad serve reward, which is printed
-  lora_combiner  a command of rollgrad merge-lora, which is printed
+  train_NAME     rollgrad train NAME: sft, dpo, rm, kto, kd
+  serve_rm, batch_inference, lora_combiner
+                 commands of rollgrad serve reward, generate or score, and merge-lora, which are printed
 
-  --run   train, serve or merge instead of printing
+  --run   train, or run the command, instead of printing
 """
 
 OTHERS = {
     "train_prm": "training process reward models is not there yet",
-    "train_kd": "distillation over examples is not there yet",
 }
 """Reasons why other modules have no counterpart."""
 
@@ -60,6 +60,8 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun | TranslatedCommand:
         return TranslatedRun("train rl", config, notes)
     if command.module == SERVER:
         return translate_server(command.flags)
+    if command.module == INFERENCE:
+        return translate_inference(command.flags)
     if command.module == COMBINER:
         return translate_combiner(command.flags)
     _check_module(command, *TRAINERS)
@@ -74,7 +76,7 @@ def _check_module(command: Command, *modules: str) -> None:
     """
     if command.module in modules:
         return
-    known = (TRAINER, *TRAINERS, SERVER, COMBINER)
+    known = (TRAINER, *TRAINERS, SERVER, INFERENCE, COMBINER)
     why = OTHERS.get(command.module, f"the commands that are translated are {', '.join(known)}")
     raise ConfigurationError(
         f"openrlhf.cli.{command.module} has no counterpart in rollgrad ({why}): run this step with OpenRLHF."

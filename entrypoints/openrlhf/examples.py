@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from attrs import define, frozen
 
 from rollgrad.application.settings.dpo import DPORun
+from rollgrad.application.settings.kd import KDRun
 from rollgrad.application.settings.kto import KTORun
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rm import RMRun
@@ -15,7 +16,7 @@ from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.config_io import structure_run
 from rollgrad.entrypoints.names.flags import Program
-from rollgrad.entrypoints.names.names_of_openrlhf_trainers import DPO, KTO, RM, SFT
+from rollgrad.entrypoints.names.names_of_openrlhf_trainers import DPO, KD, KTO, RM, SFT
 from rollgrad.entrypoints.openrlhf.shared import (
     translate_adapters,
     translate_checkpoints,
@@ -127,7 +128,7 @@ def _processes(draft: ExamplesDraft) -> None:
     draft.set("ds.adam_offload", draft.value("ds.adam_offload", False))
 
 
-def _finish_sft(draft: Draft) -> None:
+def _finish_demonstrations(draft: Draft) -> None:
     key = draft.value("data.input_key")
     if draft.value("pretrain_mode_enable", False):
         draft.set("data.format", "text")
@@ -178,9 +179,10 @@ def _finish_kto(draft: Draft) -> None:
 
 
 TRAINERS: Mapping[str, Trainer] = {
-    "train_sft": Trainer(SFT, SFTRun, _finish_sft),
+    "train_sft": Trainer(SFT, SFTRun, _finish_demonstrations),
     "train_dpo": Trainer(DPO, DPORun, _finish_dpo),
     "train_rm": Trainer(RM, RMRun, _finish_rm),
     "train_kto": Trainer(KTO, KTORun, _finish_kto),
+    "train_kd": Trainer(KD, KDRun, _finish_demonstrations),
 }
 """By the module of OpenRLHF."""

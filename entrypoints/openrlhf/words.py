@@ -12,6 +12,7 @@ from rollgrad.domain.errors import ConfigurationError
 TRAINER = "train_ppo_ray"
 SERVER = "serve_rm"
 COMBINER = "lora_combiner"
+INFERENCE = "batch_inference"
 
 MODULE = re.compile(r"(?:^|.*/)openrlhf[./]cli[./](\w+?)(?:\.py)?$")
 

@@ -1,5 +1,6 @@
 """The draft of a translation: the flags of another tool's command, and the settings that they become."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attrs import Factory, define, frozen
@@ -86,8 +87,8 @@ class Draft:
         branch[key] = value
 
     def words(self) -> list[str]:
-        """Returns the settings as flags of a command that reads no settings of a run."""
-        return [word for name, value in self.settings.items() for word in (f"--{name}", str(value))]
+        """Returns the settings as words of a command line."""
+        return list(_words(self.settings, "--"))
 
     def lose(self, name: str, reason: str) -> None:
         """Notes that a flag has no effect, if it was given."""
@@ -98,3 +99,12 @@ class Draft:
         """Notes that a flag means something else here, if it was given."""
         if name in self.options:
             self.changed.append(f"{self.options[name]}: {difference}")
+
+
+def _words(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _words(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+            yield from map(str, value if isinstance(value, list) else [value])

@@ -12,6 +12,7 @@ from rollgrad.entrypoints.cli.parsing import TrainArguments, flag_kinds, parse_r
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS, FLAT, IMPLIED
 from rollgrad.entrypoints.names.names_of_trl_commands import COMMANDS
 from rollgrad.entrypoints.openrlhf.examples import TRAINERS
+from rollgrad.entrypoints.openrlhf.inference import INFERENCE
 from tests.flags import EVERY, example, negative
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,7 +29,13 @@ FILES = sorted(
 )
 
 OURS = {*EVERY, *(negative(name) for name, kind in EVERY.items() if kind is bool), "help", "version", "run", "in"}
-OPENRLHF = {*FLAT, *FLAGS, *IMPLIED, *(name for trainer in TRAINERS.values() for name in trainer.program.names)}
+OPENRLHF = {
+    *FLAT,
+    *FLAGS,
+    *IMPLIED,
+    *(name for trainer in TRAINERS.values() for name in trainer.program.names),
+    *INFERENCE.names,
+}
 TRL = {name for program in COMMANDS.values() for name in program.names}
 OPENRLHF_FILES = re.compile(r"openrlhf|translation|trl|migration\.md|guide\.md|redaction\.py")
 """Files that speak of OpenRLHF's flags; elsewhere they would be mistaken for ours."""

@@ -9,12 +9,13 @@ from rollgrad.entrypoints.names.flags import Program
 from rollgrad.entrypoints.names.names_of_openrlhf import TRAINER
 from rollgrad.entrypoints.names.names_of_trl_commands import COMMANDS
 from rollgrad.entrypoints.openrlhf.examples import TRAINERS
+from rollgrad.entrypoints.openrlhf.inference import INFERENCE
 from rollgrad.entrypoints.openrlhf.merge import COMBINER
 from rollgrad.entrypoints.openrlhf.serve import SERVER
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "openrlhf.md"
 TOOLS: Mapping[str, tuple[Program, ...]] = {
-    "OpenRLHF": (TRAINER, *(trainer.program for trainer in TRAINERS.values()), SERVER, COMBINER),
+    "OpenRLHF": (TRAINER, *(trainer.program for trainer in TRAINERS.values()), SERVER, INFERENCE, COMBINER),
     "TRL": tuple(COMMANDS.values()),
 }
 

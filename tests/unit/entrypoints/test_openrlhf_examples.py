@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import yaml
 
+from rollgrad.application.settings.rules.generation import generation_errors, scoring_errors
+from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints import offline
+from rollgrad.entrypoints.cli.generation import GenerateArguments, ScoreArguments
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.merge_lora import MergeLoraArguments
 from rollgrad.entrypoints.cli.offline import TRAINERS
-from rollgrad.entrypoints.cli.parsing import parse
+from rollgrad.entrypoints.cli.parsing import parse, parse_run
 from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.openrlhf import examples
 from rollgrad.entrypoints.openrlhf.command import translate_command
@@ -234,6 +237,13 @@ def test_labelled_replies() -> None:
     )
 
 
+def test_distillation() -> None:
+    flags = ("--teacher_model", "big", "--input_key", "question", "--output_key", "response", "--teacher_offload")
+    expected = {"teacher.model_name_or_path": "big", "kd.weight": 0.4, "kd.beta": 0.0, "actor.adam.lr": 5e-6}
+    assert holds(settings("train_kd", *flags), expected)
+    assert settings("train_kd", *flags, "--kd_coef", "0.7")["kd.weight"] == 0.7
+
+
 # Processes.
 
 
@@ -268,6 +278,53 @@ def test_without_a_number_there_is_one_process_and_a_note() -> None:
         "for N",
     ]
     assert settings("train_sft", "--ring_attn_size", "2")["actor.num_gpus_per_node"] == 2
+
+
+# Sampling and judging files.
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], str]:
+    """The command that a program becomes, and the notes."""
+    assert main(["openrlhf", "python", "-m", *words]) == 0
+    output = capsys.readouterr()
+    return shlex.split(output.out), output.err
+
+
+def test_sampling_into_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--eval_task", "generate_vllm", "--pretrain", "m", "--dataset", "a,b", "--dataset_probs", "0.5,0.5"]
+    flags += ["--input_key", "context_messages", "--apply_chat_template", "--best_of_n", "8", "--tp_size", "4"]
+    flags += ["--output_path", "out.jsonl", "--iter", "2", "--bf16", "--greedy_sampling"]
+    words, notes = printed(capsys, "openrlhf.cli.batch_inference", *flags)
+    assert words[:2] == ["rollgrad", "generate"]
+    parsed, config, problems = parse_run(GenerateArguments, RLConfig, "generate", words[2:])
+    assert problems == generation_errors(config) == []
+    assert parsed.out == Path("out.jsonl")
+    assert (config.rollout.n_samples_per_prompt, config.rollout.top_k, config.rollout.engine) == (8, 1, "vllm")
+    assert (config.data.prompt_probs, config.data.input_key, config.train.seed) == (
+        (0.5, 0.5),
+        "context_messages",
+        1234,
+    )
+    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.actor.dtype) == (
+        1024,
+        1024,
+        "bfloat16",
+    )
+    assert config.vllm.tensor_parallel_size == 4
+    assert "not honoured: --iter 2: a loop samples, judges, selects and learns in one command: rollgrad loop" in notes
+
+
+def test_judging_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--eval_task", "rm", "--pretrain", "rm", "--dataset", "in.jsonl", "--output_path", "out.jsonl"]
+    words, notes = printed(capsys, "openrlhf.cli.batch_inference", *flags, "--post_processor", "rs", "--top_p", "0.9")
+    assert words[:2] == ["rollgrad", "score"]
+    parsed, config, problems = parse_run(ScoreArguments, RLConfig, "score", words[2:])
+    assert problems == scoring_errors(config) == []
+    assert (parsed.input, parsed.out) == (Path("in.jsonl"), Path("out.jsonl"))
+    assert (config.reward.model_name_or_path, config.reward.normalize) == ("rm", "model")
+    assert "rollgrad loop rs" in notes
+    assert "not honoured: --top_p 0.9: --eval_task rm samples nothing" in notes
+    assert main(["openrlhf", "openrlhf.cli.batch_inference", "--eval_task", "other"]) == 2
 
 
 # Merging adapters.
