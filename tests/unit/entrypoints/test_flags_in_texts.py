@@ -50,7 +50,7 @@ FOREIGN = {
     *("enable-scale-out", "api-key", "logprobs-mode", "weight-transfer-config", "generate", "max-num-seqs"),  # vLLM
     *("no-enable-chunked-prefill", "max-num-batched-tokens", "kv-cache-memory-bytes"),
     *("query-gpu", "format"),  # nvidia-smi
-    *("shots", "seconds", "lora-rank", "smoke"),  # the benchmarks, by tyro
+    *("shots", "seconds", "lora-rank", "smoke", "rows", "longest"),  # the benchmarks, by tyro
     *("ink", "soft", "line", "ground", "card"),  # names of colours in a style sheet
 }
 """Flags of other tools, and of the benchmarks."""
