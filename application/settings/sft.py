@@ -57,6 +57,12 @@ class SupervisedTrainConfig(ExampleTrainConfig):
         "nll: cross-entropy, the mean over the trained tokens of an optimizer step. dft: each token's weighted by its "
         "probability (Wu et al. 2025, arXiv:2508.05629).",
     )
+    neftune_alpha: float = setting(
+        0.0,
+        "Noise on the embeddings in training, uniform in +- this / sqrt(length x embedding size) (Jain et al. 2023, "
+        "arXiv:2310.05914; there 5 to 15).",
+        NOT_NEGATIVE,
+    )
     label_smoothing: float = setting(
         0.0,
         "Weight in the target of the uniform distribution over the vocabulary (Szegedy et al. 2016, arXiv:1512.00567).",

@@ -52,6 +52,8 @@ class BaseContainer(containers.DeclarativeContainer):
     """Temperature of the distribution whose log-probs the models compute."""
     correct: providers.Provider[bool] = providers.Object(False)
     """Whether the policy's scores say which tokens are the most likely ones."""
+    neftune_alpha: providers.Provider[float] = providers.Object(0.0)
+    """Size of the noise on the policy's embeddings while it is trained."""
     teacher: providers.Provider[Any] = providers.Object(None)
     """The model that the policy's scores give the divergence from."""
     extension: providers.Provider[None] = providers.Object(None)
@@ -83,6 +85,7 @@ class BaseContainer(containers.DeclarativeContainer):
         optimize,
         temperature=temperature,
         correct=correct,
+        neftune_alpha=neftune_alpha,
         teacher=teacher,
     )
     local_critic = providers.Singleton(

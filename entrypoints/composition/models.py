@@ -82,6 +82,7 @@ def make_policy(
     *,
     temperature: float,
     correct: bool,
+    neftune_alpha: float,
     teacher: Teacher | KeptTeacher | None,
 ) -> TorchPolicy:
     """Returns `model` under an optimizer; its log-probs are those of sampling at `temperature`. With `correct` its
@@ -94,6 +95,7 @@ def make_policy(
         gradient_checkpointing=actor.gradient_checkpointing,
         aux_loss_coef=actor.aux_loss_coef,
         correct=correct,
+        neftune_alpha=neftune_alpha,
         teacher=teacher,
         optimize=optimize,
     )

@@ -32,6 +32,7 @@ def sft_container(config: SFTRun) -> OfflineContainer:
         total_steps=providers.Singleton(make_total_steps, config.train, container.examples, config.ckpt, budget),
         actor_steps=container.total_steps,  # a process of a cluster is told the number, and prepares no data
         correct=providers.Object(True),
+        neftune_alpha=providers.Object(config.train.neftune_alpha),
         roles=providers.Callable(make_roles, config),
     )
     return container

@@ -131,7 +131,7 @@ class DeepSpeedModule(TrainedModule):
             module, config, size=division.tensor_parallel_size, optimizer=self._stepping
         )
         self._optimizer, self._size = self._engine.optimizer, self._engine.dp_world_size
-        self._steps = 0
+        self.steps = 0
         self._make_moments()
         masters = [master for master, _ in self._masters()]
         self._average = None if settings.ema_beta is None else MovingAverage(masters, settings.ema_beta)
@@ -162,17 +162,17 @@ class DeepSpeedModule(TrainedModule):
     def step(self) -> dict[str, float]:
         """Implements `TrainedModule.step`."""
         largest = float(torch.stack(list(self._largest.values())).max()) if self._largest else 0.0
-        lr = set_rates(self._optimizer, self._settings, self._steps)
+        lr = set_rates(self._optimizer, self._settings, self.steps)
         if not self.agree(math.isfinite(largest)):
             self.clear()
-            return {"lr": Common(lr)} | self._scaling.skipped(self._steps, largest)
+            return {"lr": Common(lr)} | self._scaling.skipped(self.steps, largest)
         if self._proof.under_way:
             self._proof.look(self._gradient_sizes())
         self._engine.step()
         if self._average is not None:
             self._average.follow()
         self._largest.clear()
-        self._steps += 1
+        self.steps += 1
         norm = self._engine.get_global_grad_norm() if self._norm is None else self._norm
         return {"grad_norm": Common(norm), "lr": Common(lr)} | self._scaling.applied()
 
@@ -205,14 +205,14 @@ class DeepSpeedModule(TrainedModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Implements `TrainedModule.state_dict`: whole in the first process, empty in the others."""
-        state: dict[str, Any] = {"steps": self._steps, "masters": self._whole_masters(), "moments": {}}
+        state: dict[str, Any] = {"steps": self.steps, "masters": self._whole_masters(), "moments": {}}
         state |= self._scaling.state_dict()
         for name, parameter in self._named:
             moments = {key: self._whole(parameter, key) for key in self._keys[name]}
             if self.first:
                 state["moments"][name] = {key: moment.to("cpu", copy=True) for key, moment in moments.items()}
                 if MOMENTUM not in moments:
-                    state["moments"][name]["step"] = torch.tensor(float(self._steps))
+                    state["moments"][name]["step"] = torch.tensor(float(self.steps))
         if self._average is not None:
             with self._average.in_place():
                 state["averages"] = self._whole_masters()
@@ -222,11 +222,11 @@ class DeepSpeedModule(TrainedModule):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Implements `TrainedModule.load_state_dict`."""
         check_state(state, self._keys, self._settings)
-        self._steps = int(state["steps"])
+        self.steps = int(state["steps"])
         self._scaling.load_state_dict(state)
         for moments in self._stepping.state.values():
             if "step" in moments:
-                moments["step"].fill_(self._steps)
+                moments["step"].fill_(self.steps)
         for name, parameter in self._named:
             self._set_whole(parameter, state["masters"][name])
             for key in self._keys[name] if name in state["moments"] else ():

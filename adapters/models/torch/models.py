@@ -6,6 +6,7 @@ Does not own: losses (the objective is an argument), batching, nor the engines t
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rollgrad.adapters.models.torch.lora import (
     save_adapter,
     without_adapters,
 )
+from rollgrad.adapters.models.torch.neftune import EmbeddingNoise
 from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, TrainedModule
 from rollgrad.adapters.models.torch.saving import save_pretrained, writing
 from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
@@ -165,6 +167,7 @@ class TorchPolicy(PolicyModel):
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`expert_balance.py`), which takes
             another forward pass.
         correct: whether scores say which tokens are the most likely ones, and the mean log-prob over the vocabulary.
+        neftune_alpha: size of the noise on embeddings in updates (`neftune.py`).
         teacher: gives scores the divergence from it, in place of that mean; None gives none.
         optimize: puts the model under an optimizer.
 
@@ -182,6 +185,7 @@ class TorchPolicy(PolicyModel):
         gradient_checkpointing: bool = False,
         aux_loss_coef: float = 0.0,
         correct: bool = False,
+        neftune_alpha: float = 0.0,
         teacher: Teacher | KeptTeacher | None = None,
         optimize: Optimize = MasterOptimizer,
     ) -> None:
@@ -195,6 +199,7 @@ class TorchPolicy(PolicyModel):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._averages = settings.ema_beta is not None
         packed = PackedLM(model, temperature=temperature, correct=correct, teacher=teacher)
+        self._noise = EmbeddingNoise(packed, model, neftune_alpha) if neftune_alpha else None
         self._trained = optimize(packed, settings)
         self._taught = teacher is not None
         self.steps = 0
@@ -220,12 +225,13 @@ class TorchPolicy(PolicyModel):
         if self._checkpointing:
             train_without_dropout(self.module)
         try:
-            if not self._aux_loss_coef:
-                scored = self._scores
-                return optimizer_step(micro_batches, lambda batch: objective(scored(batch), batch), self._trained)
-            weights_E = self._balance_weights(micro_batches)
-            balanced = partial(self._balanced, objective=objective, weights_E=weights_E)
-            return optimizer_step(micro_batches, balanced, self._trained)
+            with nullcontext() if self._noise is None else self._noise.during(self._trained.steps):
+                if not self._aux_loss_coef:
+                    scored = self._scores
+                    return optimizer_step(micro_batches, lambda batch: objective(scored(batch), batch), self._trained)
+                weights_E = self._balance_weights(micro_batches)
+                balanced = partial(self._balanced, objective=objective, weights_E=weights_E)
+                return optimizer_step(micro_batches, balanced, self._trained)
         finally:
             self.module.eval()
 

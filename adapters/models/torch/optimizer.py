@@ -59,6 +59,8 @@ class TrainedModule(Protocol):
     """Whether parameters, gradients or moments are divided over several processes."""
     first: bool
     """Whether this process writes for all of them."""
+    steps: int
+    """Optimizer steps taken, those before a run was continued included."""
 
     def __call__(self, *inputs: Any) -> Any:
         """Returns the module's forward pass."""
@@ -232,7 +234,7 @@ class MasterOptimizer:
         self._average = None if settings.ema_beta is None else MovingAverage(self._masters, settings.ema_beta)
         self._proof = GradientProof(self._names)
         self._scaling = Scaling(module)
-        self._steps = 0
+        self.steps = 0
 
     def __call__(self, *inputs: Any) -> Any:
         """Returns the module's forward pass."""
@@ -261,10 +263,10 @@ class MasterOptimizer:
         gradients = [m.grad for m in self._masters if m.grad is not None]
         scale = self._scaling.factor
         norm = float(torch.nn.utils.get_total_norm(gradients)) / scale if gradients else 0.0
-        lr = set_rates(self._stepping, self._settings, self._steps)
+        lr = set_rates(self._stepping, self._settings, self.steps)
         if not math.isfinite(norm):
             self.clear()
-            return {"lr": Common(lr)} | self._scaling.skipped(self._steps, norm)
+            return {"lr": Common(lr)} | self._scaling.skipped(self.steps, norm)
         if self._proof.under_way:
             self._proof.look(self._gradient_sizes())
         limit = self._settings.max_norm
@@ -276,7 +278,7 @@ class MasterOptimizer:
             self._average.follow()
         self.clear()
         self._publish()
-        self._steps += 1
+        self.steps += 1
         return {"grad_norm": Common(norm), "lr": Common(lr)} | self._scaling.applied()
 
     def clear(self) -> None:
@@ -301,7 +303,7 @@ class MasterOptimizer:
         """Implements `TrainedModule.state_dict`."""
         named = list(zip(self._names, self._masters, strict=True))
         state = {
-            "steps": self._steps,
+            "steps": self.steps,
             "masters": {name: master.detach().clone() for name, master in named},
             "moments": {
                 name: {key: value.clone() for key, value in self._stepping.state[master].items()}
@@ -318,7 +320,7 @@ class MasterOptimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Implements `TrainedModule.load_state_dict`; restores the compute weights too."""
         check_state(state, self._keys, self._settings)
-        self._steps = int(state["steps"])
+        self.steps = int(state["steps"])
         self._scaling.load_state_dict(state)
         self._stepping.state.clear()
         with torch.no_grad():

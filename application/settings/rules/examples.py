@@ -36,6 +36,7 @@ def sft_errors(run: SFTRun) -> list[ConfigurationError]:
     def rules(run: SFTRun) -> Iterator[Iterator[str]]:
         yield example_problems(run)
         yield step_problems(run.train)
+        yield noise_problems(run)
         yield stream_problems(run)
         yield format_problems(run.data)
         yield shared_problems(run)
@@ -94,6 +95,16 @@ def step_problems(train: SupervisedTrainConfig) -> Iterator[str]:
         yield (
             f"train.batch_tokens is {train.batch_tokens} and train.batch_size is {train.batch_size}, but a step has "
             "one size: leave out --train.batch_tokens or --train.batch_size."
+        )
+
+
+def noise_problems(run: SFTRun) -> Iterator[str]:
+    """Yields what is wrong with noise on embeddings."""
+    if run.train.neftune_alpha and run.ds.sequence_parallel_size > 1:
+        yield (
+            f"train.neftune_alpha is {run.train.neftune_alpha} with ds.sequence_parallel_size "
+            f"{run.ds.sequence_parallel_size}, but noise is made for whole sequences: leave one of "
+            "--train.neftune_alpha and --ds.sequence_parallel_size out."
         )
 
 
