@@ -26,6 +26,25 @@ LARGE = 2**30
 """Bytes of a test process that has more to give back than it takes to look."""
 
 
+ONE_VLLM = ("contract/test_rollout_engine.py", "contract/test_weight_channel.py", "integration/test_vllm_engine.py")
+"""Files whose tests share the fixture `_vllm`, which takes as long to start as any of them."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Returns the scheduler of `--dist loadfile`, which gives the files of ONE_VLLM to one process."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduler(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "vLLM" if file.endswith(ONE_VLLM) else file
+
+    return Scheduler(config, log)
+
+
 def pytest_collection_finish() -> None:
     """Each process that runs tests collects them all, however few it runs."""
     found = sorted(SLOW_TO_IMPORT & sys.modules.keys())

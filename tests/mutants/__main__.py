@@ -109,10 +109,12 @@ def main() -> None:
     alive = list(results.values()).count("ALIVE")
     print(f"{len(results) - alive} of {len(results)} killed")
     if arguments.write:
-        kept = yaml.safe_load(RESULTS.read_text())
+        old = RESULTS.read_text()
+        kept = yaml.safe_load(old)
         for name, found in results.items():
             kept.setdefault(name, {})["after"] = found
-        RESULTS.write_text(yaml.safe_dump(kept, sort_keys=False, width=200))
+        comment, _, _ = old.partition("\n")
+        RESULTS.write_text(f"{comment}\n{yaml.safe_dump(kept, sort_keys=False, width=200)}")
     sys.exit(1 if alive else 0)
 
 
