@@ -282,4 +282,4 @@ FINISH: Mapping[str, Callable[[Draft], Any]] = {
     "reward": _finish_reward,
     "grpo": _finish_grpo,
 }
-"""What translates a command's flags that depend on each other."""
+"""Functions that translate a command's flags that depend on each other."""

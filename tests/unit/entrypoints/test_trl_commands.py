@@ -24,7 +24,7 @@ REWARDED = {"grpo": ("--reward_funcs", "accuracy_reward")}
 
 
 def translated(command: str, *flags: str) -> TranslatedRun:
-    """Of a command that lacks nothing; it must be one that can be trained."""
+    """Settings of a command that lacks nothing; it must be one that can be trained."""
     result = translate_command([command, *LEAST, *REWARDED.get(command, ()), *flags])
     assert problems(result) == []
     return result
