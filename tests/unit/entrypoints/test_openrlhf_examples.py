@@ -19,6 +19,7 @@ from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.merge_lora import MergeLoraArguments
 from rollgrad.entrypoints.cli.offline import TRAINERS
 from rollgrad.entrypoints.cli.parsing import parse, parse_run
+from rollgrad.entrypoints.cli.translated import problems
 from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.openrlhf import examples
 from rollgrad.entrypoints.openrlhf.command import translate_command
@@ -278,6 +279,31 @@ def test_without_a_number_there_is_one_process_and_a_note() -> None:
         "for N",
     ]
     assert settings("train_sft", "--ring_attn_size", "2")["actor.num_gpus_per_node"] == 2
+
+
+# Whole commands, with the flags of OpenRLHF's example scripts that start a trainer, and of some of older releases.
+
+SCRIPTS = dict(
+    script.removeprefix("# ").strip().split("\n", 1)
+    for script in Path(__file__).with_name("openrlhf_scripts.txt").read_text().split("\n\n")
+)
+
+
+def test_there_are_twelve_scripts_of_today() -> None:
+    assert len([name for name in SCRIPTS if not name.endswith(", flat")]) == 12
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_translates_to_a_run_that_may_begin(name: str) -> None:
+    words = SCRIPTS[name].split()
+    result = translate_command(words)
+    assert isinstance(result, TranslatedRun)
+    assert problems(result) == []
+    assert [note for note in result.notes if not note.startswith(("not honoured: --", "not identical: "))] == []
+    assert (
+        result.run.ckpt.output_dir
+        == words[words.index("--ckpt.output_dir" if "--ckpt.output_dir" in words else "--save_path") + 1]
+    )
 
 
 # Sampling and judging files.
