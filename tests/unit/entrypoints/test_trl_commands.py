@@ -177,6 +177,8 @@ def test_data_and_evaluation() -> None:
     assert settings("kto")["eval.dataset"] is None
     assert settings("sft", "--assistant_only_loss")["data.train_on"] == "assistant"
     assert settings("sft", "--completion_only_loss", "False")["data.train_on"] == "all"
+    streamed = settings("sft", "--dataset_streaming", "--max_steps", "9", "--neftune_noise_alpha", "5")
+    assert holds(streamed, {"data.stream": True, "train.max_steps": 9, "train.neftune_alpha": 5.0})
     assert (settings("sft")["data.overlong"], settings("reward")["data.overlong"]) == ("cut", "drop")
 
 
