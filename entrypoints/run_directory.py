@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollgrad.adapters.checkpoints.files import replace_file
+from rollgrad.adapters.checkpoints.files import replace_file, tidy
 from rollgrad.adapters.checkpoints.lock import locked
 from rollgrad.adapters.checkpoints.names import (
     CONFIG_FILE,
@@ -20,6 +20,7 @@ from rollgrad.adapters.checkpoints.names import (
     RUN_FILE,
     SAMPLES_FILE,
     TRAINING_STATE,
+    TRAJECTORIES,
     state_paths,
 )
 from rollgrad.adapters.checkpoints.states import load_description
@@ -140,12 +141,13 @@ def keep_steps(log: Path, *, until: int) -> None:
 
 
 def keep_trajectories(directory: Path, *, until: int) -> None:
-    """Removes the trajectories of later steps from a run's directory.
+    """Removes the trajectories of later steps from a run's directory, and what a killed process was writing.
 
     Raises:
         CheckpointError: they cannot be removed.
     """
     with _changing(directory):
+        tidy(directory / TRAJECTORIES, ["*.parquet"])
         for path in trajectory_files(directory):
             if step_of(path) > until:
                 path.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from rollgrad.adapters.checkpoints.files import replace_file, tidy
+from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.tracking.trajectory_files import PREFIXES, trajectory_files
 from rollgrad.adapters.tracking.trajectory_table import Spans, TokenText, trajectory_table
 from rollgrad.application.rollouts.groups import RolloutGroup
@@ -70,6 +70,11 @@ class ParquetTrajectories(TrajectoryLog):
         """Begins to write `eval-N.parquet`."""
         self._begin("evaluation", step, groups, None)
 
+    def flush(self) -> None:
+        """Waits until all that was given is written, or has failed."""
+        if self._writing is not None:
+            self._writing.result()
+
     def close(self) -> None:
         """Waits until all is written; idempotent."""
         self._writer.shutdown(wait=True)
@@ -83,8 +88,7 @@ class ParquetTrajectories(TrajectoryLog):
         path = self._directory / f"{PREFIXES[kind]}{step:06d}.parquet"
         with self._surviving(path):
             codec = self._codec  # copied here: no other thread uses it meanwhile
-            if self._writing is not None:
-                self._writing.result()
+            self.flush()
             self._writing = self._writer.submit(self._write, path, codec, kind, step, tuple(groups), batch)
 
     @cached_property
@@ -114,7 +118,6 @@ class ParquetTrajectories(TrajectoryLog):
             content = _parquet(table)
             if self._sizes is None:
                 self._directory.mkdir(parents=True, exist_ok=True)
-                tidy(self._directory, ["*.parquet"])
                 self._sizes = {file: file.stat().st_size for file in trajectory_files(self._directory.parent)}
             replace_file(path, content)
             self._sizes[path] = len(content)

@@ -132,7 +132,10 @@ class RLLearner:
         return {"sync/bytes": moved["bytes"], "sync/gb_per_s": moved["bytes"] / 1e9 / max(moved["seconds"], 1e-9)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the weights of the terms and the running moments of rewards, JSON-serialisable."""
+        """Returns the weights of the terms and the running moments of rewards, JSON-serialisable; the rollouts of all
+        updates behind this state are kept by then."""
+        if self._trajectories is not None:
+            self._trajectories.flush()
         return {
             "kl": self._kl.state_dict(),
             "entropy": self._entropy.state_dict(),

@@ -19,3 +19,7 @@ class TrajectoryLog(Protocol):
     def evaluation(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Keeps the rollouts of the evaluation after `step` updates."""
         ...
+
+    def flush(self) -> None:
+        """Waits until all that was given is kept."""
+        ...

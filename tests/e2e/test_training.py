@@ -285,6 +285,7 @@ def test_evaluation_and_checkpoints_on_schedule(workspace: Path, capsys: pytest.
         "step_2",
         "model",
         "training_state_3",
+        "trajectories",
     }
     assert len(Path("out/samples.jsonl").read_text().splitlines()) == 6
     assert "eval/pass@1" in capsys.readouterr().out

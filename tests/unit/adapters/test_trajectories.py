@@ -23,6 +23,7 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
 from rollgrad.domain.errors import DataError
 from rollgrad.entrypoints.redaction import secret_spans
+from rollgrad.entrypoints.run_directory import keep_trajectories
 from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.chat_codec import EOS, FakeChatCodec
 
@@ -107,7 +108,8 @@ def test_a_row_has_the_rollout_and_each_of_its_tokens(tmp_path: Path) -> None:
 
 def test_each_column_is_documented() -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "trajectories.md"
-    cells = [line.split("|")[1] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    table = page.read_text(encoding="utf-8").partition("## Columns")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert re.findall(r"`(\w+)`", " ".join(cells)) == schema().names
 
 
@@ -226,11 +228,26 @@ def test_a_label_whose_text_raises_costs_its_file_only(tmp_path: Path) -> None:
     assert [event["error"] for event in events] == ["no text"]
 
 
-def test_the_rest_of_a_killed_writer_is_tidied_up(tmp_path: Path) -> None:
-    (tmp_path / "trajectories").mkdir()
-    (tmp_path / "trajectories" / ".step-000001.parquet.new").write_bytes(b"half")
-    written(tmp_path, group(0, "yes"))
-    assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step-000001.parquet"]
+def test_a_continued_run_keeps_earlier_steps_and_nothing_that_a_killed_writer_left(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    for step in (1, 2, 3):
+        made.update(step, [group(0, "yes")], learned(group(0, "yes")))
+        made.evaluation(step, [group(0, "yes")])
+    made.close()
+    (tmp_path / "trajectories" / ".step-000004.parquet.new").write_bytes(b"half")
+    keep_trajectories(tmp_path, until=2)
+    names = sorted(path.name for path in (tmp_path / "trajectories").iterdir())
+    assert names == [f"{kind}-00000{step}.parquet" for kind in ("eval", "step") for step in (1, 2)]
+    keep_trajectories(tmp_path / "none", until=2)
+
+
+def test_all_is_on_the_disk_after_a_flush(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    made.flush()
+    made.update(1, [group(0, "yes")], learned(group(0, "yes")))
+    made.flush()
+    assert len(trajectory_files(tmp_path)) == 1
+    made.close()
 
 
 def test_a_broken_file_and_one_of_another_version_are_refused_in_a_sentence(tmp_path: Path) -> None:
