@@ -12,7 +12,7 @@ WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 GPU := $(if $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),gpu or not gpu,not gpu)
 
-.PHONY: help demo demo-words demo-agent demo-sft demo-dpo demo-pipeline demo-cluster test test-all check lint ci bench clean
+.PHONY: help demo demo-words demo-agent demo-sft demo-dpo demo-kto demo-kd demo-pipeline demo-cluster test test-all check lint ci bench clean
 
 help:
 	@echo "make demo          train a small model on sums, and show the result"
@@ -20,6 +20,8 @@ help:
 	@echo "make demo-agent    train it on products, with a Python sandbox as its tool"
 	@echo "make demo-sft      fine-tune it on solved word problems"
 	@echo "make demo-dpo      teach it a preference for short calculations, by DPO"
+	@echo "make demo-kto      teach it the same from single replies, good and bad, by KTO"
+	@echo "make demo-kd       distil the fine-tuned model into the one it began as"
 	@echo "make demo-pipeline fine-tuning, a reward model, and PPO with it, on sums"
 	@echo "make demo-cluster  the first again in several processes: Ray, vLLM and DeepSpeed"
 	@echo "make check         linters and the fast tests"
@@ -43,6 +45,12 @@ demo-sft: $(VENV)/.demo-stamp
 
 demo-dpo: $(VENV)/.demo-stamp
 	@$(BIN)/python examples/dpo.py
+
+demo-kto: $(VENV)/.demo-stamp
+	@$(BIN)/python examples/kto.py
+
+demo-kd: $(VENV)/.demo-stamp
+	@$(BIN)/python examples/kd.py
 
 demo-pipeline: $(VENV)/.demo-stamp
 	@$(BIN)/python examples/pipeline.py

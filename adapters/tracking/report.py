@@ -56,7 +56,11 @@ PANELS = (
     Panel("Gradient norm", "before clipping", {"policy/grad_norm": "gradient norm"}),
     Panel("Training loss", "mean of the optimizer step", {"train/loss": "loss"}),
     Panel("Held-out loss", "nats per token", {"eval/nll": "loss"}, sparse=True),
-    Panel("Token accuracy", "share of trained tokens", {"train/accuracy": "training"}),
+    Panel("Accuracy", "share of tokens, pairs or replies", {"train/accuracy": "training"}),
+    Panel("Rewards", "beta x log-ratio", {"train/chosen_reward": "chosen", "train/rejected_reward": "rejected"}),
+    Panel("Rewards", "beta x log-ratio", {"train/desirable_reward": "good", "train/undesirable_reward": "bad"}),
+    Panel("Divergence from the teacher", "nats per token", {"train/divergence": "training"}),
+    Panel("Held-out divergence", "nats per token", {"eval/divergence": "divergence"}, sparse=True),
     Panel("Gradient norm", "before clipping", {"train/grad_norm": "gradient norm"}),
     Panel("Learning rate", "of the optimizer step", {"train/lr": "learning rate"}),
     Panel(

@@ -27,7 +27,7 @@ from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.domain.ports.models import Predictions
 from rollgrad.entrypoints.cli.main import main
-from tests.e2e.test_dpo import Stopping, logged, weights
+from tests.e2e.test_dpo import ROOT, Stopping, logged, weights
 
 ROWS, BATCH, STEPS = 12, 4, 6
 
@@ -230,3 +230,16 @@ def test_a_run_with_kept_predictions_goes_on_as_if_it_had_not_ended(
     result = rollgrad.train_kd(run)
     assert len(predicted) == (0 if cache == "kept" else 1)
     assert all(torch.equal(a, weights(result.output_dir)[name]) for name, a in weights(made.output_dir).items())
+
+
+def test_the_example_in_its_smallest_form(tiny_model_dir: Path, teacher: Path, tmp_path: Path) -> None:
+    """Two steps with the example's settings and problems, on models that are tiny."""
+    words = ["train", "kd", "--config", str(ROOT / "examples" / "kd.yaml")]
+    problems = ROOT / "examples" / "data" / "word_problems"
+    data = [f"--data.dataset={problems}_train.jsonl", f"--eval.dataset={problems}_test.jsonl"]
+    models = ["--actor.model_name_or_path", str(tiny_model_dir), "--teacher.model_name_or_path", str(teacher)]
+    small = ["--train.max_steps", "2", "--train.batch_size", "4", "--data.max_samples", "8", "--eval.max_samples", "2"]
+    more = ["--actor.dtype", "float32", "--actor.adam.lr", "1e-3", "--ckpt.output_dir", str(tmp_path / "run")]
+    assert main([*words, *data, *models, *small, *more]) == 0
+    held_out = [row["eval/divergence"] for row in logged(tmp_path / "run") if "eval/divergence" in row]
+    assert held_out[-1] < held_out[0]

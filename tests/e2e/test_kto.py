@@ -15,7 +15,7 @@ from rollgrad.application.settings.sections.examples import ExampleEvalConfig, E
 from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.cli.main import main
-from tests.e2e.test_dpo import Stopping, logged, scored, weights
+from tests.e2e.test_dpo import PREFERENCES, ROOT, Stopping, logged, scored, weights
 
 _ = scored
 LABELS, BATCH, STEPS = 20, 8, 5
@@ -186,3 +186,15 @@ def test_the_command_line(
         "kto.desirable_weight",
         "train.batch_size",
     ]
+
+
+def test_the_example_in_its_smallest_form(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Two steps with the example's settings and replies, on a model that is tiny."""
+    words = ["train", "kto", "--config", str(ROOT / "examples" / "kto.yaml")]
+    data = [f"--data.dataset={PREFERENCES}_train.jsonl", f"--eval.dataset={PREFERENCES}_test.jsonl"]
+    model = ["--actor.model_name_or_path", str(tiny_model_dir), "--actor.dtype", "float32", "--actor.adam.lr", "1e-3"]
+    small = ["--train.max_steps", "2", "--train.batch_size", "4", "--data.max_samples", "8", "--eval.max_samples", "2"]
+    assert main([*words, *data, *model, *small, "--ckpt.output_dir", str(tmp_path / "run")]) == 0
+    held_out = [row["eval/loss"] for row in logged(tmp_path / "run") if "eval/loss" in row]
+    assert held_out[0] == pytest.approx(0.5, abs=1e-5)
+    assert held_out[-1] < held_out[0]
