@@ -106,7 +106,16 @@ def test_a_run_in_several_processes_is_the_run_in_one(make: Callable[..., RLConf
         torch.testing.assert_close(model(finished)[name], tensor, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("trainer", ["sft", "dpo"])
+TRAINERS: dict[str, tuple[type[Any], Callable[[Any], rollgrad.TrainResult], tuple[str, ...]]] = {
+    "sft": (rollgrad.SFTRun, rollgrad.train_sft, ()),
+    "dpo": (rollgrad.DPORun, rollgrad.train_dpo, ("train/reward_margin", "train/accuracy")),
+    "kto": (rollgrad.KTORun, rollgrad.train_kto, ("train/kl", "train/accuracy", "eval/kl")),
+    "kd": (rollgrad.KDRun, rollgrad.train_kd, ("train/divergence", "eval/divergence")),
+}
+"""Settings, the function that trains, and metrics of its own."""
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_learning_from_examples_in_several_processes_is_that_in_one(
     trainer: str, wide_headed_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,11 +123,14 @@ def test_learning_from_examples_in_several_processes_is_that_in_one(
     # 7 rows of different lengths: processes get unlike shares of each step
     rows = [{"prompt": "What is it? " * (1 + a), "completion": f"It is {a}. " * (1 + 3 * (a % 2))} for a in range(7)]
     pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "No."} for row in rows]
-    examples = rows if trainer == "sft" else pairs
+    examples = pairs if trainer in ("dpo", "kto") else rows
+    make_run, train_on_examples, own = TRAINERS[trainer]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, examples)))
 
     def trained(name: str, processes: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-        run = rollgrad.SFTRun() if trainer == "sft" else rollgrad.DPORun()
+        run = make_run()
+        if trainer == "kd":
+            run.teacher.model_name_or_path = str(wide_headed_model_dir)  # which the student moves away from
         run.actor.model_name_or_path, run.actor.dtype = str(wide_headed_model_dir), DType.FLOAT32
         run.actor.adam.lr = 1e-3
         run.data.dataset = run.eval.dataset = str(tmp_path / "rows.jsonl")
@@ -128,16 +140,16 @@ def test_learning_from_examples_in_several_processes_is_that_in_one(
         if processes > 1:
             run.cluster.enable, run.cluster.timeout = True, 300
             run.actor.num_gpus_per_node, run.ds.zero_stage = processes, 3
-        result = rollgrad.train_sft(run) if isinstance(run, rollgrad.SFTRun) else rollgrad.train_dpo(run)
+        result = train_on_examples(run)
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         policy = cluster.policy(str(result.model))
         return list(map(json.loads, lines)), {key: tensor.clone() for key, tensor in policy.weights()}
 
     (alone, one), (divided_steps, two) = trained("alone", 1), trained("two", 2)
     assert len(alone) == len(divided_steps)
-    keys = ["train/loss", "train/grad_norm", "train/trained_tokens", "eval/loss"]
+    keys = ("train/loss", "train/grad_norm", "train/trained_tokens", "eval/loss", *own)
     for step, other in zip(alone, divided_steps, strict=True):
-        for key in keys + ["train/reward_margin", "train/accuracy"] * (trainer == "dpo"):
+        for key in keys:
             assert (key in step) == (key in other)
             if key in step:
                 assert other[key] == pytest.approx(step[key], rel=1e-3, abs=1e-5)

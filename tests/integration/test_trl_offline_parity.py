@@ -19,14 +19,24 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rollgrad.adapters.models.torch.forward import PackedLM, scatter
 from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.application.learning.unpaired import UnpairedLearner, rotated
 from rollgrad.domain.algorithms.losses.distillation import divergence
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
 from rollgrad.domain.algorithms.losses.reward_model import pairwise_reward_loss
 from rollgrad.domain.algorithms.losses.supervised import SupervisedObjective
-from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective, reference_point
+from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective
 from rollgrad.domain.algorithms.settings import PreferenceSettings
-from rollgrad.domain.batches.examples import ExampleBatch, pack_demonstrations, pack_preferences, pack_sequences
-from rollgrad.domain.episodes.examples import Demonstration, Preference, WeightedTokens
+from rollgrad.domain.batches.examples import (
+    ExampleBatch,
+    mismatched,
+    pack_demonstrations,
+    pack_labels,
+    pack_preferences,
+    pack_sequences,
+)
+from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, WeightedTokens
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
 LOSS, GRADIENT = 1e-5, 1e-4
@@ -302,36 +312,33 @@ def test_kto(loss_type: str, pairs: list[Preference], policy: Any, reference: An
     from trl import KTOTrainer
 
     replies = [pair.chosen for pair in pairs]
-    shifted = []
-    for own, before in zip(replies, replies[-1:] + replies[:-1], strict=True):
-        prompt = own.token_ids_T[: own.prompt_length]
-        completion = before.token_ids_T[before.prompt_length :]
-        shifted.append(
-            WeightedTokens(
-                token_ids_T=torch.cat([prompt, completion]),
-                weights_T=torch.cat([torch.zeros(len(prompt)), torch.ones(len(completion))]),
-                prompt_length=len(prompt),
-            )
-        )
     labels = torch.tensor([True, False, True, True])
+    examples = [
+        Label(reply=reply, desirable=bool(desirable), row=place, place=place)
+        for place, (reply, desirable) in enumerate(zip(replies, labels, strict=True))
+    ]
+    shifted = mismatched(examples)
 
-    def batch_of(sequences: list[WeightedTokens]) -> ExampleBatch:
+    def of_reference(sequences: list[WeightedTokens]) -> list[Tensor]:
         batch = pack_sequences(sequences, group_ids=range(PAIRS), sample_ids=[0] * PAIRS)
         with torch.no_grad():
-            ref_N = scatter(PackedLM(reference)(batch)[0], batch)
-        weights_N = torch.where(batch.action_mask_N, 1.0 / PAIRS, 0.0)
-        return evolve(batch, ref_logprobs_N=ref_N, loss_weights_N=weights_N, scores_S=labels.float())
+            logprobs_A = PackedLM(reference)(batch)[0]
+        return list(logprobs_A.split([sequence.trained_length for sequence in sequences]))
 
-    def sums(batch: ExampleBatch, values_N: Tensor | None) -> Tensor:
-        assert values_N is not None
-        return torch.zeros(PAIRS).index_add(0, batch.sequence_ids_N, values_N)
+    def sums(columns: list[Tensor]) -> Tensor:
+        return torch.stack([column_A.sum() for column_A in columns])
 
-    mismatched, batch = batch_of(shifted), batch_of(replies)
-    with torch.no_grad():
-        moved_N = scatter(PackedLM(policy)(mismatched)[0], mismatched)
-    kl = reference_point(sums(mismatched, moved_N) - sums(mismatched, mismatched.ref_logprobs_N))
-    objective = UnpairedObjective(loss=loss_type, beta=BETA, desirable_weight=1.2, undesirable_weight=0.8, kl=kl)
-    found = ours(policy, batch, objective)
+    ref_replies, ref_shifted = of_reference(replies), of_reference(shifted)
+    examples = [evolve(label, ref_logprobs_A=ref_A) for label, ref_A in zip(examples, ref_replies, strict=True)]
+    learner = UnpairedLearner(
+        TorchPolicy(copy.deepcopy(policy), None, OptimizerSettings(lr=0.0)),
+        objective=UnpairedObjective(loss=loss_type, beta=BETA, desirable_weight=1.2, undesirable_weight=0.8),
+        references=dict(zip(rotated(range(PAIRS)), sums(ref_shifted).tolist(), strict=True)),
+        max_tokens=20,
+    )
+    objective = learner.objective_for(examples)
+    assert objective.kl > 0
+    found = ours(policy, pack_labels(examples), objective)
     model = unpacked(policy, tiny_model_dir)
     made = trainer(
         KTOTrainer,
@@ -345,8 +352,8 @@ def test_kto(loss_type: str, pairs: list[Preference], policy: Any, reference: An
     inputs = padded(replies) | {f"KL_{name}": column for name, column in padded(shifted).items()}
     inputs |= {
         "label": labels,
-        "ref_logps": sums(batch, batch.ref_logprobs_N),
-        "ref_KL_logps": sums(mismatched, mismatched.ref_logprobs_N),
+        "ref_logps": sums(ref_replies),
+        "ref_KL_logps": sums(ref_shifted),
     }
     agree(found, made._compute_loss(model, inputs, return_outputs=False), model)
 
