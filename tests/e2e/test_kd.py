@@ -21,7 +21,11 @@ from rollgrad.application.settings.kd import (
 )
 from rollgrad.application.settings.sections.actor import DType, LoraConfig
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
-from rollgrad.application.settings.sections.examples import ExampleDataConfig, ExampleEvalConfig, ExampleTrainConfig
+from rollgrad.application.settings.sections.examples import (
+    DemonstrationDataConfig,
+    ExampleEvalConfig,
+    ExampleTrainConfig,
+)
 from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
@@ -65,7 +69,7 @@ def settings(model: Path, teacher: Path, data: Path, output: Path, **kd: Any) ->
         actor=StudentModelConfig(model_name_or_path=str(model), dtype=DType.FLOAT32, adam=StudentAdamConfig(lr=5e-3)),
         teacher=TeacherConfig(model_name_or_path=str(teacher)),
         kd=DistillationConfig(**kd),
-        data=ExampleDataConfig(dataset=str(data)),
+        data=DemonstrationDataConfig(dataset=str(data)),
         train=ExampleTrainConfig(batch_size=BATCH, num_epochs=2),
         ckpt=CheckpointConfig(output_dir=str(output)),
         logger=LoggerConfig(console=False),

@@ -311,6 +311,7 @@ def test_kto(loss_type: str, pairs: list[Preference], policy: Any, reference: An
     from attrs import evolve
     from trl import KTOTrainer
 
+    trained, frozen = reference, policy  # so that replies are likelier than under the frozen one, and z is above 0
     replies = [pair.chosen for pair in pairs]
     labels = torch.tensor([True, False, True, True])
     examples = [
@@ -322,7 +323,7 @@ def test_kto(loss_type: str, pairs: list[Preference], policy: Any, reference: An
     def of_reference(sequences: list[WeightedTokens]) -> list[Tensor]:
         batch = pack_sequences(sequences, group_ids=range(PAIRS), sample_ids=[0] * PAIRS)
         with torch.no_grad():
-            logprobs_A = PackedLM(reference)(batch)[0]
+            logprobs_A = PackedLM(frozen)(batch)[0]
         return list(logprobs_A.split([sequence.trained_length for sequence in sequences]))
 
     def sums(columns: list[Tensor]) -> Tensor:
@@ -331,15 +332,15 @@ def test_kto(loss_type: str, pairs: list[Preference], policy: Any, reference: An
     ref_replies, ref_shifted = of_reference(replies), of_reference(shifted)
     examples = [evolve(label, ref_logprobs_A=ref_A) for label, ref_A in zip(examples, ref_replies, strict=True)]
     learner = UnpairedLearner(
-        TorchPolicy(copy.deepcopy(policy), None, OptimizerSettings(lr=0.0)),
+        TorchPolicy(copy.deepcopy(trained), None, OptimizerSettings(lr=0.0)),
         objective=UnpairedObjective(loss=loss_type, beta=BETA, desirable_weight=1.2, undesirable_weight=0.8),
         references=dict(zip(rotated(range(PAIRS)), sums(ref_shifted).tolist(), strict=True)),
         max_tokens=20,
     )
     objective = learner.objective_for(examples)
     assert objective.kl > 0
-    found = ours(policy, pack_labels(examples), objective)
-    model = unpacked(policy, tiny_model_dir)
+    found = ours(trained, pack_labels(examples), objective)
+    model = unpacked(trained, tiny_model_dir)
     made = trainer(
         KTOTrainer,
         loss_type=loss_type,
