@@ -17,11 +17,45 @@ class ScriptHost:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._runs = 0
+        self._process: subprocess.Popen[str] | None = None
         (folder / "path").mkdir()
         (folder / "path" / "rollgrad").symlink_to(ROOT / "rollgrad")
+
+    def run(self, *words: str) -> str:
+        """Runs a script, or `-m` and a module, with its arguments; returns what it printed.
+
+        Raises:
+            AssertionError: its exit status is not 0.
+        """
+        self._process = process = self._process or self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._runs += 1
+        output = self._folder / f"output-{self._runs}"
+        try:
+            process.stdin.write("\t".join((str(output), *words)) + "\n")
+            process.stdin.flush()
+            status = process.stdout.readline().strip()
+        except BaseException:  # the time of a test is over: the next one gets a process that answers
+            self.close()
+            raise
+        printed = output.read_text()
+        assert status == "0", printed[-4000:]
+        return printed
+
+    def close(self) -> None:
+        """Ends the process, with a script that hangs."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+            self._process = None
+
+    def _started(self) -> "subprocess.Popen[str]":
         outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of this suite
-        ours = {"PYTHONPATH": str(folder / "path"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
-        self._process = subprocess.Popen(
+        path = str(self._folder / "path")
+        ours = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+        return subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "script_host.py")],
             cwd=ROOT,
             env={**outer, **ours},
@@ -30,26 +64,3 @@ class ScriptHost:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-
-    def run(self, *words: str) -> str:
-        """Runs a script, or `-m` and a module, with its arguments; returns what it printed.
-
-        Raises:
-            AssertionError: its exit status is not 0.
-        """
-        self._runs += 1
-        output = self._folder / f"output-{self._runs}"
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("\t".join((str(output), *words)) + "\n")
-        self._process.stdin.flush()
-        status = self._process.stdout.readline().strip()
-        printed = output.read_text()
-        assert status == "0", printed[-4000:]
-        return printed
-
-    def close(self) -> None:
-        """Ends the process, with a script that hangs."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
