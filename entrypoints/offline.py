@@ -11,6 +11,7 @@ from rollgrad.application.settings.dpo import DPORun, dpo_errors
 from rollgrad.application.settings.kd import KDRun, kd_errors
 from rollgrad.application.settings.kto import KTORun, kto_errors
 from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.prm import PRMRun, prm_errors
 from rollgrad.application.settings.rm import RMRun, rm_errors
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
@@ -20,6 +21,7 @@ from rollgrad.entrypoints.composition.dpo import dpo_container
 from rollgrad.entrypoints.composition.kd import kd_container
 from rollgrad.entrypoints.composition.kto import kto_container
 from rollgrad.entrypoints.composition.lifetimes import give
+from rollgrad.entrypoints.composition.prm import prm_container
 from rollgrad.entrypoints.composition.rm import rm_container
 from rollgrad.entrypoints.composition.sft import sft_container
 from rollgrad.entrypoints.data_show import show_report
@@ -82,6 +84,23 @@ def train_kto(config: KTORun, **adapters: Any) -> TrainResult:
     """
     raise_together(kto_errors(config))
     return _train("train_kto", config, kto_container, adapters)
+
+
+def train_prm(config: PRMRun, **adapters: Any) -> TrainResult:
+    """Trains a process reward model on labelled steps as `config` says.
+
+    Args:
+        config: the run; see `rollgrad train prm --help` for every setting.
+        adapters: as for `train_sft`.
+
+    Returns:
+        What was made, as `train_sft` does: `model` is a causal language model, with `reward_tokens` in its config.json.
+
+    Raises:
+        RollgradError: as `train_sft`; or a reward token is no token of the model's.
+    """
+    raise_together(prm_errors(config))
+    return _train("train_prm", config, prm_container, adapters)
 
 
 def train_rm(config: RMRun, **adapters: Any) -> TrainResult:

@@ -24,7 +24,22 @@ SECRET_NAMES = frozenset({"use_wandb", "wandb"})
 """Names without such a word that take one: OpenRLHF's --use_wandb takes the API key of Weights & Biases."""
 
 COLUMNS = frozenset(
-    {"input", "label", "image", "video", "prompt", "output", "answer", "chosen", "rejected", "messages", "fn", "metric"}
+    {
+        "steps",
+        "labels",
+        "input",
+        "label",
+        "image",
+        "video",
+        "prompt",
+        "output",
+        "answer",
+        "chosen",
+        "rejected",
+        "messages",
+        "fn",
+        "metric",
+    }
 )
 """Words before `key` in names of columns and metrics: input_key, label_key, reward_fn_key, best_metric_key."""
 

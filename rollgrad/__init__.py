@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rollgrad.application.settings.loop import CSFTRun as CSFTRun
     from rollgrad.application.settings.loop import IterDPORun as IterDPORun
     from rollgrad.application.settings.loop import RSRun as RSRun
+    from rollgrad.application.settings.prm import PRMRun as PRMRun
     from rollgrad.application.settings.rm import RMRun as RMRun
     from rollgrad.application.settings.run import RLConfig as RLConfig
     from rollgrad.application.settings.sft import SFTRun as SFTRun
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from rollgrad.entrypoints.offline import train_dpo as train_dpo
     from rollgrad.entrypoints.offline import train_kd as train_kd
     from rollgrad.entrypoints.offline import train_kto as train_kto
+    from rollgrad.entrypoints.offline import train_prm as train_prm
     from rollgrad.entrypoints.offline import train_rm as train_rm
     from rollgrad.entrypoints.offline import train_sft as train_sft
 
@@ -62,6 +64,8 @@ _PUBLIC = {
     "train_kd": "rollgrad.entrypoints.offline",
     "KTORun": "rollgrad.application.settings.kto",
     "train_kto": "rollgrad.entrypoints.offline",
+    "PRMRun": "rollgrad.application.settings.prm",
+    "train_prm": "rollgrad.entrypoints.offline",
     "RMRun": "rollgrad.application.settings.rm",
     "train_rm": "rollgrad.entrypoints.offline",
     "TrainResult": "rollgrad.entrypoints.library",
@@ -77,6 +81,7 @@ __all__ = [
     "KDRun",
     "KTORun",
     "LoopResult",
+    "PRMRun",
     "RLConfig",
     "RMRun",
     "RSRun",
@@ -97,6 +102,7 @@ __all__ = [
     "train_dpo",
     "train_kd",
     "train_kto",
+    "train_prm",
     "train_rm",
     "train_sft",
 ]

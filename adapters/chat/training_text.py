@@ -138,6 +138,56 @@ class TrainingText:
         branch = self._closed(token_ids, weights, anomalies)
         return TrainingTokens(branches=(branch,), anomalies=frozenset(anomalies))
 
+    def judged(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], ends: Sequence[int], labels: Sequence[float]
+    ) -> TrainingTokens:
+        """Returns the tokens of a conversation up to the end of the last labelled step of its last message; the weight
+        is 1 + the label at the last token of each step, else 0.
+
+        Args:
+            messages: the conversation.
+            tools: those that the model is told of.
+            ends: characters of the last message up to behind each step.
+            labels: one for each step.
+
+        Raises:
+            DataError: the template refuses the messages or rewrites the last one, or it spells a special token.
+        """
+        guarded = self._codec.guarded(messages, tools)
+        text = self._codec.apply(guarded, len(messages), generation_prompt=False)
+        content = messages[-1]["content"]
+        written = content.rstrip()  # some templates leave out the line break at the end
+        start = text.rfind(written)
+        if guarded.messages[-1]["content"] != content or start < 0:
+            raise DataError("The template does not write the steps as they are, or they spell a special token.")
+        whole = len(content) if text.startswith(content, start) else len(written)
+        places = [start + min(end, whole) for end in ends]
+        return self._at_ends(*self._codec.locate(guarded, text), places, labels)
+
+    def judged_plain(
+        self, prompt: str, completion: str, ends: Sequence[int], labels: Sequence[float]
+    ) -> TrainingTokens:
+        """Returns what `judged` does, of a text without a template; `ends` are characters of the completion."""
+        token_ids, borders = self._codec.encode_ended(prompt + completion)
+        return self._at_ends(token_ids, borders, [len(prompt) + end for end in ends], labels)
+
+    def _at_ends(
+        self,
+        token_ids: Sequence[int],
+        borders: Sequence[tuple[int, int]],
+        ends: Sequence[int],
+        labels: Sequence[float],
+    ) -> TrainingTokens:
+        places = [bisect_left(borders, end, key=lambda border: border[0]) - 1 for end in ends]
+        if len(set(places)) < len(places) or places[0] < 1:
+            raise DataError("Two steps end with one token, or a step with the first one.")
+        weights = [0.0] * (places[-1] + 1)
+        for place, label in zip(places, labels, strict=True):
+            weights[place] = 1.0 + label
+        return TrainingTokens(
+            branches=(TokenBranch(token_ids=tuple(token_ids[: len(weights)]), weights=tuple(weights)),)
+        )
+
     def _turn(self, guarded: Guarded, index: int, weight: float, anomalies: set[Anomaly]) -> _Turn:
         text = self._codec.apply(guarded, index + 1, generation_prompt=False)
         start = self._start(guarded, index, text, anomalies)

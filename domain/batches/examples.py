@@ -12,7 +12,7 @@ from attrs import Factory, evolve, field, frozen
 from torch import Tensor
 
 from rollgrad.domain.batches.packed import PackedBatch
-from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, WeightedTokens
+from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, StepLabels, WeightedTokens
 
 CHOSEN, REJECTED = 0, 1
 """`sample_ids_S` of the two replies of a pair."""
@@ -199,6 +199,35 @@ def _at_trained(columns: Sequence[Tensor | None], batch: PackedBatch) -> Tensor 
     whole_N = rows_A.new_zeros(batch.token_count, *rows_A.shape[1:])
     whole_N[batch.action_mask_N] = rows_A
     return whole_N
+
+
+@frozen(kw_only=True, eq=False)
+class StepBatch(ExampleBatch):
+    """Solutions whose steps are labelled: the last token of each step is an action, and `labels_N` float32 the
+    probability that the step is right."""
+
+    labels_N: Tensor
+
+
+def pack_steps(solutions: Sequence[StepLabels]) -> StepBatch:
+    """Lays the labelled solutions of one optimizer step end to end. `loss_weights_N` is, at the last token of each
+    labelled step, the solution's weight as a share of the sum over all steps.
+
+    Raises:
+        ValueError: all solutions have the weight 0.
+    """
+    marked = []
+    for solution in solutions:
+        ends_T = torch.zeros(len(solution)).index_fill(0, torch.tensor(solution.ends), 1.0)
+        marked.append(WeightedTokens(token_ids_T=solution.token_ids_T, weights_T=ends_T, prompt_length=1))
+    packed = pack_sequences(marked, group_ids=range(len(solutions)), sample_ids=[0] * len(solutions))
+    weights_S = torch.tensor([solution.weight for solution in solutions], dtype=torch.float64)
+    weights_N = torch.where(packed.action_mask_N, weights_S[packed.sequence_ids_N], 0.0)
+    labels_N = torch.zeros(packed.token_count)
+    labels_N[packed.action_mask_N] = torch.tensor([label for solution in solutions for label in solution.labels])
+    columns = {name: column for name, _, column in packed.columns()}
+    shares_N = _shares(weights_N, weights_N.sum(), packed.action_mask_N)
+    return StepBatch(**{**columns, "loss_weights_N": shares_N, "labels_N": labels_N})
 
 
 def _shares(weights_N: Tensor, total: Tensor, mask_N: Tensor) -> Tensor:

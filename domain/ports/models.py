@@ -17,7 +17,8 @@ class TokenScores:
     Both are of softmax(logits / temperature), with the sampling temperature of the rollout. `correct_N` float32 is 1
     where the token is the most likely one, else 0, and `mean_logprobs_N` float32 the mean of log-probs over the
     vocabulary; None unless the model was made to find them. `divergence_N` float32 is the divergence from a teacher of
-    the distribution that predicts the token; None without one.
+    the distribution that predicts the token; None without one. Of a model that compares two tokens as what follows the
+    action token, all are of these two alone, and `odds_N` float32 is the logit of the first less that of the second.
     """
 
     logprobs_N: Tensor
@@ -25,6 +26,7 @@ class TokenScores:
     correct_N: Tensor | None = None
     mean_logprobs_N: Tensor | None = None
     divergence_N: Tensor | None = None
+    odds_N: Tensor | None = None
 
 
 @frozen(kw_only=True, eq=False)

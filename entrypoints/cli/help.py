@@ -119,6 +119,16 @@ KD_ESSENTIALS: Mapping[str, Sequence[str]] = {
     **{topic: DPO_ESSENTIALS[topic] for topic in ("The optimizer", "Training", "Evaluation", "Output")},
 }
 
+PRM_EXAMPLE = """  rollgrad train prm --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
+      --data.dataset labelled_steps.jsonl --ckpt.output_dir runs/prm"""
+
+PRM_ESSENTIALS: Mapping[str, Sequence[str]] = {
+    "The model": ("actor.model_name_or_path",),
+    "The steps": ("data.dataset", "data.placeholder", "data.separator", "data.up_to_first_error", "data.max_tokens"),
+    "The loss": ("prm.reward_tokens",),
+    **{topic: DPO_ESSENTIALS[topic] for topic in ("The optimizer", "Training", "Evaluation", "Output")},
+}
+
 DATA_EXAMPLE = """  rollgrad data show --actor.model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \\
       --data.dataset conversations.jsonl --n 5"""
 
@@ -179,6 +189,7 @@ ESSENTIALS = {
     "train sft": (SFT_EXAMPLE, SFT_ESSENTIALS),
     "train dpo": (DPO_EXAMPLE, DPO_ESSENTIALS),
     "train kto": (KTO_EXAMPLE, KTO_ESSENTIALS),
+    "train prm": (PRM_EXAMPLE, PRM_ESSENTIALS),
     "train rm": (RM_EXAMPLE, RM_ESSENTIALS),
     "train kd": (KD_EXAMPLE, KD_ESSENTIALS),
     "data show": (DATA_EXAMPLE, EXAMPLES),
@@ -186,7 +197,7 @@ ESSENTIALS = {
 """The example and the essential settings of each command that reads the settings of a run."""
 
 
-OF_EXAMPLES = ("train sft", "train dpo", "train kto", "train kd", "train rm", "data show")
+OF_EXAMPLES = ("train sft", "train dpo", "train kto", "train kd", "train rm", "train prm", "data show")
 NOT_OF_EXAMPLES = frozenset({"actor.lora.sync", "logger.log_samples", "logger.trajectories_max_gib"})
 """Settings of runs that sample, which commands over examples refuse and do not show."""
 

@@ -10,6 +10,7 @@ from rollgrad.application.settings.dpo import DPORun, dpo_errors
 from rollgrad.application.settings.kd import KDRun, kd_errors
 from rollgrad.application.settings.kto import KTORun, kto_errors
 from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.prm import PRMRun, prm_errors
 from rollgrad.application.settings.rm import RMRun, rm_errors
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
@@ -59,6 +60,12 @@ class KDArguments(ExampleFlags, KDRun):
     file."""
 
 
+@define(kw_only=True)
+class PRMArguments(ExampleFlags, PRMRun):
+    """Trains a process reward model on solutions whose steps are labelled right or wrong. Every setting below is also a
+    key of the YAML file."""
+
+
 @frozen
 class Trainer:
     """A trainer over examples: `rollgrad train NAME`, and `entrypoints.offline.train_NAME`."""
@@ -74,6 +81,7 @@ TRAINERS: Mapping[str, Trainer] = {
     "sft": Trainer("fine-tune a model on conversations and texts", SFTArguments, SFTRun, sft_errors),
     "dpo": Trainer("train a model on preference pairs", DPOArguments, DPORun, dpo_errors),
     "kto": Trainer("train a model on replies labelled good or bad", KTOArguments, KTORun, kto_errors),
+    "prm": Trainer("train a process reward model on labelled steps", PRMArguments, PRMRun, prm_errors),
     "rm": Trainer("train a reward model on preference pairs", RMArguments, RMRun, rm_errors),
     "kd": Trainer("train a model to predict as its teacher does", KDArguments, KDRun, kd_errors),
 }

@@ -54,6 +54,8 @@ class BaseContainer(containers.DeclarativeContainer):
     """Whether the policy's scores say which tokens are the most likely ones."""
     neftune_alpha: providers.Provider[float] = providers.Object(0.0)
     """Size of the noise on the policy's embeddings while it is trained."""
+    outcomes: providers.Provider[Any] = providers.Object(None)
+    """Two tokens that the policy's scores compare as what follows a token; None compares none."""
     teacher: providers.Provider[Any] = providers.Object(None)
     """The model that the policy's scores give the divergence from."""
     extension: providers.Provider[None] = providers.Object(None)
@@ -87,6 +89,7 @@ class BaseContainer(containers.DeclarativeContainer):
         correct=correct,
         neftune_alpha=neftune_alpha,
         teacher=teacher,
+        outcomes=outcomes,
     )
     local_critic = providers.Singleton(
         make_critic,

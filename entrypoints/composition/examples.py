@@ -27,6 +27,7 @@ from rollgrad.application.settings.sections.examples import (
     LabelDataConfig,
     PairDataConfig,
     RowsConfig,
+    StepDataConfig,
 )
 from rollgrad.application.settings.sft import SupervisedTrainConfig
 from rollgrad.domain.episodes.prompts import PromptCursor
@@ -180,6 +181,17 @@ def reading_settings(data: RowsConfig) -> ReadingSettings:
             kind = ExampleFormat.UNPAIRED
             return evolve(settings, format=kind, output_key=data.completion_key, label_key=data.label_key)
         return settings
+    if isinstance(data, StepDataConfig):
+        return evolve(
+            settings,
+            format=ExampleFormat.STEPS,
+            input_key=data.prompt_key,
+            output_key=data.steps_key,
+            label_key=data.labels_key,
+            placeholder=data.placeholder,
+            separator=data.separator,
+            up_to_first_error=data.up_to_first_error,
+        )
     assert isinstance(data, DemonstrationDataConfig)
     return evolve(
         settings, format=data.format, input_key=data.input_key, output_key=data.output_key, train_on=data.train_on

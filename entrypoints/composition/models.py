@@ -65,7 +65,7 @@ def make_actor_model(
     )
 
 
-def make_trained_actor(actor: ActorConfig, seed: int) -> Any:
+def make_trained_actor(actor: ModelConfig, seed: int) -> Any:
     """Loads the model that is trained, with adapters if they are set."""
     model = make_actor_model(actor, load_in_4bit=actor.lora.load_in_4bit)
     if actor.lora.rank:
@@ -84,9 +84,11 @@ def make_policy(
     correct: bool,
     neftune_alpha: float,
     teacher: Teacher | KeptTeacher | None,
+    outcomes: tuple[int, int] | None,
 ) -> TorchPolicy:
     """Returns `model` under an optimizer; its log-probs are those of sampling at `temperature`. With `correct` its
-    scores say which tokens are the most likely ones, with a `teacher` how far it is from that."""
+    scores say which tokens are the most likely ones, with a `teacher` how far it is from that; `outcomes` are two
+    tokens that they compare."""
     return TorchPolicy(
         model,
         tokenizer,
@@ -97,6 +99,7 @@ def make_policy(
         correct=correct,
         neftune_alpha=neftune_alpha,
         teacher=teacher,
+        outcomes=outcomes,
         optimize=optimize,
     )
 

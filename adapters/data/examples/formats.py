@@ -10,7 +10,7 @@ from typing import Any
 
 from rollgrad.adapters.data.datasets.columns import has_value, value_at
 from rollgrad.adapters.data.examples.ranked import best_and_worst, ranked_column
-from rollgrad.adapters.data.examples.recognition import LABEL_COLUMN, REPLY_COLUMN, ReadingSettings
+from rollgrad.adapters.data.examples.recognition import LABEL_COLUMN, REPLY_COLUMN, ReadingSettings, step_columns
 from rollgrad.adapters.data.examples.rows import (
     Conversation,
     Labelled,
@@ -20,6 +20,7 @@ from rollgrad.adapters.data.examples.rows import (
     Reason,
     RowError,
     Sample,
+    Steps,
     broken,
     read_label,
     read_messages,
@@ -30,6 +31,7 @@ from rollgrad.adapters.data.examples.rows import (
     text_of,
     without_none,
 )
+from rollgrad.adapters.data.examples.steps import read_steps
 from rollgrad.application.foreign import shown
 from rollgrad.application.settings.sections.examples import ExampleFormat, TrainOn
 from rollgrad.domain.episodes.messages import Message
@@ -234,6 +236,17 @@ def _unpaired(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     return Labelled(reply=reply, desirable=desirable)
 
 
+def _steps(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
+    read = read_steps(row, settings)
+    if read.prompt is None:
+        solution: Conversation | PlainText = PlainText(prompt="", completion=read.text, whole=True)
+    else:
+        columns = step_columns(settings)
+        names = (columns["prompt_key"], columns["steps_key"])
+        solution = _answered(row, [], read.prompt, read.text, settings, names)
+    return Steps(solution=solution, ends=read.ends, labels=read.labels)
+
+
 def _refuse_weights(*replies: Conversation | PlainText) -> None:
     """Raises if messages have weights that a comparison of whole replies cannot heed."""
     weights = {weight for reply in replies if isinstance(reply, Conversation) for weight in reply.weights}
@@ -367,5 +380,6 @@ READERS: Mapping[ExampleFormat, Callable[[Mapping[str, Any], ReadingSettings], S
     ExampleFormat.TEXT: _text,
     ExampleFormat.PAIRS: _pair,
     ExampleFormat.UNPAIRED: _unpaired,
+    ExampleFormat.STEPS: _steps,
 }
 """Functions that parse a row of each format."""

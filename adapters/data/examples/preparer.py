@@ -22,6 +22,7 @@ from rollgrad.adapters.data.examples.rows import (
     Pretokenised,
     Reason,
     RowError,
+    Steps,
     broken,
 )
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
@@ -87,6 +88,8 @@ class Preparer:
                 made, margin, labels = self._pair(sample), sample.margin, (True, False)
             case Labelled():
                 made, labels = self._reply(sample.reply), (sample.desirable,)
+            case Steps():
+                made = self._steps(sample)
             case _:
                 made = self._tokens(sample)
         limit = self._settings.max_tokens
@@ -115,6 +118,21 @@ class Preparer:
         if isinstance(pair.chosen, PlainText) and isinstance(pair.rejected, PlainText):
             branches = _from_first_difference(branches, common_prompt=pair.chosen.whole)
         return TrainingTokens(branches=branches, anomalies=made[0].anomalies | made[1].anomalies)
+
+    def _steps(self, sample: Steps) -> TrainingTokens:
+        """A solution; at the last token of each labelled step the weight is 1 + the label."""
+        solution = sample.solution
+        try:
+            if isinstance(solution, Conversation):
+                text = self._text(solution.template_kwargs)
+                return text.judged(solution.messages, solution.tools, sample.ends, sample.labels)
+            return self._text({}).judged_plain(solution.prompt, solution.completion, sample.ends, sample.labels)
+        except ConfigurationError:
+            raise
+        except DataError as error:
+            raise RowError(Reason.REFUSED, " ".join(str(error).split())[:500]) from error
+        except Exception as error:  # a template is a program of the model's authors: it fails in every way
+            raise RowError(Reason.REFUSED, f"The chat template fails: {type(error).__name__}: {error}"[:500]) from error
 
     def _reply(self, sample: Conversation | PlainText) -> TrainingTokens:
         """A reply that is judged whole."""

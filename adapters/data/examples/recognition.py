@@ -55,6 +55,9 @@ class ReadingSettings:
     system_prompt: str | None = None
     input_template: str | None = None
     train_on: TrainOn = TrainOn.ASSISTANT
+    placeholder: str | None = None
+    separator: str = "\n"
+    up_to_first_error: bool = False
     known_role: Callable[[str], bool] | None = field(default=None, eq=False)
 
 
@@ -74,6 +77,21 @@ def find_format(
     """
     present = set(columns)
     shown_columns = ", ".join(sorted(present - {"datasource"})) or "none"
+    if settings.format is ExampleFormat.STEPS:
+        columns_of_steps = step_columns(settings)
+        missing = [
+            column
+            for column in columns_of_steps.values()
+            if column not in present and column.partition(".")[0] not in present
+        ]
+        if missing:
+            raise DataError(
+                f"{name!r} has no column {' and no column '.join(map(repr, missing))}, which labelled steps need: its "
+                f"columns are {shown_columns}; name them with "
+                f"{', '.join(f'--data.{key}' for key in columns_of_steps)}, and set --data.placeholder if a row is one "
+                "text."
+            )
+        return settings.format
     judged = settings.format in (ExampleFormat.PAIRS, ExampleFormat.UNPAIRED)
     named = {
         "prompt" if judged else "input": settings.input_key,
@@ -131,6 +149,18 @@ def find_format(
         f"{name!r} has the columns {shown_columns}, of which no format can be told ({known}): rename columns, or set "
         "--data.input_key and --data.output_key."
     )
+
+
+def step_columns(settings: ReadingSettings) -> dict[str, str]:
+    """Returns the columns of labelled steps, by the settings that name them."""
+    own = {"steps_key": settings.output_key, "labels_key": settings.label_key}
+    if settings.placeholder is not None:
+        return {"steps_key": own["steps_key"] or "input", "labels_key": own["labels_key"] or "labels"}
+    return {
+        "prompt_key": settings.input_key or "prompt",
+        "steps_key": own["steps_key"] or "completions",
+        "labels_key": own["labels_key"] or "labels",
+    }
 
 
 def _labelled_format(present: Set[str], name: str, settings: ReadingSettings) -> ExampleFormat:

@@ -110,7 +110,17 @@ class Labelled:
     desirable: bool
 
 
-Sample = Conversation | PlainText | Pretokenised | Pair | Labelled
+@frozen(kw_only=True)
+class Steps:
+    """A solution whose steps are judged: `ends` are the characters of its text, from its beginning to behind each step
+    that has a label, and `labels` the probabilities that these steps are right."""
+
+    solution: Conversation | PlainText
+    ends: tuple[int, ...]
+    labels: tuple[float, ...]
+
+
+Sample = Conversation | PlainText | Pretokenised | Pair | Labelled | Steps
 
 SHAREGPT_ROLES: Mapping[str, str] = {
     "system": "system",

@@ -205,6 +205,7 @@ class _Parts:
         scores = self._each("score", [[part] for part in divided.parts])
         correct = [s.correct_N for s in scores if s.correct_N is not None]
         means = [s.mean_logprobs_N for s in scores if s.mean_logprobs_N is not None]
+        odds = [s.odds_N for s in scores if s.odds_N is not None]
         divergences = [s.divergence_N for s in scores if s.divergence_N is not None]
         return TokenScores(
             logprobs_N=divided.merged([s.logprobs_N for s in scores]),
@@ -212,6 +213,7 @@ class _Parts:
             correct_N=divided.merged(correct) if len(correct) == len(scores) else None,
             mean_logprobs_N=divided.merged(means) if len(means) == len(scores) else None,
             divergence_N=divided.merged(divergences) if len(divergences) == len(scores) else None,
+            odds_N=divided.merged(odds) if len(odds) == len(scores) else None,
         )
 
     def values(self, batch: PackedBatch) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 from rollgrad.adapters.models.torch.attention import ForestAttention, backbone
 from rollgrad.adapters.models.torch.chunked_logprobs import PLAIN_LOGITS, WHOLE_VOCABULARY, LogitForm, token_logprobs
@@ -92,7 +93,8 @@ class PackedLM(nn.Module):
     tokens under softmax(logits / temperature), float32; `forward(batch, True)` also (tokens_E, probabilities_E) of its
     routers, as `expert_balance.routed` computes them. With `correct` there are two more columns of action tokens:
     1 where the token is the most likely one, else 0, and the mean log-prob over the vocabulary. With a `teacher` the
-    columns are those of `distilled_logprobs`.
+    columns are those of `distilled_logprobs`. With `outcomes`, two token ids, they are those of `OutcomeScorer` after
+    each action token.
 
     `model` is a causal language model with packed attention installed (`loading.py`).
     """
@@ -104,16 +106,23 @@ class PackedLM(nn.Module):
         temperature: float = 1.0,
         correct: bool = False,
         teacher: Teacher | KeptTeacher | None = None,
+        outcomes: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
+        self._back = 1 if outcomes is None else 0
         self.model = model
         self._teacher = teacher
         self._group = sequence_group(model)
-        self.scorer = Scorer(model.get_output_embeddings(), temperature, logit_form(model), correct=correct)
+        head, form = model.get_output_embeddings(), logit_form(model)
+        self.scorer = (
+            Scorer(head, temperature, form, correct=correct)
+            if outcomes is None
+            else OutcomeScorer(head, outcomes, form)
+        )
 
     def forward(self, batch: PackedBatch, routing: bool = False) -> tuple[Tensor, ...]:
         """Returns the log-probs and entropies of the action tokens, with `routing` also the routers' counts."""
-        rows = action_hidden(self.model, batch, self._group, routing=routing)
+        rows = action_hidden(self.model, batch, self._group, routing=routing, back=self._back)
         taught = () if self._teacher is None else (self._targets(batch, self._teacher), self._teacher.settings)
         columns_B = self.scorer(rows.hidden_BH, rows.targets_B, *taught)
         return *self._group.gathered(rows.actions_B, rows.count, *columns_B), *rows.routing
@@ -171,6 +180,24 @@ class Scorer(nn.Module):
             self._form,
             correct=self._correct,
         )
+
+
+class OutcomeScorer(Scorer):
+    """Compares two tokens, `outcomes`, as what the model says next: a process reward model's judgement of a step."""
+
+    def __init__(self, head: Any, outcomes: tuple[int, int], form: LogitForm = PLAIN_LOGITS) -> None:
+        super().__init__(head, 1.0, form)
+        self._outcomes = outcomes
+
+    def forward(self, hidden_AH: Tensor, targets_A: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        """Returns (logprobs_A, entropy_A, odds_A) of the softmax of the two logits: the log-prob of the first, the
+        entropy, and the difference of the logits, in float32."""
+        index = torch.tensor(self._outcomes, device=hidden_AH.device)
+        rows, bias = self.head.weight[index].float(), self.head.bias
+        logits_A2 = self._form.logits(hidden_AH.float(), rows, None if bias is None else bias[index].float())
+        odds_A = logits_A2[:, 0] - logits_A2[:, 1]
+        first_A, second_A = logsigmoid(odds_A), logsigmoid(-odds_A)
+        return first_A, -(first_A.exp() * first_A + second_A.exp() * second_A), odds_A
 
 
 class PackedValue(nn.Module):

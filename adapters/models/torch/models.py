@@ -169,6 +169,7 @@ class TorchPolicy(PolicyModel):
         correct: whether scores say which tokens are the most likely ones, and the mean log-prob over the vocabulary.
         neftune_alpha: size of the noise on embeddings in updates (`neftune.py`).
         teacher: gives scores the divergence from it, in place of that mean; None gives none.
+        outcomes: two tokens that scores compare as what follows each action token; None compares none.
         optimize: puts the model under an optimizer.
 
     Raises:
@@ -187,6 +188,7 @@ class TorchPolicy(PolicyModel):
         correct: bool = False,
         neftune_alpha: float = 0.0,
         teacher: Teacher | KeptTeacher | None = None,
+        outcomes: tuple[int, int] | None = None,
         optimize: Optimize = MasterOptimizer,
     ) -> None:
         if aux_loss_coef:
@@ -198,10 +200,11 @@ class TorchPolicy(PolicyModel):
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._averages = settings.ema_beta is not None
-        packed = PackedLM(model, temperature=temperature, correct=correct, teacher=teacher)
+        packed = PackedLM(model, temperature=temperature, correct=correct, teacher=teacher, outcomes=outcomes)
         self._noise = EmbeddingNoise(packed, model, neftune_alpha) if neftune_alpha else None
         self._trained = optimize(packed, settings)
         self._taught = teacher is not None
+        self._compares = outcomes is not None
         self.steps = 0
         """Optimizer steps begun."""
 
@@ -209,6 +212,9 @@ class TorchPolicy(PolicyModel):
         return self._token_scores(self._trained(batch), batch)
 
     def _token_scores(self, scored: Sequence[Tensor], batch: PackedBatch) -> TokenScores:
+        if self._compares:
+            logprobs_N, entropy_N, odds_N = (scatter(column_A, batch) for column_A in scored)
+            return TokenScores(logprobs_N=logprobs_N, entropy_N=entropy_N, odds_N=odds_N)
         if not self._taught:
             return _token_scores(scored, batch)
         logprobs_N, entropy_N, correct_N, divergence_N = (scatter(column_A, batch) for column_A in scored)

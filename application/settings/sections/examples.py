@@ -32,6 +32,9 @@ class ExampleFormat(StrEnum):
     PAIRS = "pairs"
     """`chosen` and `rejected`, with or without a `prompt`: texts, replies as messages, or whole conversations; or
     replies with ranks."""
+    STEPS = "steps"
+    """`prompt`, `completions` and `labels`: the steps of a solution, each with the probability that it is right; or one
+    text with a placeholder at each step's end."""
     UNPAIRED = "unpaired"
     """`prompt`, `completion` and `label`, which is true for a good completion and false for a bad one."""
 
@@ -192,6 +195,27 @@ class LabelDataConfig(PairDataConfig):
 
     completion_key: str | None = setting(None, "Column with the reply; default: completion.")
     label_key: str | None = setting(None, "Column with the label; default: label.")
+
+
+@define(kw_only=True)
+class StepDataConfig(RowsConfig):
+    """The solutions with labelled steps, and how they become tokens. Each row has a prompt, its steps and a label for
+    each: true or 1, false or 0, a probability between them, or nothing. Or it has one text, with a placeholder at the
+    end of each step. `weight` is the weight of a row in the loss."""
+
+    prompt_key: str | None = setting(None, "Column with the prompt, a text; default: prompt.")
+    steps_key: str | None = setting(
+        None,
+        "Column with the steps, a list of texts; default: completions. With data.placeholder the column of the "
+        "text; default: input.",
+    )
+    labels_key: str | None = setting(None, "Column with the labels of the steps, a list; default: labels.")
+    placeholder: str | None = setting(
+        None,
+        "Text that stands at each step's end in rows that are one text, which the model is trained to judge there.",
+    )
+    separator: str = setting("\n", "Text after each step.")
+    up_to_first_error: bool = setting(False, "Train no label after the first step that is wrong.")
 
 
 @define(kw_only=True)

@@ -5,6 +5,7 @@ import math
 import random
 import statistics
 from collections.abc import Mapping
+from operator import eq
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollgrad.domain.algorithms.losses.distillation import distillation_loss, divergence, with_rest
-from rollgrad.domain.algorithms.losses.process_reward import step_accuracy, step_loss
+from rollgrad.domain.algorithms.losses.process_reward import StepObjective, step_accuracy, step_loss
 from rollgrad.domain.algorithms.losses.reward_model import RewardObjective, last_trained, pairwise_reward_loss
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective, reference_point, unpaired_loss
-from rollgrad.domain.batches.examples import ExampleBatch, pack_sequences
+from rollgrad.domain.batches.examples import ExampleBatch, StepBatch, pack_sequences, pack_steps
 from rollgrad.domain.batches.metrics import joined
 from rollgrad.domain.batches.packed import PackedBatch
+from rollgrad.domain.episodes.examples import StepLabels
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.test_preference import batch_of, log_sigmoid, logistic, random_pairs, reply, sums
 
@@ -115,6 +117,58 @@ def test_the_reward_loss_is_finite_for_any_gap() -> None:
     assert float(loss.detach()) == pytest.approx(2e4)
     assert leaf.grad is not None
     assert float(leaf.grad) == -1.0
+
+
+@EXAMPLES
+@given(seed=SEEDS, parts=st.integers(1, 4))
+def test_any_split_of_solutions_trains_the_process_reward_model_alike(seed: int, parts: int) -> None:
+    rng = random.Random(seed)
+    solutions = []
+    for row in range(rng.randint(1, 6)):
+        ends = sorted(rng.sample(range(1, 12), rng.randint(1, 4)))
+        labels = [rng.choice([0.0, 0.3, 1.0]) for _ in ends]
+        tokens_T = torch.tensor([rng.randint(1, 99) for _ in range(12)])
+        solutions.append(
+            StepLabels(token_ids_T=tokens_T, ends=ends, labels=labels, row=row, weight=rng.choice([0.5, 1.0, 2.0]))
+        )
+    batch = pack_steps(solutions)
+    odds_N = torch.randn(batch.token_count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    nothing_N = torch.zeros_like(odds_N)
+
+    def output(piece: StepBatch, piece_N: Tensor) -> tuple[float, Tensor, dict[str, float]]:
+        leaf = piece_N.clone().requires_grad_()
+        scores = TokenScores(logprobs_N=nothing_N, entropy_N=nothing_N, odds_N=leaf)
+        found = StepObjective()(scores, piece)
+        (gradient_N,) = torch.autograd.grad(found.loss, leaf)
+        return float(found.loss.detach()), gradient_N, joined([found.metrics])
+
+    loss, whole_N, metrics = output(batch, odds_N)
+    steps = [
+        (s, label, float(odds_N[12 * s + end]), solution.weight)
+        for s, solution in enumerate(solutions)
+        for end, label in zip(solution.ends, solution.labels, strict=True)
+    ]
+    total = math.fsum(weight for *_, weight in steps)
+    wanted = sum(-w / total * (p * log_sigmoid(x) + (1 - p) * log_sigmoid(-x)) for _, p, x, w in steps)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    right = sum(w / total for _, p, x, w in steps if (x > 0) == (p > 0.5))
+    assert metrics["step_accuracy"] == pytest.approx(right, abs=1e-6)
+    hits = sum(x <= 0 and p <= 0.5 for _, p, x, _ in steps)
+    claims, errors = sum(x <= 0 for *_, x, _ in steps), sum(p <= 0.5 for _, p, *_ in steps)
+    assert metrics["error_f1"] == pytest.approx(2 * hits / (claims + errors) if claims + errors else 0.0)
+    first = [
+        [next((i for i, step in enumerate(steps) if step[0] == s and wrong(step)), None) for s in range(len(solutions))]
+        for wrong in (lambda step: step[1] <= 0.5, lambda step: step[2] <= 0)
+    ]
+    assert metrics["first_error_accuracy"] == pytest.approx(sum(map(eq, *first)) / len(solutions))
+    summed_N, of_parts = torch.zeros_like(whole_N), []
+    for part in torch.randperm(len(solutions)).tensor_split(min(parts, len(solutions))):
+        index = batch.token_index(part)
+        _, gradient_N, of_part = output(batch.select(part), odds_N[index])
+        summed_N[index] += gradient_N
+        of_parts.append(of_part)
+    torch.testing.assert_close(summed_N, whole_N, rtol=1e-12, atol=1e-15)
+    assert joined(of_parts) == pytest.approx(metrics, rel=1e-6, abs=1e-9)
 
 
 @EXAMPLES

@@ -165,7 +165,7 @@ def test_nobody_reads_the_errors() -> None:
 
 
 def test_help_of_commands_over_examples_speaks_of_no_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("train sft", "train dpo", "train rm"):
+    for command in ("train sft", "train dpo", "train rm", "train prm"):
         text = helped(capsys, command, "all")
         assert not NOT_OF_EXAMPLES & set(shown(text))
         for words in ("reward and memory", "Rollouts", "critic", "vLLM", "embedded engine"):

@@ -12,6 +12,7 @@ from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.checkpoints.states import save_state
 from rollgrad.application.settings.dpo import DPORun, PreferenceModelConfig
 from rollgrad.application.settings.kto import KTORun, UnpairedModelConfig
+from rollgrad.application.settings.prm import PRMRun, StepModelConfig
 from rollgrad.application.settings.rm import RewardModelConfig, RMRun
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig
@@ -24,6 +25,7 @@ from rollgrad.application.settings.sections.examples import (
     LabelDataConfig,
     PairDataConfig,
     RowsConfig,
+    StepDataConfig,
 )
 from rollgrad.application.settings.sections.ref import RefConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig
@@ -33,6 +35,7 @@ from rollgrad.entrypoints.composition.cluster import Cluster, Role, neighbours
 from rollgrad.entrypoints.composition.dpo import dpo_container, make_dpo_roles
 from rollgrad.entrypoints.composition.examples import cache_directory, make_total_steps, reference_directory
 from rollgrad.entrypoints.composition.kto import kto_container
+from rollgrad.entrypoints.composition.prm import prm_container
 from rollgrad.entrypoints.composition.reference import reference_fingerprint, reference_key
 from rollgrad.entrypoints.composition.rl import rl_container
 from rollgrad.entrypoints.composition.rm import rm_container
@@ -45,12 +48,20 @@ DPO = DPORun(
 SFT = SFTRun(actor=SupervisedModelConfig(model_name_or_path="m"), data=ExampleDataConfig(dataset="nowhere.jsonl"))
 KTO = KTORun(actor=UnpairedModelConfig(model_name_or_path="m"), data=LabelDataConfig(dataset="nowhere.jsonl"))
 RM = RMRun(actor=RewardModelConfig(model_name_or_path="m"), data=PairDataConfig(dataset="nowhere.jsonl"))
+PRM = PRMRun(actor=StepModelConfig(model_name_or_path="m"), data=StepDataConfig(dataset="nowhere.jsonl"))
 RL = RLConfig(actor=ActorConfig(model_name_or_path="m"), data=DataConfig(prompt_dataset="nowhere.jsonl"))
 
 
 @pytest.mark.parametrize(
     ("make", "run"),
-    [(dpo_container, DPO), (kto_container, KTO), (rm_container, RM), (sft_container, SFT), (rl_container, RL)],
+    [
+        (dpo_container, DPO),
+        (kto_container, KTO),
+        (rm_container, RM),
+        (prm_container, PRM),
+        (sft_container, SFT),
+        (rl_container, RL),
+    ],
 )
 def test_a_process_that_is_told_the_number_of_steps_reads_no_data(make: Any, run: Any) -> None:
     container = make(run)

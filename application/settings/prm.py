@@ -1,0 +1,85 @@
+"""A run that trains a process reward model on labelled steps: its sections, and the rules across them.
+
+Importable without torch.
+"""
+
+from collections.abc import Iterator
+
+from attrs import define
+
+from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.rules.examples import example_problems, shared_problems
+from rollgrad.application.settings.sections.examples import ExampleModelConfig, ExampleTrainConfig, StepDataConfig
+from rollgrad.application.settings.sections.optimizer import AdamConfig
+from rollgrad.application.settings.validation import broken_rules
+from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.settings import NOT_NEGATIVE, own_first, section, setting
+
+
+@define(kw_only=True, field_transformer=own_first)
+class StepAdamConfig(AdamConfig):
+    """AdamW on float32 master weights; biases and norm weights are not decayed."""
+
+    lr: float | None = setting(  # type: ignore[assignment] # a default that depends on lora.rank
+        None, "Peak learning rate; default: 1e-6, with adapters (lora.rank above 0) 1e-5.", NOT_NEGATIVE
+    )
+
+
+@define(kw_only=True)
+class StepModelConfig(ExampleModelConfig):
+    """The model that becomes a process reward model, and its optimizer."""
+
+    adam: StepAdamConfig = section(StepAdamConfig, "AdamW.")
+    lrs = (1e-6, 1e-5)
+
+
+@define(kw_only=True)
+class StepRewardConfig:
+    """The loss of a step: cross-entropy of its label over two tokens, as what the model says after the step."""
+
+    reward_tokens: tuple[str, str] = setting(
+        ("+", "-"), "The token for a step that is right, and the one for a step that is wrong; each is one token."
+    )
+
+
+@define(kw_only=True, field_transformer=own_first)
+class PRMRun(OfflineRun):
+    """A run that trains a process reward model on labelled steps."""
+
+    actor: StepModelConfig = section(StepModelConfig, "The model that becomes a process reward model.")
+    prm: StepRewardConfig = section(StepRewardConfig, "The loss of a step.")
+    data: StepDataConfig = section(StepDataConfig, "The solutions with labelled steps.")
+    train: ExampleTrainConfig = section(ExampleTrainConfig, "How solutions become optimizer steps.")
+
+
+def prm_errors(run: PRMRun) -> list[ConfigurationError]:
+    """Returns every rule that the settings of a run break that trains a process reward model."""
+
+    def rules(run: PRMRun) -> Iterator[Iterator[str]]:
+        yield example_problems(run)
+        yield step_problems(run)
+        yield shared_problems(run)
+
+    return broken_rules(run, rules)
+
+
+def step_problems(run: PRMRun) -> Iterator[str]:
+    """Yields what is wrong with the steps and the tokens that judge them."""
+    data, default = run.data, StepDataConfig()
+    if data.placeholder == "":
+        yield "data.placeholder is empty, so that no step ends: set --data.placeholder to the text at their ends."
+    if data.placeholder is not None and (data.prompt_key, data.separator) != (None, default.separator):
+        yield (
+            f"data.placeholder is {data.placeholder!r}, so that a row is one text, but data.prompt_key or "
+            "data.separator is set: leave them out, or --data.placeholder."
+        )
+    if run.prm.reward_tokens[0] == run.prm.reward_tokens[1]:
+        yield (
+            f"prm.reward_tokens are both {run.prm.reward_tokens[0]!r}, so that they tell nothing: set "
+            "--prm.reward_tokens to two different tokens."
+        )
+    if run.cluster.enable and run.ds.tensor_parallel_size > 1:
+        yield (
+            f"ds.tensor_parallel_size is {run.ds.tensor_parallel_size}, but a process reward model's two tokens are "
+            "compared in one process: leave --ds.tensor_parallel_size out, or set --ds.sequence_parallel_size."
+        )
