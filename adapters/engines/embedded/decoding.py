@@ -21,6 +21,7 @@ from rollgrad.adapters.models.torch.compatibility import (
     packed_logits,
     probe_tokens,
 )
+from rollgrad.adapters.models.torch.kernels import dense
 from rollgrad.adapters.models.torch.layout import prefill_layout
 from rollgrad.domain.errors import ConfigurationError
 
@@ -218,13 +219,8 @@ class _Decode(_Cached):
         count, heads, _, dim = query.shape
         # Query heads that share a key head become its queries: keys are read once.
         grouped = query.reshape(count, keys.shape[1], heads // keys.shape[1], dim)
-        out = functional.scaled_dot_product_attention(
-            grouped,
-            keys[:count, :, : self._time],
-            values[:count, :, : self._time],
-            attn_mask=self._mask(window),
-            scale=scaling,
-        )
+        stored = (part[:count, :, : self._time] for part in (keys, values))
+        out = dense(grouped, *stored, mask=self._mask(window), scaling=scaling)
         return out.reshape(count, 1, heads, values.shape[3])
 
     def _mask(self, window: int | None) -> Tensor:
@@ -260,15 +256,8 @@ class _Extend(_Cached):
         keys, values = (stored[self._rows] for stored in self._stored(key, value))
         keys[self._row, :, self._place] = key[self._row, :, self._step]
         values[self._row, :, self._place] = value[self._row, :, self._step]
-        out = functional.scaled_dot_product_attention(
-            query,
-            keys[:, :, : self._time],
-            values[:, :, : self._time],
-            attn_mask=self._mask(window),
-            scale=scaling,
-            enable_gqa=query.shape[1] != keys.shape[1],
-        )
-        return out.transpose(1, 2)
+        stored = (part[:, :, : self._time] for part in (keys, values))
+        return dense(query, *stored, mask=self._mask(window), scaling=scaling).transpose(1, 2)
 
     def _mask(self, window: int | None) -> Tensor:
         """Returns the additive mask [A, 1, T, time]."""

@@ -301,7 +301,8 @@ class DeepSpeedModule(TrainedModule):
                 self._stepping.state[master] = {MOMENTUM: torch.zeros_like(master)}
             else:
                 moments = {key: torch.zeros_like(master) for key in MOMENTS}
-                self._stepping.state[master] = {"step": torch.tensor(0.0), **moments}
+                step = torch.zeros((), device=master.device)  # where a fused AdamW wants it
+                self._stepping.state[master] = {"step": step, **moments}
         if hasattr(self._optimizer, "_lazy_init_hp_params_optimizer_state"):
             self._optimizer._lazy_init_hp_params_optimizer_state()
 

@@ -60,7 +60,7 @@ def make_adam(groups: list[dict[str, Any]], *, settings: OptimizerSettings, divi
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, **constants, adamw_mode=True)
-    return torch.optim.AdamW(groups, **constants)
+    return torch.optim.AdamW(groups, **constants, fused=True)
 
 
 def engine_config(

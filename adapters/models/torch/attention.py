@@ -6,7 +6,9 @@ Instead of masks the model gets `LayerMask`s, which say how far a layer looks ba
 of a training pass or a prefill; the decoding plan lives with the engine.
 """
 
+import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +16,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rollgrad.adapters.models.torch.kernels import dense, has_varlen, varlen
 from rollgrad.adapters.models.torch.layout import Node
 from rollgrad.domain.errors import ConfigurationError
 
@@ -129,41 +132,40 @@ def install_attention(model: Any) -> None:
 class ForestAttention:
     """Each node's queries are the last of its path: query i sees path tokens up to its own position.
 
-    On CUDA in half precision with flash-attn installed, one variable-length call serves all nodes. Elsewhere nodes of
-    similar size are padded into buckets, inside the attention only, and each bucket is one SDPA call; the grouped query
-    heads that share a key head are folded into the query axis, so keys are never repeated.
+    On a GPU in half precision one variable-length call serves all nodes. Elsewhere nodes of similar size are padded
+    into buckets, inside the attention only, and each bucket is one SDPA call; the grouped query heads that share a key
+    head are folded into the query axis, so keys are never repeated. A model may need both: its layers' heads can
+    differ in width.
     """
 
     def __init__(self, nodes: Sequence[Node], *, device: torch.device, dtype: torch.dtype) -> None:
-        self._varlen = _flash_varlen() if device.type == "cuda" and dtype != torch.float32 else None
-        if self._varlen is not None:
-            self._flat = _FlatIndex(nodes, device)
-        else:
-            self._buckets = [_Bucket(members, device, dtype) for members in _bucketed(nodes)]
-            order = torch.cat([bucket.token_M for bucket in self._buckets])
-            self._inverse_M = torch.empty_like(order)
-            self._inverse_M[order] = torch.cat(
-                [b.slot_M + o for b, o in zip(self._buckets, self._offsets(), strict=True)]
-            )
+        self._nodes, self._device, self._dtype = nodes, device, dtype
 
-    def _offsets(self) -> list[int]:
-        """Returns the index of each bucket's first padded row when all buckets are laid end to end."""
-        offsets, total = [], 0
-        for bucket in self._buckets:
-            offsets.append(total)
-            total += bucket.rows * bucket.queries
-        return offsets
+    @cached_property
+    def _flat(self) -> "_FlatIndex":
+        return _FlatIndex(self._nodes, self._device)
+
+    @cached_property
+    def _padded(self) -> tuple[list["_Bucket"], Tensor]:
+        """Buckets, and where each token's row is when they are laid end to end."""
+        buckets = [_Bucket(members, self._device, self._dtype) for members in _bucketed(self._nodes)]
+        order = torch.cat([bucket.token_M for bucket in buckets])
+        inverse_M = torch.empty_like(order)
+        offsets = itertools.accumulate((bucket.rows * bucket.queries for bucket in buckets[:-1]), initial=0)
+        inverse_M[order] = torch.cat([b.slot_M + offset for b, offset in zip(buckets, offsets, strict=True)])
+        return buckets, inverse_M
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         """Implements `AttentionPlan.attend`; B is 1 and T is the M of the layout."""
-        q_M, k_M, v_M = (x[0].transpose(0, 1) for x in (query, key, value))
-        if self._varlen is not None:
-            return self._flat.attend(self._varlen, q_M, k_M, v_M, scaling, window)[None]
-        outputs = [bucket.attend(q_M, k_M, v_M, scaling, window) for bucket in self._buckets]
+        q_M, k_M, v_M = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        if has_varlen(query.device, query.dtype, query.shape[-1]):
+            return self._flat.attend(q_M, k_M, v_M, scaling, window).unsqueeze(0)
+        buckets, inverse_M = self._padded
+        outputs = [bucket.attend(q_M, k_M, v_M, scaling, window) for bucket in buckets]
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return flat.index_select(0, self._inverse_M)[None]
+        return flat.index_select(0, inverse_M)[None]
 
 
 class _Bucket:
@@ -205,15 +207,10 @@ class _Bucket:
         v = v_M.index_select(0, self.key_token).view(self.rows, self.keys, key_heads, width).transpose(1, 2)
         if self._causal and window is None:
             q = q.view(self.rows, self.queries, heads, dim).transpose(1, 2)
-            out = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scaling, enable_gqa=heads != key_heads
-            )
+            out = dense(q, k, v, scaling=scaling)
             return out.transpose(1, 2).reshape(self.rows * self.queries, heads, width)
         q = q.permute(0, 2, 3, 1, 4).reshape(self.rows, heads // fold, fold * self.queries, dim)
-        mask = self._mask(window, fold)
-        out = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scaling, enable_gqa=heads // fold != key_heads
-        )
+        out = dense(q, k, v, scaling=scaling, mask=self._mask(window, fold))
         out = out.view(self.rows, heads // fold, fold, self.queries, width).permute(0, 3, 1, 2, 4)
         return out.reshape(self.rows * self.queries, heads, width)
 
@@ -257,7 +254,7 @@ FOLD_LIMIT = 1 << 21
 
 
 class _FlatIndex:
-    """Nodes end to end, as flash-attn's variable-length call takes them."""
+    """Nodes end to end, as the variable-length kernel takes them."""
 
     def __init__(self, nodes: Sequence[Node], device: torch.device) -> None:
         runs = [
@@ -275,33 +272,11 @@ class _FlatIndex:
         self.cu_q = _cumulative([n.length for n in nodes], device)
         self.cu_k = _cumulative([n.keys for n in nodes], device)
 
-    def attend(self, varlen: Any, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Returns [M, Hq, E]. flash-attn aligns the causal mask to the bottom right, as this layout needs, and requires
-        values as wide as keys."""
-        width = v_M.shape[2]
-        out: Tensor = varlen(
-            q_M,
-            k_M.index_select(0, self.key_token),
-            functional.pad(v_M, (0, k_M.shape[2] - width)).index_select(0, self.key_token),
-            self.cu_q,
-            self.cu_k,
-            self.max_q,
-            self.max_k,
-            softmax_scale=scaling,
-            causal=True,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
-        )
-        return out[..., :width]
+    def attend(self, q_M: Tensor, k_M: Tensor, v_M: Tensor, scaling: float, window: int | None) -> Tensor:
+        """Returns [M, Hq, E]."""
+        k, v = (x.index_select(0, self.key_token) for x in (k_M, v_M))
+        return varlen(q_M, k, v, self.cu_q, self.cu_k, self.max_q, self.max_k, scaling=scaling, window=window)
 
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
     return functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device=device, dtype=torch.int32)
-
-
-def _flash_varlen() -> Any:
-    """Returns flash-attn's variable-length function, or None if the package is not installed."""
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
-    return flash_attn_varlen_func

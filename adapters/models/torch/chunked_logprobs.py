@@ -12,7 +12,11 @@ from attrs import frozen
 from torch import Tensor, distributed
 
 CHUNK_BYTES = 64 * 2**20
-"""Float32 logits held at a time."""
+"""Float32 logits held at a time, where a GPU does not hold more."""
+GPU_SHARE = 64
+"""Part of a GPU's memory for the float32 logits that are held at a time (1.2 GB of 80): every chunk reads the whole
+output matrix, and in the backward pass adds to a gradient as large, so that a GPU waits for its memory in small
+ones."""
 NO_CHANCE = -1000.0
 """Lower bound of log-probs that are multiplied by their probability, which in float32 is 0 below -104. The -inf of a
 token that is masked out of the vocabulary would give NaN."""
@@ -118,6 +122,13 @@ def token_logprobs(
     return result
 
 
+def chunk_bytes(device: torch.device) -> int:
+    """Returns the bytes of float32 logits held at a time on a device."""
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    return max(CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // GPU_SHARE)
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -131,7 +142,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         form: LogitForm,
         correct: bool,
     ) -> tuple[Tensor, ...]:
-        rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+        rows = max(1, chunk_bytes(hidden.device) // (4 * weight.shape[0]))
         index, mine = vocabulary.rows(targets, len(weight))
         columns = torch.empty(6 if correct else 3, len(hidden), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), rows):

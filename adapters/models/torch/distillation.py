@@ -142,7 +142,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         settings: DistillationSettings,
         form: LogitForm,
     ) -> tuple[Tensor, ...]:
-        rows = max(1, chunked_logprobs.CHUNK_BYTES // (4 * TEMPORARIES * weight.shape[0]))
+        rows = max(1, chunked_logprobs.chunk_bytes(hidden.device) // (4 * TEMPORARIES * weight.shape[0]))
         columns = torch.empty(4, len(hidden), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)

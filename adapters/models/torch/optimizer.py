@@ -5,7 +5,7 @@ no weight, nor moment nor schedule; after `step` the compute weights equal the r
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -300,13 +300,13 @@ class MasterOptimizer:
         return self._average.published(self._publish)
 
     def state_dict(self) -> dict[str, Any]:
-        """Implements `TrainedModule.state_dict`."""
+        """Implements `TrainedModule.state_dict`: in the CPU's memory, as a GPU has no room for two of them."""
         named = list(zip(self._names, self._masters, strict=True))
         state = {
             "steps": self.steps,
-            "masters": {name: master.detach().clone() for name, master in named},
+            "masters": _copies(named),
             "moments": {
-                name: {key: value.clone() for key, value in self._stepping.state[master].items()}
+                name: _copies(self._stepping.state[master].items())
                 for name, master in named
                 if master in self._stepping.state
             },
@@ -314,7 +314,7 @@ class MasterOptimizer:
         }
         if self._average is not None:
             with self._average.in_place():
-                state["averages"] = {name: master.detach().clone() for name, master in named}
+                state["averages"] = _copies(named)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -356,6 +356,11 @@ class MasterOptimizer:
         if pairs:
             params, masters = zip(*pairs, strict=True)
             torch._foreach_copy_(params, masters)
+
+
+def _copies(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns copies in the CPU's memory, by name."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
 
 
 def _move_gradient_to(master: Tensor) -> Any:

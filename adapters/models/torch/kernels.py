@@ -1,0 +1,117 @@
+"""Attention kernels of torch, chosen so that no GPU gets one that is wrong or builds a plan for each new shape.
+
+`varlen` is FlashAttention over sequences laid end to end, a part of torch: no mask, no padding. `dense` is scaled
+dot-product attention, for everything else.
+"""
+
+import inspect
+from contextlib import nullcontext
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HALF = (torch.float16, torch.bfloat16)
+"""Number formats of FlashAttention."""
+
+AMPERE = (8, 0)
+"""Compute capability of the oldest GPUs with FlashAttention."""
+
+FASTER = ((9, 0), (10, 0))
+"""Compute capabilities for which the package flash-attn-4 has kernels: Hopper's and Blackwell's."""
+
+WIDEST_HEAD = 256
+"""Numbers in a head at most, of FlashAttention."""
+
+HEAD_STEP = 8
+"""FlashAttention's heads have a multiple of this many numbers."""
+
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels of `dense` on a GPU. cuDNN's, which torch prefers on Hopper, builds an execution plan of tens of milliseconds
+for each new shape, and its gradients can be NaN where there is a mask (pytorch issue 196678)."""
+
+
+def has_varlen(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Returns whether `varlen` computes heads of `width` numbers in that format on that device."""
+    return device.type == "cuda" and dtype in HALF and width <= WIDEST_HEAD and _flash_gpu(device)
+
+
+@cache
+def _flash_gpu(device: torch.device) -> bool:
+    """Returns whether torch has FlashAttention for a GPU; the first call takes the kernels of flash-attn-4 into use
+    where that package is installed and has any for it."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability in FASTER and _installed("flash-attn-4"):
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl("FA4")
+    return torch.backends.cuda.is_flash_attention_available() and capability >= AMPERE
+
+
+def _installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def varlen(
+    query_QHD: Tensor,
+    key_KGD: Tensor,
+    value_KGE: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """Returns attention [Q, H, E] of sequences laid end to end, each query to the keys of its own sequence up to
+    itself: the last query of a sequence sees its last key.
+
+    Args:
+        query_QHD: queries in half precision.
+        key_KGD: keys; G divides H.
+        value_KGE: values, at most as wide as keys.
+        cu_q: int32, where each sequence's queries begin, and the end of the last.
+        cu_k: int32, the same for keys and values.
+        max_q: queries of the longest.
+        max_k: keys of the longest.
+        scaling: of the scores.
+        window: keys that a query sees at most, itself included; None is all.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    width = value_KGE.shape[2]
+    more: dict[str, Any] = {}
+    if query_QHD.shape[1] != key_KGD.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        more["enable_gqa"] = True  # torch 2.11 groups heads without being asked
+    common = -(-key_KGD.shape[2] // HEAD_STEP) * HEAD_STEP
+    query, key, value = (functional.pad(x, (0, common - x.shape[2])) for x in (query_QHD, key_KGD, value_KGE))
+    left = -1 if window is None else window - 1
+    out = varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=(left, 0), **more)
+    assert isinstance(out, Tensor)
+    return out.narrow(2, 0, width)
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Tensor | None = None) -> Tensor:
+    """Returns attention [B, H, Q, E] of query [B, H, Q, D] to key [B, G, K, D] and value [B, G, K, E], where G divides
+    H, with an additive mask that broadcasts to [B, H, Q, K]; without one each query sees the keys up to its own."""
+    shared = query.shape[1] // key.shape[1]
+    if query.is_cuda and shared > 1:  # of the kernels that take a mask, or float32, none shares heads by itself
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    with sdpa_kernel(WITHOUT_CUDNN) if query.is_cuda else nullcontext():
+        return functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )

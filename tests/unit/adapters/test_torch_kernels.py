@@ -1,0 +1,228 @@
+"""The kernels of attention that a GPU gets: doubles that take no more than the real ones do, and the real ones."""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rollgrad.adapters.models.torch import attention, kernels
+from rollgrad.adapters.models.torch.attention import ForestAttention
+from rollgrad.adapters.models.torch.kernels import dense, has_varlen
+from rollgrad.adapters.models.torch.layout import Node
+
+CUDA = torch.device("cuda", 0)
+NODES = [Node(0, 37), Node(37, 50, 0, 37), Node(87, 1, 0, 37), Node(88, 20, 0, 37), Node(108, 29)]
+TOKENS = 137
+HEADS = {"grouped": (8, 2, 16, 16), "alone": (4, 4, 24, 24), "odd": (6, 3, 20, 20), "narrow values": (4, 4, 24, 16)}
+"""Query heads, key heads, and the widths of keys and of values."""
+
+
+def strict_varlen(seen: list[Any]) -> Callable[..., Tensor]:
+    """Returns a double of torch's `varlen_attn` that takes what FlashAttention does and no more, and computes it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    signature = inspect.signature(varlen_attn)
+
+    @wraps(varlen_attn)
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        query, key, value, cu_q, cu_k = (given[n] for n in ("query", "key", "value", "cu_seq_q", "cu_seq_k"))
+        for x in (query, key, value):
+            assert x.ndim == 3
+            assert x.stride(-1) == 1
+            assert x.dtype == query.dtype
+            assert x.dtype in (torch.float16, torch.bfloat16)
+            assert x.device == query.device
+            assert x.shape[2] == query.shape[2]
+            assert x.shape[2] % 8 == 0
+            assert x.shape[2] <= 256
+        assert key.shape == value.shape
+        assert query.shape[1] % key.shape[1] == 0
+        assert given["enable_gqa"] is (query.shape[1] != key.shape[1])
+        for cu, x, longest in ((cu_q, query, given["max_q"]), (cu_k, key, given["max_k"])):
+            assert cu.dtype == torch.int32
+            assert cu.is_contiguous()
+            assert cu.device == query.device
+            assert isinstance(longest, int)
+            if not isinstance(cu, torch._subclasses.FakeTensor):
+                assert cu[0] == 0
+                assert cu[-1] == len(x)
+                assert cu.diff().max() == longest
+        left, right = given["window_size"]
+        assert right == 0
+        assert left >= -1
+        assert isinstance(given["scale"], float)
+        assert all(given[name] is None for name in ("return_aux", "seqused_k", "block_table", "num_splits"))
+        seen.append(given)
+        if isinstance(query, torch._subclasses.FakeTensor):
+            return torch.empty_like(query)
+        return sequence_by_sequence(query, key, value, cu_q.tolist(), cu_k.tolist(), given["scale"], left)
+
+    return attend
+
+
+def sequence_by_sequence(
+    query: Tensor, key: Tensor, value: Tensor, cu_q: list[int], cu_k: list[int], scale: float, left: int
+) -> Tensor:
+    """The last query sees the last key, as FlashAttention aligns them."""
+    outputs = []
+    for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+        q = query[q0:q1].double().transpose(0, 1)
+        k, v = (
+            x[k0:k1].double().transpose(0, 1).repeat_interleave(query.shape[1] // x.shape[1], 0) for x in (key, value)
+        )
+        last = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
+        place = torch.arange(k1 - k0)[None]
+        visible = (place <= last) & ((place >= last - left) if left >= 0 else torch.tensor(True))
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(~visible, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs).to(query.dtype)
+
+
+def inputs(kind: str, dtype: torch.dtype, device: torch.device | None = None) -> list[Tensor]:
+    heads, key_heads, width, value_width = HEADS[kind]
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((heads, width), (key_heads, width), (key_heads, value_width))
+    return [
+        torch.randn(1, h, TOKENS, w, generator=generator).to(device=device, dtype=dtype).requires_grad_()
+        for h, w in shapes
+    ]
+
+
+def attended(leaves: list[Tensor], window: int | None) -> list[Tensor]:
+    """The result and the gradients."""
+    plan = ForestAttention(NODES, device=leaves[0].device, dtype=leaves[0].dtype)
+    out = plan.attend(0, leaves[0], leaves[1], leaves[2], 0.3, window)
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
+    return [out.detach(), *torch.autograd.grad((out.float() * weights).sum(), leaves)]
+
+
+@pytest.mark.parametrize("window", [None, 7], ids=str)
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_call_for_a_gpu_computes_what_the_buckets_do(
+    kind: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.nn.attention.varlen as library
+
+    expected = attended(inputs(kind, torch.float32), window)
+    seen: list[Any] = []
+    monkeypatch.setattr(library, "varlen_attn", strict_varlen(seen))
+    monkeypatch.setattr(attention, "has_varlen", lambda *_: True)
+    found = attended(inputs(kind, torch.bfloat16), window)
+    assert len(seen) == 1
+    for mine, exact in zip(found, expected, strict=True):
+        assert (mine.float() - exact).norm() <= 0.02 * exact.norm()
+
+
+def test_all_that_the_call_for_a_gpu_takes_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.varlen as library
+    from torch._subclasses import FakeTensorMode
+
+    seen: list[Any] = []
+    monkeypatch.setattr(library, "varlen_attn", strict_varlen(seen))
+    monkeypatch.setattr(kernels, "_flash_gpu", lambda device: True)
+    with FakeTensorMode():  # which refuses what mixes devices
+        heads, key_heads, width, _ = HEADS["grouped"]
+        q, k, v = (
+            torch.empty(1, h, TOKENS, width, device=CUDA, dtype=torch.bfloat16) for h in (heads, key_heads, key_heads)
+        )
+        out = ForestAttention(NODES, device=CUDA, dtype=torch.bfloat16).attend(0, q, k, v, 0.3, None)
+        assert (out.shape, out.device) == ((1, TOKENS, heads, width), CUDA)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(("window", "heads", "key_heads"), [(None, 8, 2), (5, 8, 2), (5, 3, 3)], ids=str)
+def test_no_masked_attention_on_a_gpu_is_left_to_cudnn_or_without_a_fused_kernel(
+    window: int | None, heads: int, key_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    calls: list[Any] = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        assert given["enable_gqa"] is False
+        mask = given["attn_mask"]
+        assert given["is_causal"] is (mask is None)
+        assert mask is None or (mask.dtype, mask.device) == (query.dtype, query.device)
+        calls.append(given)
+        return query.new_empty(*query.shape[:3], value.shape[3])
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
+    with FakeTensorMode():
+        q, k = (torch.empty(2, h, 9, 16, device=CUDA) for h in (heads, key_heads))
+        mask = None if window is None else torch.empty(2, 1, 9, 9, device=CUDA)
+        assert dense(q, k, k, scaling=0.3, mask=mask).shape == q.shape
+    assert len(calls) == 1
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+HOPPER, AMPERE, TURING = (9, 0), (8, 0), (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "capability", "expected"),
+    [
+        (CUDA, torch.bfloat16, 128, HOPPER, True),
+        (CUDA, torch.float16, 256, AMPERE, True),
+        (CUDA, torch.bfloat16, 512, HOPPER, False),
+        (CUDA, torch.float32, 128, HOPPER, False),
+        (CUDA, torch.float16, 128, TURING, False),
+        (torch.device("cpu"), torch.bfloat16, 128, HOPPER, False),
+    ],
+    ids=str,
+)
+def test_flash_attention_is_for_half_precision_and_heads_of_up_to_256_numbers(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    capability: tuple[int, int],
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(kernels, "_installed", lambda package: False)
+    kernels._flash_gpu.cache_clear()
+    assert has_varlen(device, dtype, width) is expected
+    kernels._flash_gpu.cache_clear()
+
+
+@pytest.mark.parametrize(("capability", "installed"), [(HOPPER, True), (HOPPER, False), (AMPERE, True)], ids=str)
+def test_flash_attention_4_is_taken_into_use_where_it_is_installed_and_has_kernels(
+    capability: tuple[int, int], installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn import attention as library
+
+    used: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    if installed:
+        monkeypatch.setattr(kernels, "version", lambda package: {"flash-attn-4": "4.0.0b36"}[package])
+    monkeypatch.setattr(library, "activate_flash_attention_impl", used.append)
+    kernels._flash_gpu.cache_clear()
+    assert kernels._flash_gpu(CUDA)
+    kernels._flash_gpu.cache_clear()
+    assert used == (["FA4"] if installed and capability == HOPPER else [])
+    assert "FA4" in library.list_flash_attention_impls()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 7], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_gpu_computes_what_the_cpu_does(kind: str, dtype: torch.dtype, window: int | None) -> None:
+    expected = attended(inputs(kind, torch.float32), window)
+    found = attended(inputs(kind, dtype, CUDA), window)
+    for mine, exact in zip(found, expected, strict=True):
+        assert (mine.float().cpu() - exact).norm() <= (1e-3 if dtype == torch.float32 else 0.02) * exact.norm()
