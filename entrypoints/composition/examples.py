@@ -53,6 +53,7 @@ def make_examples(
     if isinstance(data, ExampleDataConfig) and data.stream:
         settings = preparation_settings(data, model, codec.template_kwargs)
         examples = prepare_examples(_head(data, settings), tokenizer, settings, cache_dir=None)
+        examples.report.first_rows = True
         if check:
             examples.report.check(data.max_dropped, "data.dataset")
         return examples

@@ -139,6 +139,7 @@ def test_a_stream_goes_on_exactly_where_it_was_interrupted(
     assert [row["train/rows"] for row in rows] == [8, 16, 24, 32]
     first = json.loads((tmp_path / "whole" / "data_report.json").read_text())["data.dataset"]
     assert (first["rows"], first["used"], first["dropped_rows"]) == (ROWS + 1, ROWS, 1)
+    assert first["first_rows"]
     config = settings(tiny_model_dir, conversations, tmp_path / "refused", batch_tokens=100)
     config.data.stream, config.data.max_samples, config.data.num_workers = True, 3, 2
     with pytest.raises(ConfigurationError) as caught:

@@ -30,7 +30,8 @@ class Dropped:
 @define(kw_only=True)
 class DataReport:
     """Report on the rows of a data set. `lengths` are percentiles of the tokens of used rows (all branches of a
-    row together), `over_limit` counts rows longer than the limit, whatever became of them."""
+    row together), `over_limit` counts rows longer than the limit, whatever became of them. `first_rows`: the rows are
+    the first of a stream."""
 
     rows: int = 0
     used: int = 0
@@ -40,6 +41,7 @@ class DataReport:
     trained_tokens: int = 0
     over_limit: int = 0
     max_tokens: int = 0
+    first_rows: bool = False
     dropped: dict[str, Dropped] = Factory(dict)
     anomalies: dict[str, int] = Factory(dict)
     lengths: dict[str, int] = Factory(dict)
@@ -99,7 +101,7 @@ class DataReport:
         lengths = ", ".join(f"{name} {value:,}" for name, value in self.lengths.items())
         share = self.trained_tokens / self.tokens if self.tokens else 0.0
         lines = [
-            ("rows used", f"{self.used:,} of {self.rows:,}"),
+            ("rows used", f"{self.used:,} of {'the first ' * self.first_rows}{self.rows:,}"),
             ("tokens", f"{self.tokens:,}, of which {self.trained_tokens:,} are trained ({share:.0%})"),
             ("tokens a row", lengths),
             (f"longer than {self.max_tokens:,}", f"{self.over_limit:,} rows"),
