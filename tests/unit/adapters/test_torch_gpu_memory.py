@@ -1,4 +1,4 @@
-"""What a GPU's memory holds besides a model: states that are saved, freed blocks, and the head's logits."""
+"""A GPU's memory besides a model: states that are saved, freed blocks, and the head's logits."""
 
 from types import SimpleNamespace
 
