@@ -115,5 +115,14 @@ def rehearse_offline(run: OfflineRun, errors: Sequence[RollgradError]) -> None:
         sys.stdout.write(f"# actor.adam.lr: {run.actor.peak_lr:g} by default\n")
     raise_together([*errors, *example_file_problems(run)])
     check_output(run.ckpt)
-    show_rows(run, count=1)
+    examples = show_rows(run, count=1)
     show_held_out(run)
+    if isinstance(run, KTORun):
+        from rollgrad.entrypoints.composition.kto import check_labels
+
+        check_labels(run, examples)
+    if isinstance(run, KDRun):
+        from rollgrad.entrypoints.composition.chat import make_tokenizer
+        from rollgrad.entrypoints.composition.kd import check_teacher
+
+        check_teacher(run, make_tokenizer(run.actor, run.data))

@@ -62,6 +62,17 @@ def distillation_settings(kd: DistillationConfig) -> DistillationSettings:
     return DistillationSettings(beta=kd.beta, temperature=kd.temperature, top_k=kd.top_k)
 
 
+def check_teacher(run: KDRun, tokenizer: Any) -> None:
+    """Checks that the teacher has the vocabulary of `tokenizer`.
+
+    Raises:
+        CheckpointError: it has no tokenizer.
+        ConfigurationError: it has another vocabulary.
+    """
+    name = run.teacher.model_name_or_path
+    check_vocabulary(load_tokenizer(name, flag=TEACHER_FLAG), tokenizer, name)
+
+
 def make_teacher(run: KDRun, tokenizer: Any) -> Teacher:
     """Loads the teacher, in the actor's format.
 
@@ -69,7 +80,7 @@ def make_teacher(run: KDRun, tokenizer: Any) -> Teacher:
         ConfigurationError: it has another vocabulary.
     """
     name = run.teacher.model_name_or_path
-    check_vocabulary(load_tokenizer(name, flag=TEACHER_FLAG), tokenizer, name)
+    check_teacher(run, tokenizer)
     if run.kd.beta > 0 and run.kd.top_k is not None:
         log.warning(
             f"kd.beta {run.kd.beta:g} weighs what the student thinks likely, of which --kd.top_k {run.kd.top_k} shows "

@@ -77,13 +77,11 @@ def make_objective(run: KTORun, labels: ExampleSource[Label]) -> UnpairedObjecti
     return UnpairedObjective(loss=kto.loss, beta=kto.beta, desirable_weight=weights[0], undesirable_weight=weights[1])
 
 
-def make_training_labels(
-    run: KTORun, labels: ExampleSource[Label], examples: Any, references: References, total_steps: int
-) -> JudgedLabels:
-    """Returns the labels to train on.
+def make_steps(run: KTORun, labels: ExampleSource[Label], total_steps: int) -> list[list[int]]:
+    """Returns the indices of the labels of each step that is to come.
 
     Raises:
-        ConfigurationError: a step has one reply alone; or the actor does not begin as its reference.
+        ConfigurationError: a step has one reply alone.
     """
     done, cursor = starting_position(run.ckpt) or (0, PromptCursor(run.train.seed))
     size, batch_size = len(labels), run.train.batch_size
@@ -95,6 +93,30 @@ def make_training_labels(
             "kto puts each reply of a step behind another's prompt: change --train.batch_size, or count steps with "
             "--train.max_steps."
         )
+    return steps
+
+
+def check_labels(run: KTORun, examples: PreparedExamples) -> None:
+    """Checks what is wrong with the replies for these settings, as the run would before its first step.
+
+    Raises:
+        ConfigurationError: a step has one reply alone.
+        DataError: weights are to be balanced, but all replies are of one kind.
+    """
+    labels = make_labels(examples)
+    make_objective(run, labels)
+    make_steps(run, labels, make_total_steps(run.train, labels, run.ckpt))
+
+
+def make_training_labels(
+    run: KTORun, labels: ExampleSource[Label], examples: Any, references: References, total_steps: int
+) -> JudgedLabels:
+    """Returns the labels to train on.
+
+    Raises:
+        ConfigurationError: a step has one reply alone; or the actor does not begin as its reference.
+    """
+    steps = make_steps(run, labels, total_steps)
     return _judged(run, labels, examples, references, steps, "data.dataset")
 
 

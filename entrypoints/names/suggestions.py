@@ -20,9 +20,11 @@ OTHER_COMMANDS: Mapping[str, str] = {
     "sft": "write rollgrad train sft.",
     **dict.fromkeys(("dpo", "orpo", "train orpo"), "write rollgrad train dpo."),
     "kto": "write rollgrad train kto.",
+    "kd": "write rollgrad train kd.",
     **dict.fromkeys(("train reward", "rm", "reward"), "write rollgrad train rm, or rollgrad serve reward."),
     **dict.fromkeys(
-        ("train distill", "distill", "train gkd"), "write rollgrad train rl --algo.preset on_policy_distill."
+        ("train distill", "distill", "train gkd"),
+        "write rollgrad train kd, or rollgrad train rl --algo.preset on_policy_distill.",
     ),
     **dict.fromkeys(("rs", "rejection_sampling", "best_of_n", "loop"), "write rollgrad loop rs, or another loop."),
     **dict.fromkeys(("iter_dpo", "iterative_dpo", "online_dpo"), "write rollgrad loop iter_dpo."),

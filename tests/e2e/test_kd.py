@@ -140,7 +140,7 @@ def test_a_model_that_is_its_own_teacher_begins_with_no_divergence(
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(
-    tiny_model_dir: Path, teacher: Path, examples: Path, tmp_path: Path
+    tiny_model_dir: Path, teacher: Path, examples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = teacher / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -150,6 +150,9 @@ def test_a_teacher_of_another_vocabulary_is_refused(
     file.write_text(json.dumps(content))
     with pytest.raises(ConfigurationError, match=r"another vocabulary than the actor: 2 tokens differ, such as"):
         rollgrad.train_kd(settings(tiny_model_dir, teacher, examples, tmp_path / "run"))
+    words = ["--actor.model_name_or_path", str(tiny_model_dir), "--teacher.model_name_or_path", str(teacher)]
+    assert main(["train", "kd", *words, "--data.dataset", str(examples), "--dry_run"]) == 2
+    assert "another vocabulary than the actor" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_line(

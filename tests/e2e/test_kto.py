@@ -179,6 +179,8 @@ def test_the_command_line(
     shown = capsys.readouterr().out
     assert "⟦The answer is 0.<|im_end|>⟧" in shown
     assert "row 1, good: " in shown
+    assert main([*words, "--dry_run", "--train.batch_size", "19"]) == 2
+    assert "has one reply alone" in capsys.readouterr().err
     wrong = ["--kto.loss", "kto", "--kto.balance", "--kto.desirable_weight", "2", "--train.batch_size", "1"]
     assert main([*words, *wrong]) == 2
     errors = capsys.readouterr().err.splitlines()
