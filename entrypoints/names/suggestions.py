@@ -14,7 +14,7 @@ _REINFORCE = "rollgrad train rl trains by reinforcement learning"
 
 OTHER_COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(
-        ("train", "rl", "train ppo", "train grpo", "train rlhf", "ppo", "grpo", "rloo", "train rloo"),
+        ("rl", "train ppo", "train grpo", "train rlhf", "ppo", "grpo", "rloo", "train rloo"),
         f"{_REINFORCE}, with --algo.preset grpo or another one.",
     ),
     "sft": "write rollgrad train sft.",
@@ -26,10 +26,10 @@ OTHER_COMMANDS: Mapping[str, str] = {
         ("train distill", "distill", "train gkd"),
         "write rollgrad train kd, or rollgrad train rl --algo.preset on_policy_distill.",
     ),
-    **dict.fromkeys(("rs", "rejection_sampling", "best_of_n", "loop"), "write rollgrad loop rs, or another loop."),
+    **dict.fromkeys(("rs", "rejection_sampling", "best_of_n"), "write rollgrad loop rs."),
     **dict.fromkeys(("iter_dpo", "iterative_dpo", "online_dpo"), "write rollgrad loop iter_dpo."),
     **dict.fromkeys(("batch_inference", "inference", "sample"), "write rollgrad generate, and rollgrad score."),
-    **dict.fromkeys(("serve", "serve model"), "write rollgrad serve agent or rollgrad serve reward."),
+    "serve model": "write rollgrad serve agent or rollgrad serve reward.",
     "serve rm": "write rollgrad serve reward.",
     "vllm_serve": "start an engine with `vllm serve`, and name it with --rollout.engine server --rollout.server_urls.",
     **dict.fromkeys(("evaluate", "test"), "write rollgrad eval."),
@@ -68,7 +68,12 @@ def unknown_command(words: Sequence[str], commands: Sequence[str]) -> str:
         known = OTHER_COMMANDS.get(name.lower().replace("-", "_"))
         if known is not None:
             return f"{name} is not a command; {known}"
-    similar = nearest(given, commands)
+    first = given.split()[0]
+    similar, group = nearest(given.lower(), commands), [name for name in commands if name.split()[0] == first]
+    if given == first and group:
+        return f"{given} is not a command by itself; write rollgrad {' or rollgrad '.join(group)}."
+    if not similar and group:
+        return f"{given} is not a command; those of {first} are {', '.join(group)}."
     known = f"did you mean rollgrad {similar}?" if similar else f"the commands are {', '.join(commands)}."
     return f"{given} is not a command; {known}"
 
