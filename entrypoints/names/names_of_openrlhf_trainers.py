@@ -166,6 +166,19 @@ RM = _trainer(
 )
 """Training of reward models on preference pairs."""
 
+PRM = _trainer(
+    "train_prm",
+    1e-6,
+    {
+        "data.input_key": Flag(TEXT, "data.steps_key", default="input"),
+        "data.label_key": Flag(TEXT, "data.labels_key", default="label"),
+        "placeholder_token": Flag(TEXT, "data.placeholder"),
+        "reward_tokens": Flag(Kind.WORDS),
+    },
+    **{key: key for key in ("placeholder_token", "reward_tokens")},
+)
+"""Training of process reward models on labelled steps."""
+
 KTO = _trainer(
     "train_kto",
     1e-5,

@@ -21,6 +21,7 @@ OTHER_COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("dpo", "orpo", "train orpo"), "write rollgrad train dpo."),
     "kto": "write rollgrad train kto.",
     "kd": "write rollgrad train kd.",
+    "prm": "write rollgrad train prm.",
     **dict.fromkeys(("train reward", "rm", "reward"), "write rollgrad train rm, or rollgrad serve reward."),
     **dict.fromkeys(
         ("train distill", "distill", "train gkd"),

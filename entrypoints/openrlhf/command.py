@@ -35,17 +35,12 @@ submit, deepspeed and torchrun included) to settings, and prints those that diff
 no counterpart, or not the same one, is listed on stderr.
 
   train_ppo_ray  rollgrad train rl
-  train_NAME     rollgrad train NAME: sft, dpo, rm, kto, kd
+  train_NAME     rollgrad train NAME: sft, dpo, rm, prm, kto, kd
   serve_rm, batch_inference, lora_combiner
                  commands of rollgrad serve reward, generate or score, and merge-lora, which are printed
 
   --run   train, or run the command, instead of printing
 """
-
-OTHERS = {
-    "train_prm": "training process reward models is not there yet",
-}
-"""Reasons why other modules have no counterpart."""
 
 
 def translate_command(argv: Sequence[str]) -> TranslatedRun | TranslatedCommand:
@@ -77,9 +72,9 @@ def _check_module(command: Command, *modules: str) -> None:
     if command.module in modules:
         return
     known = (TRAINER, *TRAINERS, SERVER, INFERENCE, COMBINER)
-    why = OTHERS.get(command.module, f"the commands that are translated are {', '.join(known)}")
     raise ConfigurationError(
-        f"openrlhf.cli.{command.module} has no counterpart in rollgrad ({why}): run this step with OpenRLHF."
+        f"openrlhf.cli.{command.module} has no counterpart in rollgrad (the commands that are translated are "
+        f"{', '.join(known)}): run this step with OpenRLHF."
     )
 
 

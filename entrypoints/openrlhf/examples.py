@@ -11,12 +11,13 @@ from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.kd import KDRun
 from rollgrad.application.settings.kto import KTORun
 from rollgrad.application.settings.offline import OfflineRun
+from rollgrad.application.settings.prm import PRMRun
 from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.config_io import structure_run
 from rollgrad.entrypoints.names.flags import Program
-from rollgrad.entrypoints.names.names_of_openrlhf_trainers import DPO, KD, KTO, RM, SFT
+from rollgrad.entrypoints.names.names_of_openrlhf_trainers import DPO, KD, KTO, PRM, RM, SFT
 from rollgrad.entrypoints.openrlhf.shared import (
     translate_adapters,
     translate_checkpoints,
@@ -174,6 +175,21 @@ def _finish_rm(draft: Draft) -> None:
         )
 
 
+def _finish_prm(draft: Draft) -> None:
+    tokens = draft.value("reward_tokens")
+    if draft.value("placeholder_token") is None:
+        draft.changed.append("without --placeholder_token a row has a prompt, and its steps as a list")
+    if tokens is None:
+        draft.changed.append("steps are judged by the tokens + and -, in OpenRLHF by the whole vocabulary")
+    elif len(tokens) == 2:
+        draft.set("prm.reward_tokens", list(tokens))
+    else:
+        raise ConfigurationError(
+            f"--reward_tokens has {len(tokens)} tokens: here steps are right or wrong, so name the token for right and "
+            "the one for wrong."
+        )
+
+
 def _finish_kto(draft: Draft) -> None:
     draft.changed.append("replies are compared with a distance over the whole step, in OpenRLHF over a micro-batch")
 
@@ -182,6 +198,7 @@ TRAINERS: Mapping[str, Trainer] = {
     "train_sft": Trainer(SFT, SFTRun, _finish_demonstrations),
     "train_dpo": Trainer(DPO, DPORun, _finish_dpo),
     "train_rm": Trainer(RM, RMRun, _finish_rm),
+    "train_prm": Trainer(PRM, PRMRun, _finish_prm),
     "train_kto": Trainer(KTO, KTORun, _finish_kto),
     "train_kd": Trainer(KD, KDRun, _finish_demonstrations),
 }

@@ -129,7 +129,15 @@ def test_placeholders_mark_the_ends_of_steps(tiny_model_dir: Path, tmp_path: Pat
     steps = settings(tiny_model_dir, written(tmp_path / "steps.jsonl", in_steps), tmp_path / "steps", separator=" ки")
     steps.data.apply_chat_template = False
     text = settings(tiny_model_dir, written(tmp_path / "text.jsonl", in_text), tmp_path / "text", placeholder="ки")
-    assert losses(steps) == pytest.approx(losses(text), rel=1e-5)
+    as_text = [
+        {"input": row["input"], "label": row["input"].replace("ки", "+").replace("know! +", "know! -")}
+        for row in in_text
+    ]
+    more = {"placeholder": "ки", "labels_key": "label"}
+    shepherd = settings(tiny_model_dir, written(tmp_path / "shepherd.jsonl", as_text), tmp_path / "shepherd", **more)
+    wanted = losses(steps)
+    assert losses(text) == pytest.approx(wanted, rel=1e-5)
+    assert losses(shepherd) == pytest.approx(wanted, rel=1e-5)
 
 
 class Stopping(MetricSink):

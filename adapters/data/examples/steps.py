@@ -2,6 +2,7 @@
 (`formats`)."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,16 @@ def read_steps(row: Mapping[str, Any], settings: ReadingSettings) -> LabelledTex
     """
     columns = step_columns(settings)
     prompt, text, ends = _text(row, columns, settings)
-    given = _list(value_at(row, columns["labels_key"]), columns["labels_key"])
+    given: Any = value_at(row, columns["labels_key"])
+    if settings.placeholder is not None and isinstance(
+        given, str
+    ):  # Math-Shepherd: the text with a label in each place
+        pieces = map(re.escape, text.split(settings.placeholder))
+        found = re.fullmatch(r"(\S+)".join(pieces), given, re.DOTALL)
+        if found is None:
+            raise broken(f"{columns['labels_key']} is not {columns['steps_key']} with a label for each placeholder.")
+        given = found.groups()
+    given = _list(given, columns["labels_key"])
     if len(given) != len(ends):
         raise broken(f"The row has {len(ends)} steps and {len(given)} labels: each step needs one, or None.")
     labels = [_probability(label, columns["labels_key"]) for label in given]

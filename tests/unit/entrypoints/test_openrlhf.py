@@ -185,7 +185,7 @@ def test_errors(argv: list[str], message: str) -> None:
         translate(argv)
 
 
-@pytest.mark.parametrize("module", ["train_prm", "interactive_chat"])
+@pytest.mark.parametrize("module", ["interactive_chat"])
 def test_other_commands_are_one_sentence(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["openrlhf", "deepspeed", "--module", f"openrlhf.cli.{module}", "--max_len", "4096"]) == 2
     output = capsys.readouterr()

@@ -64,6 +64,7 @@ def test_every_flag_is_honoured_or_the_reason_is_said(module: str) -> None:
     words = {"SWITCH": (), "INTEGER": ("7",), "NUMBER": ("0.25",), "TEXT": ("text {}",), "PAIR": ("0.5", "0.6")}
     words |= {"WORDS": ("q_proj",), "PROBABILITIES": ("0.5,0.5",)}
     unusual = {"ds.param_dtype": ("fp16",), "actor.optim": ("muon",), "loss_type": ("logexp",)}
+    unusual |= {"reward_tokens": ("good", "bad")}
     beside = {
         "eval.": ("--eval_dataset", "e"),
         "data.dataset_probs": ("--dataset", "a,b"),
@@ -236,6 +237,20 @@ def test_labelled_replies() -> None:
             "kto.undesirable_weight": 1.0,
         },
     )
+
+
+def test_labelled_steps() -> None:
+    flags = ("--input_key", "problem", "--placeholder_token", "ки", "--reward_tokens", "good", "bad")
+    expected = {
+        "data.steps_key": "problem",
+        "data.labels_key": "label",
+        "data.placeholder": "ки",
+        "prm.reward_tokens": ("good", "bad"),
+        "actor.adam.lr": 1e-6,
+    }
+    assert holds(settings("train_prm", *flags), expected)
+    with pytest.raises(ConfigurationError, match="--reward_tokens has 3 tokens"):
+        translated("train_prm", *flags, "neutral")
 
 
 def test_distillation() -> None:
