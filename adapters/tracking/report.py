@@ -57,7 +57,10 @@ PANELS = (
     Panel("Training loss", "mean of the optimizer step", {"train/loss": "loss"}),
     Panel("Held-out loss", "nats per token", {"eval/nll": "loss"}, sparse=True),
     Panel("Accuracy", "share of tokens, pairs or replies", {"train/accuracy": "training"}),
-    Panel("Rewards", "beta x log-ratio", {"train/chosen_reward": "chosen", "train/rejected_reward": "rejected"}),
+    Panel("Judged steps", "share of steps", {"train/step_accuracy": "right", "train/error_f1": "F1 of errors"}),
+    Panel(
+        "Rewards", "beta x log-ratio, or score", {"train/chosen_reward": "chosen", "train/rejected_reward": "rejected"}
+    ),
     Panel("Rewards", "beta x log-ratio", {"train/desirable_reward": "good", "train/undesirable_reward": "bad"}),
     Panel("Divergence from the teacher", "nats per token", {"train/divergence": "training"}),
     Panel("Held-out divergence", "nats per token", {"eval/divergence": "divergence"}, sparse=True),

@@ -126,3 +126,12 @@ def rehearse_offline(run: OfflineRun, errors: Sequence[RollgradError]) -> None:
         from rollgrad.entrypoints.composition.kd import check_teacher
 
         check_teacher(run, make_tokenizer(run.actor, run.data))
+    if isinstance(run, RMRun):
+        from rollgrad.entrypoints.composition.rm import make_compared
+
+        make_compared(run, examples, "data.dataset")
+    if isinstance(run, PRMRun):
+        from rollgrad.entrypoints.composition.chat import make_tokenizer
+        from rollgrad.entrypoints.composition.prm import reward_token_ids
+
+        reward_token_ids(run.prm.reward_tokens, make_tokenizer(run.actor, run.data))

@@ -176,6 +176,8 @@ def test_the_command_line_names_what_is_wrong(
     output = ["--ckpt.output_dir", str(tmp_path / "run"), "--actor.dtype", "float32"]
     assert main([*words, str(rows), "--dry_run", *output]) == 0
     assert "First there are 0.⟦\n⟧So the answer is 0.⟦\n⟧" in capsys.readouterr().out
+    assert main([*words, str(rows), "--dry_run", *output, "--prm.reward_tokens", "+", "not at all"]) == 2
+    assert "'not at all', which the tokenizer writes as" in capsys.readouterr().err
     broken = [
         solution(0, labels=[True]),
         solution(0, labels=[True, 2]),

@@ -286,6 +286,8 @@ def test_the_command_line(
     assert (tmp_path / "run" / "model" / "config.json").exists()
     assert main([*words, "--dry_run", "--ckpt.output_dir", str(tmp_path / "other")]) == 0
     assert "⟦The answer is 0<|im_end|>⟧" in capsys.readouterr().out
+    assert main([*words, "--dry_run", "--ckpt.output_dir", str(tmp_path / "other"), "--rm.margin"]) == 2
+    assert "rm.margin is set, but no row" in capsys.readouterr().err
     wrong = ["--rm.centring", "-1", "--data.overlong", "cut", "--actor.float32_head", "--actor.aux_loss_coef", "0.1"]
     assert main([*words, *wrong]) == 2
     errors = capsys.readouterr().err.splitlines()
