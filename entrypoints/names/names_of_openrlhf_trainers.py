@@ -174,8 +174,9 @@ PRM = _trainer(
         "data.label_key": Flag(TEXT, "data.labels_key", default="label"),
         "placeholder_token": Flag(TEXT, "data.placeholder"),
         "reward_tokens": Flag(Kind.WORDS),
+        "specialize_reward_tokens": Flag(SWITCH, reason="the two tokens are those of the vocabulary"),
     },
-    **{key: key for key in ("placeholder_token", "reward_tokens")},
+    **{key: key for key in ("placeholder_token", "reward_tokens", "specialize_reward_tokens")},
 )
 """Training of process reward models on labelled steps."""
 
