@@ -6,7 +6,7 @@ Several combine (`dapo,tis`); of two that set the same thing the later one count
 from collections.abc import Mapping
 from typing import Any
 
-from rollgrad.domain.algorithms.catalogue import plain_name
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS, EstimatorTraits, estimator_traits, plain_name
 from rollgrad.domain.errors import ConfigurationError
 
 _GROUP = {"rollout.n_samples_per_prompt": 8}
@@ -139,6 +139,30 @@ def preset_name(name: str) -> str | None:
     plain = plain_name(name)
     plain = OTHER_PRESET_NAMES.get(plain, plain)
     return plain if plain in PRESETS else None
+
+
+def refuse_preset(name: str, setting: str) -> None:
+    """Refuses the name of a preset as the value of another setting.
+
+    Raises:
+        ConfigurationError: it is one.
+    """
+    preset = preset_name(name)
+    if preset is not None:
+        raise ConfigurationError(
+            f"{setting} is {name!r}, which is a preset of several settings: set --algo.preset {preset}."
+        )
+
+
+def traits_of(estimator: str) -> EstimatorTraits:
+    """Returns the traits of an estimator.
+
+    Raises:
+        ConfigurationError: there is none of that name, or it is that of a preset.
+    """
+    if estimator not in ESTIMATORS:
+        refuse_preset(estimator, "algo.advantage.estimator")
+    return estimator_traits(estimator)
 
 
 def preset_settings(names: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 
 import attrs
 
-from rollgrad.application.settings.presets import preset_name
+from rollgrad.application.settings.presets import refuse_preset
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.optimizer import Optim
@@ -68,17 +68,19 @@ def canonical_names(config: RLConfig) -> None:
     Raises:
         ConfigurationError: values are no members of their settings' enums, or names of presets; one sentence for each.
     """
-    problems = list(_choices(config, ""))
+    problems = [ConfigurationError(problem) for problem in _choices(config, "")]
     config.algo.advantage.estimator = canonical_estimator(config.algo.advantage.estimator)
     config.actor.policy_loss_type = canonical_policy_loss(config.actor.policy_loss_type)
     for name, value, known in (
         ("algo.advantage.estimator", config.algo.advantage.estimator, ESTIMATORS),
         ("actor.policy_loss_type", config.actor.policy_loss_type, POLICY_LOSSES),
     ):
-        preset = preset_name(value)
-        if value not in known and preset is not None:
-            problems.append(f"{name} is {value!r}, which is a preset of several settings: set --algo.preset {preset}.")
-    raise_together([ConfigurationError(problem) for problem in problems])
+        if value not in known:
+            try:
+                refuse_preset(value, name)
+            except ConfigurationError as error:
+                problems.append(error)
+    raise_together(problems)
 
 
 def canonical_choices(run: attrs.AttrsInstance) -> None:

@@ -13,6 +13,7 @@ from rollgrad.domain.errors import DataError
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "input", "instruction")
 LABEL_COLUMNS = ("answer", "solution", "label", "ground_truth", "final_answer", "target")
+RESULT = " (answer is usually the result, which a reward compares with, and solution the way to it)"
 VERL_LABEL = "reward_model.ground_truth"
 """Column of the label in verl's rows, beside `prompt` (messages), `data_source`, `ability` and `extra_info`."""
 
@@ -95,14 +96,16 @@ def _find_label(row: Mapping[str, Any], datasource: str, *, labels_are_read: boo
     found = [name for name in LABEL_COLUMNS if name in row]
     if not found or (len(found) > 1 and not labels_are_read):
         return None
-    return _only(found, datasource, "the label", "--data.label_key")
+    return _only(
+        found, datasource, "the label", "--data.label_key", RESULT if {"answer", "solution"} <= set(found) else ""
+    )
 
 
-def _only(found: Sequence[str], datasource: str, what: str, flag: str) -> str:
+def _only(found: Sequence[str], datasource: str, what: str, flag: str, hint: str = "") -> str:
     if len(found) > 1:
         columns = f"{', '.join(found[:-1])} and {found[-1]}"
         raise DataError(
-            f"{datasource!r} has the columns {columns}, each of which may hold {what}: set {flag} to one of them."
+            f"{datasource!r} has the columns {columns}, each of which may hold {what}: set {flag} to one of them{hint}."
         )
     return found[0]
 

@@ -6,10 +6,11 @@ import attrs
 
 from rollgrad.application.settings.correction import correction_level
 from rollgrad.application.settings.derived import first_change
+from rollgrad.application.settings.presets import refuse_preset, traits_of
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig
 from rollgrad.application.settings.sections.critic import CriticConfig
-from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, estimator_traits, policy_loss_traits
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, policy_loss_traits
 from rollgrad.domain.algorithms.settings import (
     AdvantageSettings,
     CorrectionGate,
@@ -32,7 +33,7 @@ def algorithm_problems(config: RLConfig) -> Iterator[str]:
         )
     advantage = config.algo.advantage
     estimator = advantage.estimator
-    traits = estimator_traits(estimator)
+    traits = traits_of(estimator)
     samples = config.rollout.n_samples_per_prompt
     if "group" in traits.needs and samples < 2:
         yield (
@@ -101,6 +102,8 @@ def policy_loss_problems(config: RLConfig) -> Iterator[str]:
     """Yields the problems of the policy loss and its settings."""
     actor, default = config.actor, ActorConfig()
     name = actor.policy_loss_type
+    if name not in POLICY_LOSSES:
+        refuse_preset(name, "actor.policy_loss_type")
     traits = policy_loss_traits(name)
     for key in ("eps_clip", "eps_clip_low_high"):
         if getattr(actor, key) is not None and traits.clip is None:

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from rollgrad.application.settings.derived import longest_sequence, ranks
+from rollgrad.application.settings.presets import traits_of
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.optimizer import Optim
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.application.settings.weight_backend import engines_without_actor, shares_gpus
 from rollgrad.domain.addresses import address_problem
-from rollgrad.domain.algorithms.catalogue import estimator_traits
 
 
 def cluster_problems(config: RLConfig) -> Iterator[str]:
@@ -130,7 +130,7 @@ def _reward_model_problems(config: RLConfig) -> Iterator[str]:
     needs = {"reward model": "--reward.model_name_or_path", "critic": "--algo.advantage.estimator gae"}
     if config.reward.model_name_or_path is not None:
         del needs["reward model"]
-    if "critic" in estimator_traits(config.algo.advantage.estimator).needs:
+    if "critic" in traits_of(config.algo.advantage.estimator).needs:
         del needs["critic"]
     for model, flag in needs.items():
         if config.train.colocate_critic_reward:

@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterator
 
 from rollgrad.application.settings.derived import first_change
+from rollgrad.application.settings.presets import traits_of
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.eval import EvalConfig
 from rollgrad.application.settings.sections.reward import JudgeIsolation, Verifier
 from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.addresses import address_problem
-from rollgrad.domain.algorithms.catalogue import estimator_traits
 
 REASONING_GYM = "reasoning_gym:"
 """Prefix of a dataset that is generated, and judged by its own scorer."""
@@ -169,7 +169,7 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
         )
     unrewarded = not sources and not generated and not has_reward
     # Last, for the estimator may have a name that nobody knows.
-    if unrewarded and "teacher" not in estimator_traits(config.algo.advantage.estimator).needs:
+    if unrewarded and "teacher" not in traits_of(config.algo.advantage.estimator).needs:
         yield (
             "No reward is set: name one with --reward.function_path, --reward.model_name_or_path, --reward.remote_url, "
             "--reward.judge_url or --reward.verifier."

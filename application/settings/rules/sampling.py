@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from rollgrad.application.settings.correction import correction_level, may_be_stale, off_policy
 from rollgrad.application.settings.derived import longest_reply, samples_per_rollout
+from rollgrad.application.settings.presets import traits_of
 from rollgrad.application.settings.rules.asynchrony import correction_fix
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.application.settings.sections.rollout import RolloutConfig
-from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.settings import CorrectionLevel, KLAgainst, Normalise, OldLogprobs
 
 
@@ -83,7 +83,7 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
             "reward.cosine_length and reward.overlong_buffer_len both make the reward go by length: leave "
             "--reward.overlong_buffer_len or --reward.cosine_length out."
         )
-    traits = estimator_traits(config.algo.advantage.estimator)
+    traits = traits_of(config.algo.advantage.estimator)
     yield from _unshaped_problems(config) if "reward_parts" in traits.needs else ()
     yield from _negative_problems(config) if "rewards_from_0" in traits.needs else ()
     by_length = [

@@ -102,3 +102,12 @@ def freeze(prompt: Any) -> Any:
     from types import SimpleNamespace
 
     return SimpleNamespace(label=prompt.label, messages=prompt.messages[0]["content"])
+
+
+def test_of_answer_and_solution_the_usual_one_is_said() -> None:
+    row = {"problem": "1 + 1?", "solution": "One and one are two.", "answer": "2"}
+    with pytest.raises(DataError, match=r"set --data\.label_key to one of them \(answer is usually the result"):
+        find_columns(row, "d", input_key=None, label_key=None, labels_are_read=True)
+    others = {"problem": "1 + 1?", "label": "2", "target": "2"}
+    with pytest.raises(DataError, match=r"set --data\.label_key to one of them\.$"):
+        find_columns(others, "d", input_key=None, label_key=None, labels_are_read=True)

@@ -248,6 +248,7 @@ def test_what_is_not_understood_is_answered(
     assert main(["train", "rl", f"--{flag}", given]) == 2
     told = capsys.readouterr().err.splitlines()
     assert any(message in line and line.startswith("error: ") for line in told)
+    assert len([line for line in told if given in line]) == 1
 
 
 def test_each_unknown_flag_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
