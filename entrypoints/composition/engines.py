@@ -89,7 +89,16 @@ def vllm_settings(config: RLConfig, tokenizer: Any, *, gpus: bool, plays: bool) 
         "memory_fraction": config.vllm.gpu_memory_utilization,
         "sync_backend": sync_backend(config, gpus=gpus),
         "lora": config.actor.lora if config.actor.lora.sync is LoraSync.ADAPTER else None,
+        "sleep_level": sleep_level(config),
     }
+
+
+def sleep_level(config: RLConfig) -> int:
+    """Returns vLLM's level of sleep: 0 where it never sleeps, 1 where its weights outlast it, because a push brings the
+    adapter alone, else 2, because a push of all weights follows."""
+    if not config.train.colocate_all:
+        return 0
+    return 1 if config.actor.lora.sync is LoraSync.ADAPTER else 2
 
 
 def make_served_engines(config: RLConfig, tokenizer: Any) -> list[ServedEngine]:

@@ -1,6 +1,7 @@
 """vLLM as it starts and ends: its threads and processes, a run of its own, and what is said when it fails."""
 
 import asyncio
+import inspect
 import json
 import os
 from pathlib import Path
@@ -65,6 +66,30 @@ def test_vllm_holds_what_a_run_can_ask_for_and_no_more_than_the_model_has_positi
     monkeypatch.setattr(AsyncLLM, "from_engine_args", seen.append)
     start(SyncBackend.SHARED_MEMORY, longest=longest, model=str(wide_headed_model_dir), max_num_seqs=8)
     assert seen[0].max_model_len == held
+
+
+@pytest.mark.parametrize("divided", ["tensor_parallel_size", "pipeline_parallel_size", None], ids=str)
+def test_on_gpus_processes_share_a_model_without_ray_and_steps_are_as_large_as_a_server_s(
+    wide_headed_model_dir: Path, monkeypatch: pytest.MonkeyPatch, divided: str | None
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    seen: list[inspect.BoundArguments] = []
+    signature = inspect.signature(AsyncLLM.from_engine_args)
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda *a, **more: seen.append(signature.bind(*a, **more)))
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    size: dict[str, Any] = {} if divided is None else {divided: 2}
+    start(SyncBackend.SHARED_MEMORY, model=str(wide_headed_model_dir), max_num_seqs=8, sleeps=False, **size)
+    given = seen[0].arguments
+    assert given["engine_args"].distributed_executor_backend == (None if divided is None else "mp")
+    assert given["engine_args"].enable_sleep_mode is False
+    assert given["engine_args"].max_num_batched_tokens is None  # vLLM chooses
+    chosen, _ = EngineArgs.get_batch_defaults(1)
+    assert given["usage_context"] in chosen
+    assert UsageContext.ENGINE_CONTEXT not in chosen  # AsyncLLM's own, for which vLLM has no large steps
 
 
 @pytest.mark.chaos

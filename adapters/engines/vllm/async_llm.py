@@ -15,6 +15,9 @@ from rollgrad.domain.errors import EngineError
 
 T = TypeVar("T")
 
+GIVES_UP_WEIGHTS = 2
+"""vLLM's level of sleep that keeps nothing."""
+
 STOP_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 """Stop reasons by vLLM's names."""
 
@@ -29,6 +32,7 @@ class LocalCore(Core):
 
     Args:
         llm: an `AsyncLLM` from `launch.start`.
+        sleep_level: vLLM's: 1 keeps the weights in the CPU's memory while it sleeps, 2 gives them up, 0 frees nothing.
     """
 
     _lora_request: Any = None
@@ -36,8 +40,10 @@ class LocalCore(Core):
     _part = 0
     """Part of the prefix cache that requests read and write."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, *, sleep_level: int = 1) -> None:
         self._llm = llm
+        self._sleep_level = sleep_level
+        self.keeps_weights = sleep_level < GIVES_UP_WEIGHTS
         config = llm.model_config
         self.max_tokens = config.max_model_len
         self.model = EngineModel(config.dtype, config.get_vocab_size())
@@ -109,7 +115,7 @@ class LocalCore(Core):
 
     async def sleep(self) -> None:
         """Implements `Core.sleep`."""
-        await self._call(self._llm.sleep(level=1))
+        await self._call(self._llm.sleep(level=self._sleep_level))
 
     async def wake(self, part: str) -> None:
         """Implements `Core.wake`."""

@@ -21,6 +21,8 @@ class Core(Protocol):
     """Tokens of a prompt and its reply at most; None if vLLM does not say."""
     model: EngineModel
     """Facts about its model."""
+    keeps_weights: bool = True
+    """Whether the weights outlast `sleep`; else a transfer has to follow `wake`."""
 
     async def sample(
         self,

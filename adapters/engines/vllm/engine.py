@@ -132,6 +132,8 @@ class CoreEngine(RolloutEngine, WeightTaker):
         if not self._flow.asleep:
             return
         await self._core.wake("weights")
+        if not self._core.keeps_weights:
+            self._broken = "vLLM gave its weights up when it went to sleep: push them again."
         self._flow.wake()
         self._without_cache = True
         self._changes.tell()
@@ -301,6 +303,8 @@ class VLLMEngine(CoreEngine):
         memory_fraction: share of a GPU's memory that vLLM may take; a CPU gets 2 GiB of keys and values at most.
         sync_backend: how it takes weights; shared_memory and disk are one to it.
         lora: of the adapter that transfers bring, and no weights.
+        sleep_level: vLLM's, of `sleep`: 0 frees no memory, 1 moves the weights to the CPU's, 2 gives them up, so that
+            after `wake` a transfer of all weights comes before anything else; with an adapter at most 1.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -322,6 +326,7 @@ class VLLMEngine(CoreEngine):
         memory_fraction: float = 0.9,
         sync_backend: SyncBackend = SyncBackend.SHARED_MEMORY,
         lora: LoraConfig | None = None,
+        sleep_level: int = 1,
     ) -> None:
         device = default_device()
         number_format = resolve_dtype(dtype, device)
@@ -335,10 +340,11 @@ class VLLMEngine(CoreEngine):
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             gpu_memory_utilization=memory_fraction,
+            sleeps=sleep_level > 0,
             **({} if lora is None else lora_settings(lora, number_format, device)),
         )
         self._shut_down = weakref.finalize(self, shut_down, self.llm)
-        core = LocalCore(self.llm) if lora is None else AdapterCore(self.llm, lora)
+        core = LocalCore(self.llm, sleep_level=sleep_level) if lora is None else AdapterCore(self.llm, lora)
         super().__init__(core, eos_token_ids=eos_token_ids)
 
     def close(self) -> None:

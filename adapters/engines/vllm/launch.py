@@ -20,11 +20,19 @@ PREFILL_TOKENS = 8192
 
 
 @waiting_for("vLLM to start")
-def start(sync_backend: SyncBackend, *, longest: int | None = None, threads: int | None = None, **settings: Any) -> Any:
+def start(
+    sync_backend: SyncBackend,
+    *,
+    longest: int | None = None,
+    threads: int | None = None,
+    sleeps: bool = True,
+    **settings: Any,
+) -> Any:
     """Returns an `AsyncLLM` that takes weights by `sync_backend` and holds sequences of up to `longest` tokens, but no
     more than the model has positions for, which None stands for. Log-probs are of the distribution that is sampled
     from; prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
     `threads` of the processes that share a model on a CPU; None leaves it to OMP_NUM_THREADS how many each has.
+    `sleeps`: whether it can give its memory to others, which it then allocates in a way of its own.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -38,6 +46,7 @@ def start(sync_backend: SyncBackend, *, longest: int | None = None, threads: int
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
     except ImportError as error:
@@ -50,7 +59,7 @@ def start(sync_backend: SyncBackend, *, longest: int | None = None, threads: int
         arguments = AsyncEngineArgs(
             **settings,
             enable_chunked_prefill=not cpu,
-            enable_sleep_mode=current_platform.is_sleep_mode_available(),
+            enable_sleep_mode=sleeps and current_platform.is_sleep_mode_available(),
             enable_prefix_caching=True,
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
@@ -61,15 +70,19 @@ def start(sync_backend: SyncBackend, *, longest: int | None = None, threads: int
         if longest is not None:
             held = min(model.max_model_len, max(longest, PROBE_TOKENS))  # so far as many as the model has positions
             model.max_model_len = arguments.max_model_len = held
+        workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
         if not cpu:
-            return AsyncLLM.from_engine_args(arguments)
+            if workers > 1:
+                # In an actor of Ray's vLLM would take Ray, which refuses a bundle of several GPUs.
+                arguments.distributed_executor_backend = "mp"
+            # As for `vllm.LLM`: by itself AsyncLLM computes 2,048 tokens a step at most, on any GPU.
+            return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         arguments.max_num_batched_tokens = max(model.max_model_len, PREFILL_TOKENS)
         arguments.kv_cache_memory_bytes = _cache_bytes(model, arguments.max_num_seqs)
         # A pipeline's stages have what they pass on in only where vLLM warms the model up, as it would to compile it.
         arguments.enforce_eager = arguments.pipeline_parallel_size == 1
         # Even eager, vLLM would compile one line of its sampler, for half a minute.
         variables = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
-        workers = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
         if workers == 1:
             # Else vLLM gives the model a process of its own, which starts for as long again and leaves a core idle.
             arguments.distributed_executor_backend = UniProcExecutor

@@ -2,17 +2,22 @@
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rollgrad.adapters.engines.vllm.async_llm import LocalCore
 from rollgrad.adapters.engines.vllm.core import Core
 from rollgrad.adapters.engines.vllm.engine import CoreEngine
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe
+from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.sections.actor import LoraSync
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.rollout_engine import PauseMode
+from rollgrad.entrypoints.composition.engines import sleep_level
 
 REQUEST = GenerationRequest(prompt_token_ids=(1,), params=SamplingParams(max_new_tokens=8))
 
@@ -109,3 +114,80 @@ def test_with_nothing_frozen_all_keys_and_values_are_dropped(mode: PauseMode) ->
         assert core.calls[-1] == "forget"
 
     asyncio.run(scenario())
+
+
+class SleepingCore(EndlessCore):
+    """It gives its weights up where it is told to."""
+
+    def __init__(self, *, keeps_weights: bool) -> None:
+        super().__init__()
+        self.keeps_weights = keeps_weights
+
+    async def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    async def wake(self, part: str) -> None:
+        self.calls.append(f"wake {part}")
+
+    async def sample(self, *_: Any) -> Generation:
+        return Generation(token_ids=[7], logprobs=[-1.0], versions=[0], stop_reason=StopReason.STOP)
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False], ids=str)
+def test_no_reply_is_of_weights_that_were_given_up(keeps_weights: bool) -> None:
+    async def scenario() -> None:
+        core = SleepingCore(keeps_weights=keeps_weights)
+        engine = CoreEngine(core, eos_token_ids=())
+        await engine.sleep()
+        await engine.wake()
+        if keeps_weights:
+            await engine.generate(REQUEST)
+        else:
+            with pytest.raises(EngineError, match="push them again"):
+                await engine.generate(REQUEST)
+        await engine.begin_weights({})
+        await engine.finish_weights(1)
+        await engine.prove_weights(Probe(tokens=[1, 2], expected=[0.0], temperature=1.0, dtype=torch.float32))
+        await engine.generate(REQUEST)
+        assert core.calls[:3] == ["sleep", "wake weights", "wake kv_cache"]
+
+    asyncio.run(scenario())
+
+
+class SleepCalls:
+    """vLLM as far as sleep goes, with its own signatures."""
+
+    model_config = SimpleNamespace(max_model_len=64, dtype=torch.float32, get_vocab_size=lambda: 100)
+    errored = False
+
+    def __init__(self) -> None:
+        self.levels: list[int] = []
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.levels.append(level)
+
+
+@pytest.mark.parametrize(("level", "keeps_weights"), [(0, True), (1, True), (2, False)])
+def test_vllm_sleeps_as_deep_as_it_is_told(level: int, keeps_weights: bool) -> None:
+    llm = SleepCalls()
+    core = LocalCore(llm, sleep_level=level)
+    assert core.keeps_weights is keeps_weights
+    asyncio.run(core.sleep())
+    assert llm.levels == [level]
+
+
+@pytest.mark.parametrize(
+    ("together", "sync", "level"),
+    [
+        (False, LoraSync.MERGED, 0),
+        (True, LoraSync.MERGED, 2),
+        (True, LoraSync.ADAPTER, 1),
+        (False, LoraSync.ADAPTER, 0),
+    ],
+)
+def test_engines_sleep_where_models_take_turns_and_keep_what_no_push_brings(
+    together: bool, sync: LoraSync, level: int
+) -> None:
+    config = RLConfig()
+    config.train.colocate_all, config.actor.lora.sync = together, sync
+    assert sleep_level(config) == level
