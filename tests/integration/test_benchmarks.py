@@ -15,6 +15,7 @@ RESULTS = {
     "async_overlap.py": r"partial rollout, recomputed │\s+\d+\.\d\d",
     "cluster_learns.py": r"colocated │ \d+%",
     "controller.py": r"^growth \d+\.\d+$",
+    "first_light.py": r"(?s:gpu_equals_cpu +ok$.*attention_is_right +ok$.*deepspeed +ok$)",
     "judges.py": r"^reasoning-gym: \d+ verdicts/s, without walls \d+: \d+\.\d+ times$",
     "learning_curves.py": r"on_policy_distill │\s+\d+%",
     "loops_learn.py": r"iter_dpo │ 1 +│ +-\d+\.\d\d",
