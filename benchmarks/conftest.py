@@ -9,12 +9,12 @@ import torch
 
 from benchmarks.machine import Machine, measure
 from benchmarks.smoke import HELP, smoke_model
-from rollgrad.adapters.models.torch.loading import load_causal_lm, resolve_dtype
+from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm, resolve_dtype
 from rollgrad.adapters.system.python_file import load_python_file
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / ".models" / "SmolLM2-135M-Instruct"
-CPU = torch.device("cpu")
+DEVICE = default_device()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,19 +42,19 @@ def model_dir(smoke: bool) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def dtype() -> torch.dtype:
     """Format that the model computes in."""
-    return resolve_dtype("auto", CPU)
+    return resolve_dtype("auto", DEVICE)
 
 
 @pytest.fixture(scope="session")
 def model(model_dir: Path, dtype: torch.dtype) -> Any:
     """The model with packed attention."""
-    return load_causal_lm(str(model_dir), dtype=dtype, device=CPU, flag="model")
+    return load_causal_lm(str(model_dir), dtype=dtype, device=DEVICE, flag="model")
 
 
 @pytest.fixture(scope="session")
 def machine(dtype: torch.dtype) -> Machine:
     """Peaks in that format, measured once a run."""
-    return measure(dtype)
+    return measure(dtype, DEVICE)
 
 
 @pytest.fixture(autouse=True)

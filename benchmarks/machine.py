@@ -10,6 +10,7 @@ from attrs import frozen
 
 MATRIX = 2048
 READ_BYTES = 512 * 2**20
+CPU = torch.device("cpu")
 
 
 @frozen
@@ -20,10 +21,10 @@ class Machine:
     bandwidth: float
 
 
-def measure(dtype: torch.dtype) -> Machine:
-    """Measures the matrix product in `dtype` and a sum over memory that no cache holds."""
-    a, b = (torch.randn(MATRIX, MATRIX).to(dtype) for _ in range(2))
-    stream = torch.ones(READ_BYTES // 4)
+def measure(dtype: torch.dtype, device: torch.device = CPU) -> Machine:
+    """Measures the matrix product in `dtype` and a sum over memory that no cache holds, on a device."""
+    a, b = (torch.randn(MATRIX, MATRIX).to(device=device, dtype=dtype) for _ in range(2))
+    stream = torch.ones(READ_BYTES // 4, device=device)
     return Machine(
         flops=2 * MATRIX**3 / best_of(lambda: a @ b),
         bandwidth=READ_BYTES / best_of(lambda: stream.sum()),
@@ -36,6 +37,8 @@ def best_of(work: Callable[[], object], repeats: int = 5) -> float:
     for _ in range(repeats):
         started = time.perf_counter()
         work()
+        if torch.cuda.is_available():  # whose kernels have only been asked for
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
     return min(times)
 

@@ -15,7 +15,7 @@ from attrs import evolve
 from benchmarks.machine import Machine, ModelCost
 from rollgrad.adapters.models.torch.chunked_logprobs import token_logprobs
 from rollgrad.adapters.models.torch.layout import build_layout
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
@@ -27,7 +27,6 @@ PROMPTS, SAMPLES, PROMPT_TOKENS, REPLY_TOKENS = 2, 8, 64, 32
 VOCABULARY, HIDDEN = 49152, 576
 LOGPROB_ROWS, SMOKE_LOGPROB_ROWS = 4096, 64
 OBJECTIVE = PolicyLossObjective()
-CPU = torch.device("cpu")
 
 
 def packed(*, shared: bool, vocabulary: int) -> PackedBatch:
@@ -56,7 +55,9 @@ def packed(*, shared: bool, vocabulary: int) -> PackedBatch:
 @pytest.mark.benchmark(group="update")
 @pytest.mark.parametrize("shared", [True, False], ids=["prompt once", "prompt repeated"])
 def test_update(benchmark: Any, model_dir: Path, dtype: torch.dtype, machine: Machine, shared: bool) -> None:
-    model = load_causal_lm(str(model_dir), dtype=dtype, device=CPU, flag="model")  # an optimizer keeps what it trains
+    model = load_causal_lm(
+        str(model_dir), dtype=dtype, device=default_device(), flag="model"
+    )  # an optimizer keeps what it trains
     policy = TorchPolicy(model, None, OptimizerSettings(lr=0.0))
     batch = packed(shared=shared, vocabulary=model.config.vocab_size)
     benchmark.pedantic(lambda: policy.update([batch], OBJECTIVE), rounds=2, warmup_rounds=1 if shared else 0)
