@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
-from rollgrad.adapters.data.datasets.columns import value_at
+from rollgrad.adapters.data.datasets.columns import has_value, value_at
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, step_columns
 from rollgrad.adapters.data.examples.rows import Reason, RowError, broken, text_of
 from rollgrad.application.foreign import shown
@@ -36,7 +36,7 @@ def read_steps(row: Mapping[str, Any], settings: ReadingSettings) -> LabelledTex
     """
     columns = step_columns(settings)
     prompt, text, ends = _text(row, columns, settings)
-    given: Any = value_at(row, columns["labels_key"])
+    given: Any = _value(row, columns["labels_key"])
     if settings.placeholder is not None and isinstance(
         given, str
     ):  # Math-Shepherd: the text with a label in each place
@@ -61,7 +61,7 @@ def read_steps(row: Mapping[str, Any], settings: ReadingSettings) -> LabelledTex
 def _text(
     row: Mapping[str, Any], columns: Mapping[str, str], settings: ReadingSettings
 ) -> tuple[str | None, str, list[int]]:
-    value, column = value_at(row, columns["steps_key"]), columns["steps_key"]
+    value, column = _value(row, columns["steps_key"]), columns["steps_key"]
     ends: list[int] = []
     if settings.placeholder is not None:
         text = text_of(value, column)
@@ -80,7 +80,13 @@ def _text(
         ends.append(len(text))
     if not ends:
         raise RowError(Reason.EMPTY, f"{column} has no steps.")
-    return text_of(value_at(row, columns["prompt_key"]), columns["prompt_key"]), text, ends
+    return text_of(_value(row, columns["prompt_key"]), columns["prompt_key"]), text, ends
+
+
+def _value(row: Mapping[str, Any], key: str) -> Any:
+    if not has_value(row, key):
+        raise broken(f"The row has no column {key!r}, as other rows have.")
+    return value_at(row, key)
 
 
 def _list(value: Any, column: str) -> Sequence[Any]:
