@@ -28,10 +28,8 @@ log = structlog.get_logger(__name__)
 
 SECONDS_PER_MINUTE = 60.0
 
-FINAL_MODEL = "model"
-"""Name of the model written at the end of a run."""
-BEST_MODEL = "best"
-"""Name of the model with the best evaluation."""
+FINAL_MODEL, BEST_MODEL = "model", "best"
+"""Names of the model written at the end of a run, and of the one with the best evaluation."""
 
 Result = TypeVar("Result")
 Sample = TypeVar("Sample")
@@ -369,8 +367,7 @@ class Run(Generic[Sample]):
             self._done, self._before = int(run["step"]), dict(state["before"])
             self._steps.load_state_dict(run, state.get("groups", ()))  # earlier states have none
             self._models.load_state_dict(state["update"])
-            if state.get("best", {}).get("metric") == self._best.metric:  # of another metric nothing is known
-                self._best = BestModel(**state.get("best", {}))
+            self._best = self._best.continued(state.get("best", {}))
             if "evaluated" in state:
                 self._evaluated = int(state["evaluated"]["step"]), dict(state["evaluated"]["metrics"])
         except (CheckpointError, WorkerError):

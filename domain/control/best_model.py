@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from attrs import evolve, frozen
 
@@ -19,6 +20,10 @@ class BestModel:
     metric: str | None = None
     step: int = 0
     value: float | None = None
+
+    def continued(self, state: Mapping[str, Any]) -> "BestModel":
+        """Returns the best one that a run had before; of another metric nothing is known."""
+        return BestModel(**state) if state.get("metric") == self.metric else self
 
     def after(self, step: int, metrics: Mapping[str, float]) -> "BestModel":
         """Returns the best one after the evaluation of `step`. The model that training begins with is not compared.

@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
-from rollgrad.adapters.data.datasets.columns import has_value, value_at
 from rollgrad.adapters.data.examples.ranked import best_and_worst, ranked_column
 from rollgrad.adapters.data.examples.recognition import LABEL_COLUMN, REPLY_COLUMN, ReadingSettings, step_columns
 from rollgrad.adapters.data.examples.rows import (
@@ -22,6 +21,7 @@ from rollgrad.adapters.data.examples.rows import (
     Sample,
     Steps,
     broken,
+    column_value,
     read_label,
     read_messages,
     read_number,
@@ -59,12 +59,6 @@ def read_row(row: Mapping[str, Any], kind: ExampleFormat, settings: ReadingSetti
         raise broken("A value of the row is nested too deeply.") from error
 
 
-def _value(row: Mapping[str, Any], key: str) -> Any:
-    if not has_value(row, key):
-        raise broken(f"The row has no column {key!r}, as other rows have.")
-    return value_at(row, key)
-
-
 def _optional_text(row: Mapping[str, Any], column: str) -> str:
     """A column's text; empty where the row has none."""
     return "" if row.get(column) is None else text_of(row[column], column)
@@ -91,7 +85,7 @@ def _tokens(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
 
 
 def _padded_tokens(row: Mapping[str, Any], settings: ReadingSettings) -> Pretokenised:
-    token_ids = _integers(_value(row, "input_ids"), "input_ids")
+    token_ids = _integers(column_value(row, "input_ids"), "input_ids")
     if not token_ids:
         raise RowError(Reason.EMPTY, "input_ids has no tokens.")
     masks = [name for name in MASKS if row.get(name) is not None]
@@ -129,7 +123,7 @@ def _integers(value: Any, column: str, *, booleans: bool = False) -> tuple[int, 
 
 def _messages(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     column = settings.input_key or "messages"
-    value = _value(row, column)
+    value = column_value(row, column)
     if settings.input_key is not None and isinstance(value, str):
         raise broken(
             f"{column} holds a text, not messages: name the column of its reply with --data.output_key, or set "
@@ -140,7 +134,7 @@ def _messages(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
 
 def _sharegpt(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     column = settings.input_key or "conversations"
-    messages = read_sharegpt(_value(row, column), column)
+    messages = read_sharegpt(column_value(row, column), column)
     system = _optional_text(row, "system")
     if system and messages and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -149,7 +143,7 @@ def _sharegpt(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
 
 def _text(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     column = settings.input_key or "text"
-    text = text_of(_value(row, column), column)
+    text = text_of(column_value(row, column), column)
     if not text.strip():
         raise RowError(Reason.EMPTY, f"{column} is empty.")
     return PlainText(prompt="", completion=text, whole=True)
@@ -157,7 +151,7 @@ def _text(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
 
 def _completion(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     keys = (settings.input_key or "prompt", settings.output_key or REPLY_COLUMN)
-    prompt, completion = (_value(row, key) for key in keys)
+    prompt, completion = (column_value(row, key) for key in keys)
     if isinstance(prompt, str) and isinstance(completion, str):
         return _answered(row, [], prompt, completion, settings, keys)
     if isinstance(prompt, str) and not isinstance(completion, str):
@@ -170,7 +164,7 @@ def _completion(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
 
 
 def _alpaca(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
-    question = text_of(_value(row, "instruction"), "instruction")
+    question = text_of(column_value(row, "instruction"), "instruction")
     more = _optional_text(row, "input")
     if more.strip():
         question = f"{question}\n{more}"
@@ -184,7 +178,7 @@ def _alpaca(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
             raise broken(f"history holds {shown(turn)}: it is a list of pairs of question and answer.")
         before.append({"role": "user", "content": text_of(turn[0], "history")})
         before.append({"role": "assistant", "content": text_of(turn[1], "history")})
-    answer = text_of(_value(row, "output"), "output")
+    answer = text_of(column_value(row, "output"), "output")
     return _answered(row, before, question, answer, settings, ("instruction", "output"))
 
 
@@ -197,8 +191,8 @@ def _pair(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     if ranked is not None:
         row = best_and_worst(row, ranked)
     prompt_key = settings.input_key or ("prompt" if row.get("prompt") is not None else None)
-    prompt = None if prompt_key is None else _value(row, prompt_key)
-    chosen, rejected = (_value(row, key) for key in keys)
+    prompt = None if prompt_key is None else column_value(row, prompt_key)
+    chosen, rejected = (column_value(row, key) for key in keys)
     margin = 0.0 if row.get("margin") is None else read_number(row["margin"], "margin")
     if all(isinstance(reply, str) for reply in (chosen, rejected)) and (prompt is None or isinstance(prompt, str)):
         return _pair_of_texts(row, prompt, (chosen, rejected), settings, keys, margin)
@@ -229,7 +223,7 @@ def _pair(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
 
 def _unpaired(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
     label_key = settings.label_key or LABEL_COLUMN
-    desirable = read_label(_value(row, label_key), label_key)
+    desirable = read_label(column_value(row, label_key), label_key)
     reply = _completion(row, settings)
     assert isinstance(reply, Conversation | PlainText)
     _refuse_weights(reply)

@@ -13,6 +13,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from rollgrad.adapters.data.datasets.columns import has_value, value_at
 from rollgrad.adapters.data.datasets.prompt_builder import ROLES
 from rollgrad.application.foreign import shown
 from rollgrad.domain.episodes.messages import Message, call_entry
@@ -137,6 +138,17 @@ SHAREGPT_ROLES: Mapping[str, str] = {
     "function_call": "assistant",
 }
 """Roles by the speakers in `from`, as data sets on the hub name them."""
+
+
+def column_value(row: Mapping[str, Any], key: str) -> Any:
+    """A column's value.
+
+    Raises:
+        RowError: the row has no such column.
+    """
+    if not has_value(row, key):
+        raise broken(f"The row has no column {key!r}, as other rows have.")
+    return value_at(row, key)
 
 
 def text_of(value: Any, column: str) -> str:

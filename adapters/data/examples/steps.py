@@ -1,16 +1,14 @@
 """Reads the steps of solutions, and their labels. Does not own: how a prompt and its solution become messages
 (`formats`)."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
 
-from rollgrad.adapters.data.datasets.columns import has_value, value_at
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, step_columns
-from rollgrad.adapters.data.examples.rows import Reason, RowError, broken, text_of
+from rollgrad.adapters.data.examples.rows import Reason, RowError, broken, column_value, text_of
 from rollgrad.application.foreign import shown
 
 WORDS = {"true": 1.0, "+": 1.0, "false": 0.0, "-": 0.0}
@@ -36,7 +34,7 @@ def read_steps(row: Mapping[str, Any], settings: ReadingSettings) -> LabelledTex
     """
     columns = step_columns(settings)
     prompt, text, ends = _text(row, columns, settings)
-    given: Any = _value(row, columns["labels_key"])
+    given: Any = column_value(row, columns["labels_key"])
     if settings.placeholder is not None and isinstance(
         given, str
     ):  # Math-Shepherd: the text with a label in each place
@@ -61,7 +59,7 @@ def read_steps(row: Mapping[str, Any], settings: ReadingSettings) -> LabelledTex
 def _text(
     row: Mapping[str, Any], columns: Mapping[str, str], settings: ReadingSettings
 ) -> tuple[str | None, str, list[int]]:
-    value, column = _value(row, columns["steps_key"]), columns["steps_key"]
+    value, column = column_value(row, columns["steps_key"]), columns["steps_key"]
     ends: list[int] = []
     if settings.placeholder is not None:
         text = text_of(value, column)
@@ -80,13 +78,7 @@ def _text(
         ends.append(len(text))
     if not ends:
         raise RowError(Reason.EMPTY, f"{column} has no steps.")
-    return text_of(_value(row, columns["prompt_key"]), columns["prompt_key"]), text, ends
-
-
-def _value(row: Mapping[str, Any], key: str) -> Any:
-    if not has_value(row, key):
-        raise broken(f"The row has no column {key!r}, as other rows have.")
-    return value_at(row, key)
+    return text_of(column_value(row, columns["prompt_key"]), columns["prompt_key"]), text, ends
 
 
 def _list(value: Any, column: str) -> Sequence[Any]:
@@ -101,7 +93,7 @@ def _probability(label: Any, column: str) -> float | None:
     if label is None:
         return None
     number = WORDS.get(label.strip().lower()) if isinstance(label, str) else label
-    if not isinstance(number, int | float) or not math.isfinite(number) or not 0 <= number <= 1:
+    if not isinstance(number, int | float) or not 0 <= number <= 1:
         raise broken(
             f"{column} holds {shown(label)}: a label is true, false, or the probability that its step is right."
         )
