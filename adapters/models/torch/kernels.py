@@ -4,11 +4,9 @@
 dot-product attention, for everything else.
 """
 
-import inspect
 from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,13 +86,21 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     width = value_KGE.shape[2]
-    more: dict[str, Any] = {}
-    if query_QHD.shape[1] != key_KGD.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        more["enable_gqa"] = True  # torch 2.11 groups heads without being asked
     common = -(-key_KGD.shape[2] // HEAD_STEP) * HEAD_STEP
     query, key, value = (functional.pad(x, (0, common - x.shape[2])) for x in (query_QHD, key_KGD, value_KGE))
     left = -1 if window is None else window - 1
-    out = varlen_attn(query, key, value, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=(left, 0), **more)
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        scale=scaling,
+        window_size=(left, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
     assert isinstance(out, Tensor)
     return out.narrow(2, 0, width)
 
