@@ -85,6 +85,7 @@ def make_stream(
         buffer=data.shuffle_buffer,
         seed=train.seed,
         max_dropped=data.max_dropped,
+        overlong=data.overlong,
     )
 
 

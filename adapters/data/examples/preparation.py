@@ -27,7 +27,7 @@ from attrs import asdict, field, frozen
 from rollgrad.adapters.chat.training_text import shared_prompt
 from rollgrad.adapters.data.examples.preparer import PreparationSettings, PreparedRow, Preparer, Refusal
 from rollgrad.adapters.data.examples.report import DataReport
-from rollgrad.adapters.data.examples.rows import Reason, RowError
+from rollgrad.adapters.data.examples.rows import Reason, RowError, overlong_row
 from rollgrad.adapters.data.examples.sources import Mixture
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, WeightedTokens
@@ -234,10 +234,7 @@ def _prepare_all(
         if isinstance(result, Refusal):
             source, number = mixture.source(index)
             if result.overlong and settings.overlong is LongRows.ERROR:
-                raise DataError(
-                    f"{source.place(number)}: {result.sentence} Raise --data.max_tokens, or let such rows be dropped "
-                    "or cut (--data.overlong drop or cut)."
-                )
+                raise overlong_row(source.place(number), result.sentence)
             report.drop(result.reason, source.place(number), result.sentence)
             continue
         shared = shared_prompt(result.branches)

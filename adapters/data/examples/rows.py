@@ -64,6 +64,14 @@ def broken(sentence: str) -> RowError:
     return RowError(Reason.BROKEN, sentence)
 
 
+def overlong_row(place: str, sentence: str) -> DataError:
+    """The error that ends a run at a row that is too long, where that is an error."""
+    return DataError(
+        f"{place}: {sentence} Raise --data.max_tokens, or let such rows be dropped or cut (--data.overlong drop or "
+        "cut)."
+    )
+
+
 @frozen(kw_only=True)
 class Conversation:
     """Messages, the `weights` of each in the loss (0: context), the tools that the model is told of, and variables for

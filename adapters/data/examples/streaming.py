@@ -18,9 +18,9 @@ from rollgrad.adapters.chat.training_text import shared_prompt
 from rollgrad.adapters.data.datasets.loading import load_dataset, stream_hub
 from rollgrad.adapters.data.examples.preparer import Preparer
 from rollgrad.adapters.data.examples.report import DataReport
-from rollgrad.adapters.data.examples.rows import RowError
+from rollgrad.adapters.data.examples.rows import Reason, RowError, overlong_row
 from rollgrad.adapters.data.examples.sources import JSON_SUFFIXES, is_local, json_lines, parse_line
-from rollgrad.application.settings.sections.examples import ExampleFormat
+from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.episodes.examples import Demonstration, WeightedTokens
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import DataError
@@ -75,6 +75,7 @@ class StreamedExamples(ExampleStream[Demonstration]):
         buffer: rows of a block, which is held in memory and shuffled.
         seed: gives the order of each block.
         max_dropped: share of rows that may be unusable, judged from `JUDGED_FROM` rows on.
+        overlong: ERROR ends the run at a row that is too long, which is dropped otherwise unless `preparer` cuts it.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class StreamedExamples(ExampleStream[Demonstration]):
         buffer: int,
         seed: int,
         max_dropped: float,
+        overlong: LongRows = LongRows.DROP,
     ) -> None:
         self._rows, self._kind, self._preparer = rows, kind, preparer
+        self._overlong = overlong
         self._buffer, self._seed, self._max_dropped = buffer, seed, max_dropped
         self._blocks = self._read()
         self._start, self._block = 0, list[StreamedRow]()
@@ -98,7 +101,8 @@ class StreamedExamples(ExampleStream[Demonstration]):
         """Implements `ExampleStream.at`.
 
         Raises:
-            DataError: too many rows cannot be used, or the data set cannot be read.
+            DataError: too many rows cannot be used, or one is too long and that is an error, or the data set cannot be
+                read.
         """
         row = self._row(position)
         report = self.report
@@ -108,6 +112,8 @@ class StreamedExamples(ExampleStream[Demonstration]):
                 raise row.content
             made = self._preparer.prepare(row.content, self._kind)
         except RowError as error:
+            if error.reason is Reason.OVERLONG and self._overlong is LongRows.ERROR:
+                raise overlong_row(row.place, error.sentence) from error
             if error.reason.value not in report.dropped:
                 log.warning(f"{row.place}: {error}", reason=error.reason.value)
             report.drop(error.reason, row.place, str(error))

@@ -146,7 +146,11 @@ def format_problems(data: DemonstrationDataConfig) -> Iterator[str]:
             f"data.input_key is {data.input_key!r}, but data.format {data.format} has columns of its own: leave "
             "--data.input_key or --data.format out."
         )
-    others = {ExampleFormat.PAIRS: "train dpo", ExampleFormat.UNPAIRED: "train kto"}
+    others = {
+        ExampleFormat.PAIRS: "train dpo",
+        ExampleFormat.UNPAIRED: "train kto",
+        ExampleFormat.STEPS: "train prm",
+    }
     if data.format in others:
         yield (
             f"data.format is {data.format}, which {others[data.format]} learns from: name the columns to imitate with "

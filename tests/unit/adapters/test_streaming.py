@@ -15,7 +15,7 @@ from rollgrad.adapters.data.examples.preparer import PreparationSettings, Prepar
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.sources import is_local, open_sources
 from rollgrad.adapters.data.examples.streaming import StreamedExamples, stream_rows
-from rollgrad.application.settings.sections.examples import ExampleFormat
+from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.errors import DataError
 
 ROWS, BUFFER = 7, 3
@@ -93,6 +93,26 @@ def test_rows_that_cannot_be_used_are_counted_and_told_once(
     monkeypatch.setattr(streaming, "JUDGED_FROM", 5)
     with pytest.raises(DataError, match=r"5 of 12 rows of data.dataset cannot be used, more than --data.max_dropped"):
         examples.at(ROWS)
+
+
+def test_a_row_that_is_too_long_ends_a_run_where_that_is_an_error(data: Path, tiny_tokenizer: Any) -> None:
+    def streamed_to(overlong: LongRows) -> StreamedExamples:
+        settings = PreparationSettings(max_tokens=5, overlong=overlong)
+        return StreamedExamples(
+            lambda: stream_rows(str(data), "train"),
+            ExampleFormat.COMPLETION,
+            Preparer(tiny_tokenizer, settings),
+            buffer=1,
+            seed=1,
+            max_dropped=1.0,
+            overlong=overlong,
+        )
+
+    with pytest.raises(DataError, match=rf"{data}:1: It has .* let such rows be dropped or cut"):
+        streamed_to(LongRows.ERROR).at(0)
+    dropped = streamed_to(LongRows.DROP)
+    assert dropped.at(0) is None
+    assert list(dropped.report.dropped) == ["overlong"]
 
 
 def test_data_without_rows_are_an_error(tmp_path: Path, tiny_tokenizer: Any) -> None:

@@ -84,10 +84,18 @@ def test_samples_of_a_run_that_has_none_are_refused() -> None:
     assert sentence.startswith("logger.log_samples is 3, but nothing is sampled in this run")
 
 
-def test_pairs_are_not_imitated() -> None:
+@pytest.mark.parametrize(
+    ("kind", "trainer"),
+    [
+        (ExampleFormat.PAIRS, "train dpo"),
+        (ExampleFormat.UNPAIRED, "train kto"),
+        (ExampleFormat.STEPS, "train prm"),
+    ],
+)
+def test_what_other_trainers_learn_from_is_not_imitated(kind: ExampleFormat, trainer: str) -> None:
     run = SFTRun(
         actor=SupervisedModelConfig(model_name_or_path="m"),
-        data=ExampleDataConfig(dataset="a.jsonl", format=ExampleFormat.PAIRS),
+        data=ExampleDataConfig(dataset="a.jsonl", format=kind),
     )
     (error,) = sft_errors(run)
-    assert "train dpo" in str(error)
+    assert trainer in str(error)
