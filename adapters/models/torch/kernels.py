@@ -87,7 +87,7 @@ def varlen(
 
     width = value_KGE.shape[2]
     common = -(-key_KGD.shape[2] // HEAD_STEP) * HEAD_STEP
-    query, key, value = (functional.pad(x, (0, common - x.shape[2])) for x in (query_QHD, key_KGD, value_KGE))
+    query, key, value = (_widened(x, common) for x in (query_QHD, key_KGD, value_KGE))
     left = -1 if window is None else window - 1
     out = varlen_attn(
         query,
@@ -103,6 +103,11 @@ def varlen(
     )
     assert isinstance(out, Tensor)
     return out.narrow(2, 0, width)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Returns heads of `width` numbers; those that have as many are not copied, as `functional.pad` would."""
+    return x if x.shape[2] == width else functional.pad(x, (0, width - x.shape[2]))
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Tensor | None = None) -> Tensor:

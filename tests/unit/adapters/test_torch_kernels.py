@@ -121,6 +121,17 @@ def test_the_call_for_a_gpu_computes_what_the_buckets_do(
         assert (mine.float() - exact).norm() <= 0.02 * exact.norm()
 
 
+def test_heads_of_the_width_that_a_gpu_takes_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.nn.attention.varlen as library
+
+    seen: list[Any] = []
+    monkeypatch.setattr(library, "varlen_attn", strict_varlen(seen))
+    heads = [torch.randn(9, h, 16).bfloat16() for h in (4, 2, 2)]
+    cu = torch.tensor([0, 9], dtype=torch.int32)
+    kernels.varlen(*heads, cu, cu, 9, 9, scaling=0.3, window=None)
+    assert [seen[0][name].data_ptr() for name in ("query", "key", "value")] == [x.data_ptr() for x in heads]
+
+
 def test_all_that_the_call_for_a_gpu_takes_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.nn.attention.varlen as library
     from torch._subclasses import FakeTensorMode
