@@ -36,7 +36,7 @@ COMMON: Mapping[str, Flag] = {
     "use_bnb_nested_quant": Flag(SWITCH, reason="quantisation is always double"),
     "bnb_4bit_quant_storage": Flag(TEXT, reason="weights in 4 bits are NF4", idle=NOTHING),
     "router_aux_loss_coef": Flag(NUMBER, "actor.aux_loss_coef"),
-    "gradient_checkpointing": Flag(SWITCH, "actor.gradient_checkpointing"),
+    "gradient_checkpointing": Flag(SWITCH, "actor.gradient_checkpointing", default=True),
     "activation_offloading": Flag(SWITCH, reason="write --gradient_checkpointing, which saves as much"),
     "disable_dropout": Flag(SWITCH, reason="no model here drops anything out"),
     # The data
@@ -118,7 +118,11 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "dataset_text_field": Flag(TEXT),
         "dataset_kwargs": Flag(WORDS, reason="rows are always rendered and tokenised here", idle=NOTHING),
         "shuffle_dataset": Flag(SWITCH, reason="examples are in an order that train.seed decides"),
-        "packing": Flag(SWITCH, reason=PACKED),
+        "packing": Flag(
+            SWITCH,
+            reason="a step has as many examples as without it, in TRL as many rows of max_length tokens that are each "
+            "filled with several: raise --per_device_train_batch_size",
+        ),
         "packing_strategy": Flag(TEXT, reason=PACKED),
         "eval_packing": Flag(SWITCH, reason=PACKED),
         "completion_only_loss": Flag(SWITCH),
@@ -236,7 +240,7 @@ def _program(command: str) -> Program:
         name=f"trl {command}",
         flags=flags,
         names={name: (name,) for name in flags},
-        implied={f"no_{name}": (name, "False") for name in _switches(flags.items())},
+        implied={f"no_{name}": (name, "False") for name in (*others, *_switches(flags.items()))},
     )
 
 

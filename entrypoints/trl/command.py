@@ -23,7 +23,7 @@ from rollgrad.entrypoints.names.names_of_trl_commands import COMMANDS, NOTHING
 from rollgrad.entrypoints.translation.draft import Draft, TranslatedRun
 from rollgrad.entrypoints.translation.schedules import SCHEDULERS
 from rollgrad.entrypoints.translation.words import Given, options, parse
-from rollgrad.entrypoints.trl.grpo import finish_grpo
+from rollgrad.entrypoints.trl.grpo import count_rollouts, finish_grpo
 
 USAGE = """usage: rollgrad trl [--run] COMMAND --flag value ...
 
@@ -68,6 +68,8 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun:
     finish = FINISH[name]
     finish(draft)
     _evaluation(draft)
+    if name == "grpo":
+        count_rollouts(draft)
     command, run = RUNS[name]
     return TranslatedRun(command, structure_run(run, draft.settings), draft.notes)
 
@@ -107,6 +109,8 @@ def _with_file(flags: Sequence[Given]) -> list[Given]:
 
 def _model(draft: Draft) -> None:
     dtype = "bfloat16" if draft.value("bf16") else "float16" if draft.value("fp16") else draft.value("dtype")
+    if dtype is None and "bf16" in draft.options:
+        dtype = "float32"
     if dtype not in (None, "None"):
         draft.set("actor.dtype", dtype)
     if draft.value("use_peft", False):

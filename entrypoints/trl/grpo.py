@@ -1,5 +1,6 @@
 """Translates what `trl grpo` has of its own: rollouts, rewards, the loss and its normalisation."""
 
+import math
 from collections.abc import Mapping
 
 from rollgrad.domain.errors import ConfigurationError
@@ -20,6 +21,9 @@ SCALES = {"group": "group_norm", "true": "group_norm", "none": "dr_grpo", "false
 
 VERIFIERS = {"accuracy_reward": "math"}
 """Built-in rewards by TRL's name."""
+
+COUNTED = ("train.max_steps", "ckpt.save_steps", "ckpt.state_steps", "eval.steps")
+"""Settings that count rollouts, where TRL counts optimizer steps."""
 
 
 def finish_grpo(draft: Draft, *, dataset: str | None, samples: int) -> None:
@@ -50,20 +54,48 @@ def finish_grpo(draft: Draft, *, dataset: str | None, samples: int) -> None:
         }.items():
             if name in draft.options and draft.value("vllm_mode") != "server":
                 draft.set(setting, draft.value(name))
+        if "vllm_importance_sampling_correction" not in draft.options:
+            draft.changed.append(
+                "samples are not corrected for vLLM's rounding, in TRL by its ratio up to 3 of each reply: set "
+                "algo.correction.level sequence, algo.correction.mode mask, algo.correction.low 0 and "
+                "algo.correction.high 3"
+            )
     else:
         for name in ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"):
             draft.lose(name, "vLLM does not sample without --use_vllm")
 
 
+def count_rollouts(draft: Draft) -> None:
+    """Counts rollouts where TRL counts optimizer steps, and has evaluations sample as TRL's do; the other settings are
+    there already."""
+    data, updates = draft.settings["train"]["batch_size"], draft.value("num_iterations", 1)
+    updates *= math.ceil(draft.settings["rollout"]["batch_size"] * draft.value("num_generations") / data)
+    if updates > 1:
+        for setting in COUNTED:
+            section, key = setting.split(".")
+            count = draft.settings.get(section, {}).get(key, 0)
+            if count > 0:
+                draft.set(setting, math.ceil(count / updates))
+        draft.changed.append(
+            f"a step here is a rollout with its {updates} optimizer steps, which TRL counts: numbers of steps are "
+            f"divided by {updates}"
+        )
+    if draft.settings.get("eval", {}).get("dataset") is not None:
+        draft.set("eval.temperature", draft.value("temperature", 1.0))
+        draft.set("eval.n_samples_per_prompt", draft.value("num_generations_eval", draft.value("num_generations")))
+
+
 def _rollouts(draft: Draft, samples: int) -> None:
-    group, per_step = draft.value("num_generations"), samples // draft.value("gradient_accumulation_steps")
-    steps = draft.value("steps_per_generation", draft.value("gradient_accumulation_steps"))
-    completions = draft.value("generation_batch_size", per_step * steps)
+    group, accumulated = draft.value("num_generations"), draft.value("gradient_accumulation_steps")
+    steps = draft.value("steps_per_generation", accumulated)
+    completions = draft.value("generation_batch_size", samples // accumulated * steps)
     if completions % group:
         raise ConfigurationError(
             f"A rollout has {completions} completions, which are no whole groups of {group}: change "
             "--per_device_train_batch_size, --gradient_accumulation_steps or --num_generations."
         )
+    if samples % completions == 0:  # rollouts between which the weights stay the same are one
+        completions = samples
     draft.set("rollout.batch_size", completions // group)
     draft.set("train.batch_size", min(samples, completions))
 
@@ -96,13 +128,21 @@ def _loss(draft: Draft) -> None:
         raise ConfigurationError(f"--scale_rewards is {scale}, but there are group and none: change --scale_rewards.")
     loss, aggregation = LOSSES[kind]
     if draft.value("importance_sampling_level") == "sequence":
-        loss, aggregation = "gspo", None
+        if loss != "ppo":
+            raise ConfigurationError(
+                f"--importance_sampling_level is sequence, which {loss} has not here: change --loss_type or "
+                "--importance_sampling_level."
+            )
+        loss = "gspo"
     draft.set("algo.advantage.estimator", SCALES[scale])
     draft.set("actor.policy_loss_type", loss)
     if aggregation is not None:
         draft.set("actor.loss_aggregation", aggregation)
     low = draft.value("epsilon")
-    if loss != "sapo":
-        draft.set("actor.eps_clip_low_high", [low, draft.value("epsilon_high", low)])
-    if loss == "cispo":
-        draft.set("actor.eps_clip_low_high", [1.0, draft.value("epsilon_high", low)])
+    high = draft.value("epsilon_high", low)
+    if loss == "cispo":  # TRL bounds the ratio by epsilon_high itself, not by 1 more
+        draft.set("actor.eps_clip_low_high", [1.0, max(0.0, high - 1)])
+        if high < 1:
+            draft.changed.append(f"ratios are bounded by 1, in TRL with cispo by --epsilon_high, which is {high:g}")
+    elif loss != "sapo":
+        draft.set("actor.eps_clip_low_high", [low, high])

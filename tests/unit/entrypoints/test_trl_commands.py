@@ -73,6 +73,7 @@ def test_every_flag_is_honoured_or_the_reason_is_said(command: str) -> None:
     words |= {"PROBABILITIES": ("0.5",)}
     unusual = {
         "dtype": ("float16",),
+        "gradient_checkpointing": ("False",),
         "loss_type": {"dpo": ("ipo",), "kto": ("apo_zero_unpaired",), "sft": ("dft",)}.get(command, ("grpo",)),
         "importance_sampling_level": ("sequence",),
         "scale_rewards": ("none",),
@@ -124,6 +125,8 @@ def test_the_defaults_of_trl_count(command: str, lr: float) -> None:
         "train.batch_size": 8,
         "ckpt.output_dir": "trainer_output",
         "ckpt.save_steps": 500,
+        "actor.dtype": "auto",
+        "actor.gradient_checkpointing": True,
     }
     if command != "grpo":
         expected |= {"train.num_epochs": 3, "data.max_tokens": 1024}
@@ -167,6 +170,16 @@ def test_adapters() -> None:
         },
     )
     assert settings("sft", "--lora_r", "8")["actor.lora.rank"] == 0
+
+
+def test_switches_are_turned_off() -> None:
+    assert not settings("sft", "--no_gradient_checkpointing")["actor.gradient_checkpointing"]
+    assert settings("sft", "--no_bf16")["actor.dtype"] == settings("sft", "--bf16", "False")["actor.dtype"] == "float32"
+    assert not any("unused" in note for note in translated("sft", "--no_remove_unused_columns").notes)
+
+
+def test_rows_of_a_packed_step_are_told() -> None:
+    assert any("--per_device_train_batch_size" in note for note in translated("sft", "--packing").notes)
 
 
 def test_data_and_evaluation() -> None:
@@ -224,6 +237,61 @@ def test_groups(loss: str, ours: str, aggregation: str | None) -> None:
     assert settings("grpo", "--scale_rewards", "none")["algo.advantage.estimator"] == "dr_grpo"
     with pytest.raises(ConfigurationError, match="no whole groups of 3"):
         translated("grpo", "--num_generations", "3")
+
+
+@pytest.mark.parametrize(
+    ("flags", "clips", "noted"),
+    [(("--epsilon_high", "5"), (1.0, 4.0), 0), (("--epsilon_high", "0.5"), (1.0, 0.0), 1), ((), (1.0, 0.0), 1)],
+)
+def test_cispo_bounds_the_ratio_itself(flags: tuple[str, ...], clips: tuple[float, float], noted: int) -> None:
+    """TRL clamps the ratio to epsilon_high, where ours is 1 more than the upper range."""
+    result = translated("grpo", "--loss_type", "cispo", *flags)
+    assert result.run.actor.eps_clip_low_high == clips
+    assert sum("--epsilon_high" in note for note in result.notes) == noted
+
+
+@pytest.mark.parametrize(("loss", "aggregation"), [("grpo", "sequence_mean"), ("dapo", "token_mean")])
+def test_ratios_of_sequences_are_added_up_as_the_loss_says(loss: str, aggregation: str) -> None:
+    found = settings("grpo", "--importance_sampling_level", "sequence", "--loss_type", loss)
+    assert holds(found, {"actor.policy_loss_type": "gspo", "actor.loss_aggregation": aggregation})
+    with pytest.raises(ConfigurationError, match="--importance_sampling_level"):
+        translated("grpo", "--importance_sampling_level", "sequence", "--loss_type", "cispo")
+
+
+def test_steps_are_counted_in_rollouts() -> None:
+    evaluated = ("--eval_strategy", "steps", "--eval_steps", "40", "--temperature", "0.7")
+    flags = ("--num_iterations", "2", "--steps_per_generation", "4", "--max_steps", "100", "--save_steps", "20")
+    found = settings("grpo", *flags, *evaluated)
+    assert holds(
+        found,
+        {
+            "train.max_steps": 13,
+            "ckpt.save_steps": 3,
+            "ckpt.state_steps": 3,
+            "eval.steps": 5,
+            "rollout.batch_size": 4,
+            "train.batch_size": 8,
+            "train.max_epochs": 2,
+            "eval.temperature": 0.7,
+            "eval.n_samples_per_prompt": 8,
+        },
+    )
+    assert any("divided by 8" in note for note in translated("grpo", *flags).notes)
+    assert settings("grpo", "--max_steps", "100")["train.max_steps"] == 100
+
+
+def test_rollouts_of_one_optimizer_step_are_one() -> None:
+    found = settings("grpo", "--gradient_accumulation_steps", "4", "--steps_per_generation", "1", "--max_steps", "9")
+    assert holds(found, {"rollout.batch_size": 4, "train.batch_size": 32, "train.max_steps": 9})
+
+
+def test_the_correction_that_trl_makes_for_vllm_is_named() -> None:
+    def told(*flags: str) -> bool:
+        return any("algo.correction.level" in note for note in translated("grpo", *flags).notes)
+
+    assert told("--use_vllm")
+    assert not told()
+    assert not told("--use_vllm", "--no_vllm_importance_sampling_correction")
 
 
 # The command.
