@@ -26,6 +26,19 @@ Places = tuple[int, int]
 """Places of two labels: of the prompt, and of the completion put behind it."""
 
 
+class PlacedLabels(ExampleSource[Label]):
+    """A caller's own labels, each with its index as its `place`, whatever the caller wrote there."""
+
+    def __init__(self, labels: ExampleSource[Label]) -> None:
+        self._labels = labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> Label:
+        return evolve(self._labels[index], place=index)
+
+
 def rotated(indices: Sequence[int]) -> list[Places]:
     """Returns each index with the one before it; the first has the last before it."""
     return list(zip(indices, [*indices[-1:], *indices[:-1]], strict=True))

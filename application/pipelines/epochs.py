@@ -110,8 +110,8 @@ class Epochs(StepSource[Example], Generic[Example]):
     async def step(self, done: int) -> StepReport[Example]:
         """Takes the optimizer step after `done` ones."""
         started = self._clock.monotonic()
-        examples, cursor = self._next(done)
-        # In a thread, so that signals reach the run while a step is computed.
+        # In threads, so that signals reach the run while rows are read, from a hub perhaps, and a step is computed.
+        examples, cursor = await asyncio.to_thread(self._next, done)
         metrics, cancelled = await uninterrupted(asyncio.to_thread(self._learner.learn, examples))
         self._cursor = cursor
         seconds = self._clock.monotonic() - started

@@ -8,7 +8,7 @@ from attrs import frozen
 from dependency_injector import providers
 
 from rollgrad.adapters.data.examples.preparation import PreparedExamples, PreparedLabels
-from rollgrad.application.learning.unpaired import Places, UnpairedLearner, mismatched_references
+from rollgrad.application.learning.unpaired import PlacedLabels, Places, UnpairedLearner, mismatched_references
 from rollgrad.application.pipelines.epochs import ExampleEvaluation, coming_steps
 from rollgrad.application.settings.kto import KTORun, UnpairedLoss
 from rollgrad.domain.algorithms.losses.unpaired import UnpairedObjective
@@ -41,8 +41,8 @@ class JudgedLabels:
 
 
 def make_labels(examples: PreparedExamples | ExampleSource[Label]) -> ExampleSource[Label]:
-    """Returns the labelled replies of prepared examples; a caller's own are as they are."""
-    return PreparedLabels(examples) if isinstance(examples, PreparedExamples) else examples
+    """Returns the labelled replies of prepared examples, or a caller's own, each with its place."""
+    return PreparedLabels(examples) if isinstance(examples, PreparedExamples) else PlacedLabels(examples)
 
 
 def make_objective(run: KTORun, labels: ExampleSource[Label]) -> UnpairedObjective:

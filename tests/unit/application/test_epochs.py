@@ -4,6 +4,7 @@ split."""
 import asyncio
 import copy
 import math
+import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -27,6 +28,7 @@ from rollgrad.domain.control.signs import LearningSettings
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
+from rollgrad.domain.ports.example_source import ExampleStream
 from rollgrad.domain.ports.models import PolicyObjective
 from rollgrad.testing.checkpoint_store import FakeCheckpointStore
 from rollgrad.testing.clock import FakeClock
@@ -198,6 +200,35 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, stops_
     assert play(second).steps == STEPS
     assert first.trained + second.trained == whole.trained
     assert torch.equal(second.table, whole.table)
+
+
+def test_an_interruption_does_not_wait_for_rows(tmp_path: Path) -> None:
+    """A stream may wait for a hub as long as it likes."""
+
+    class Waiting(ExampleStream[Preference]):
+        def at(self, position: int) -> Preference:
+            loop.call_soon_threadsafe(task.cancel)
+            arrived.wait(5)
+            return EXAMPLES[position]
+
+    trained, arrived = Trained(tmp_path), threading.Event()
+    source = trained.run._steps
+    assert isinstance(source, Epochs)
+    source._examples = Waiting()
+
+    async def interrupted() -> RunOutcome:
+        nonlocal loop, task
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(trained.run.run())
+        try:
+            return await task
+        finally:
+            arrived.set()
+
+    loop: Any = None
+    task: Any = None
+    outcome = asyncio.run(interrupted())
+    assert (outcome.interrupted, outcome.steps) == (True, 0)
+    assert trained.trained == []
 
 
 def test_a_step_that_fails_leaves_the_place_before_it(tmp_path: Path) -> None:

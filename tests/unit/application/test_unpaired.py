@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,6 +22,7 @@ from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.examples import Label, WeightedTokens
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, TokenScores
+from rollgrad.entrypoints.composition.kto import make_labels
 from rollgrad.testing.models import FakeReference
 
 VOCABULARY = 100
@@ -120,6 +122,15 @@ def test_every_loss_and_metric_is_that_of_the_whole_step() -> None:
         ratio = float((policy.of(reply.token_ids_T) - reference.of(reply.token_ids_T))[reply.prompt_length - 1 :].sum())
         wanted += 1 / (1 + math.exp((0.3 if example.desirable else -0.3) * (ratio - z)))
     assert found[0]["loss"] == pytest.approx(wanted / len(examples), abs=1e-5)
+
+
+def test_a_callers_own_labels_need_no_places() -> None:
+    own = make_labels([evolve(each, place=0) for each in LABELS])
+    policy, reference = Frozen(1), Bigrams(2)
+    references = mismatched_references(own, [ORDER], lambda: reference, ScoreFiles(None), key="k", max_tokens=100)
+    its = UnpairedLearner(policy, objective=UnpairedObjective(), references=references, max_tokens=100)
+    found = its.objective_for([own[index] for index in ORDER]).kl
+    assert found == pytest.approx(distance(policy, reference, ORDER), abs=1e-4)
 
 
 def test_completions_follow_the_prompt_after_theirs() -> None:
