@@ -7,6 +7,7 @@ A loop's directory holds `loop.json`, `config.yaml`, `metrics.jsonl`, the report
 (`replies.jsonl`), their rewards (`scored.jsonl`), what is learned from (`examples.jsonl`) and the training (`run`).
 """
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.checkpoints.lock import locked
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.data.datasets.prompt_builder import with_suffix
 from rollgrad.adapters.data.replies import Row, read_rows, rows_text
+from rollgrad.adapters.models.torch.allocator import give_back_freed_memory
 from rollgrad.adapters.tracking.report import write_report
 from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.loop import (
@@ -33,6 +35,7 @@ from rollgrad.application.settings.loop import (
     training_run,
 )
 from rollgrad.application.settings.loop_rules import loop_errors, may_change
+from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.algorithms.selection import Judged, best, best_against_worst, standardised, usable
 from rollgrad.domain.episodes.generation import StopReason
@@ -43,7 +46,7 @@ from rollgrad.entrypoints.description import flat_settings, settings_file
 from rollgrad.entrypoints.generation import generate_chosen, score
 from rollgrad.entrypoints.library import evaluate
 from rollgrad.entrypoints.offline import train_dpo, train_sft
-from rollgrad.entrypoints.run_directory import check_output, write_config
+from rollgrad.entrypoints.run_directory import check_output, has_state, remove_states, write_config
 from rollgrad.entrypoints.training import TrainResult
 
 log = structlog.get_logger(__name__)
@@ -100,7 +103,11 @@ def loop(run: LoopRun, *, reward: RewardSource | Callable[..., Any] | None = Non
         state = _begin(run, output)
         stopped_by = None
         while stopped_by is None and state.iteration <= run.loop.iterations:
-            stopped_by = _stage(run, output, state, reward)
+            try:
+                stopped_by = _stage(run, output, state, reward)
+            finally:  # the next stage's engine, in processes of its own, takes what is free on the GPU
+                gc.collect()
+                give_back_freed_memory()
             if stopped_by is None:
                 _advance(run, output, state)
         model = _model(output, min(state.iteration, run.loop.iterations + 1) - 1)
@@ -168,7 +175,10 @@ def _stage(run: LoopRun, output: Path, state: _State, reward: Any) -> int | None
             )
             result = _train(settings)
             return result.stopped_by if result.interrupted else None
-        case "evaluate" if run.eval.dataset is not None:
+        case "evaluate":
+            remove_states(here / "run")  # several times the model's size, which nothing continues from any more
+            if run.eval.dataset is None:
+                return None
             model = _model(output, number)
             evaluated = sampling_run(run, model=model, trained=model is not None)
             metrics |= evaluate(evaluated, reward=reward)
@@ -301,6 +311,8 @@ def _conditioned(row: Row, told: str, suffix: str | None) -> Row:
 
 
 def _train(settings: Any) -> TrainResult:
+    if not has_state(settings.ckpt):  # what one that was killed before its first state left is no reason to refuse
+        settings = evolve(settings, ckpt=evolve(settings.ckpt, resume=Resume.NEVER, overwrite=True))
     if isinstance(settings, DPORun):
         return train_dpo(settings)
     assert isinstance(settings, SFTRun)

@@ -6,7 +6,7 @@ Importable without torch.
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,11 +115,17 @@ def remove_run(ckpt: CheckpointConfig) -> None:
     """
     found = _found(Path(ckpt.output_dir), (*MODELS, *REPORTS, "*.state.json"))
     with _changing(Path(ckpt.output_dir)):
-        for path in (*found, *state_paths(_state_directory(ckpt))):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        _remove((*found, *state_paths(_state_directory(ckpt))))
+
+
+def remove_states(directory: Path) -> None:
+    """Removes the training states from a directory, if it is there.
+
+    Raises:
+        CheckpointError: one cannot be removed.
+    """
+    with _changing(directory):
+        _remove(state_paths(directory))
 
 
 def keep_steps(log: Path, *, until: int) -> None:
@@ -165,6 +171,14 @@ def write_config(directory: Path, text: str) -> None:
         if target.exists() and not target.read_bytes().startswith(CONFIG_HEADER.encode()):
             target = directory / OTHER_CONFIG_FILE
         replace_file(target, f"{CONFIG_HEADER}\n{text}".encode())
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -58,10 +58,9 @@ def loop_errors(run: LoopRun, *, has_reward: bool = False) -> list[Configuration
 
 def may_change(name: str) -> bool:
     """Returns whether a setting may change between the beginning of a loop and its continuation: how long it goes on,
-    and where and in what portions it is computed."""
-    return name == "loop.iterations" or (
-        may_differ(name) and not name.startswith(("train.num_epochs", "train.max_steps", "reward."))
-    )
+    where and in what portions it is computed, and addresses and time limits of rewards."""
+    fixed = ("train.num_epochs", "train.max_steps", "reward.function_path")
+    return name == "loop.iterations" or (may_differ(name) and name not in fixed)
 
 
 def _own_problems(run: LoopRun) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """`rollgrad loop rs|iter_dpo|csft` as a user runs them, with a real (tiny) model."""
 
+import gc
 import json
 import os
 import re
@@ -16,10 +17,11 @@ from attrs import evolve
 from safetensors.torch import load_file
 
 import rollgrad
+import rollgrad.entrypoints.loop as loops
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.application.settings.dpo import PreferenceAdamConfig, PreferenceModelConfig
 from rollgrad.application.settings.loop import CSFTConfig, CSFTRun, IterDPOConfig, IterDPORun, LoopRun, RSConfig, RSRun
-from rollgrad.application.settings.loop_rules import UNREAD, loop_errors
+from rollgrad.application.settings.loop_rules import UNREAD, loop_errors, may_change
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.data import DataConfig
@@ -282,6 +284,59 @@ def test_an_interrupted_loop_goes_on(make: Any, monkeypatch: pytest.MonkeyPatch)
     steps = [line["step"] for line in rows(second.output_dir / "iteration_1" / "run" / "metrics.jsonl")]
     assert steps == sorted(set(steps))
     assert len(steps) > 1
+
+
+class Killed(BaseException):
+    """Ends a process without a chance to save."""
+
+
+def test_a_training_that_was_killed_before_its_first_state_begins_again(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model is there already, which another run would not replace."""
+    run = make("rs", iterations=1)
+
+    def killed(self: Any, *arguments: Any, **keywords: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalCheckpointStore, "save_training", killed)
+        with pytest.raises(Killed):
+            rollgrad.loop(run)
+    assert (Path(run.ckpt.output_dir) / "iteration_1" / "run" / "model").is_dir()
+    assert rollgrad.loop(run).model is not None
+
+
+def test_a_stage_leaves_no_model_in_memory_and_no_training_state(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine takes what is free on a GPU when it starts; and states of all iterations would fill the disk."""
+    freed: list[int] = []
+
+    def models() -> int:
+        return sum(type(item).__name__ == "LlamaForCausalLM" for item in gc.get_objects())
+
+    def count() -> None:
+        freed.append(models())
+
+    before = models()
+    monkeypatch.setattr(loops, "give_back_freed_memory", count)
+    result = rollgrad.loop(make("rs", iterations=1))
+    assert freed == [before] * 6
+    assert [path.name for path in result.output_dir.glob("iteration_1/run/training_state*")] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "may"),
+    [
+        ("loop.iterations", True),
+        ("reward.timeout", True),
+        ("reward.remote_url", True),
+        ("reward.function_path", False),
+        ("train.num_epochs", False),
+        ("train.seed", False),
+    ],
+)
+def test_what_ends_a_loop_can_be_mended(name: str, may: bool) -> None:
+    assert may_change(name) is may
 
 
 def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
