@@ -3,7 +3,8 @@
 import hashlib
 import itertools
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -167,48 +168,71 @@ def score(
         raise ConfigurationError(f"--out is {str(out)!r}, which is the file that is read: choose another --out.")
     config = evolve(config, algo=AlgoConfig())  # its teachers give no rewards
     raise_together(scoring_errors(config, has_reward=reward is not None))
-    rows = read_rows(source, flag="--input")
-    if not rows:
-        raise DataError(f"{source} has no rows: check --input.")
+    keys, models = _surveyed(source)
     if not config.actor.model_name_or_path:
-        config = evolve(config, actor=evolve(config.actor, model_name_or_path=_model(rows)))
+        config = evolve(config, actor=evolve(config.actor, model_name_or_path=_only(models)))
     container = container_with(config, reward, None, adapters, "score")
     try:
         with row_log(out, _judged_by(config, source), flag="--out") as file:
-            missing = [row for row in rows if (row["row"], row["sample"]) not in file.done]
-            if missing:
+            count = len(keys - file.done)
+            if count:
+                missing = (row for row in read_rows(source, flag="--input") if _key(row) not in file.done)
                 judged = _judged(container, missing, at_once=config.rollout.max_concurrent)
-                run_to_end(closing(_write(judged, file, "Scoring", len(rows), len(missing)), container))
-            return Replies(path=out, rows=len(file.done), made=len(missing))
+                run_to_end(closing(_write(judged, file, "Scoring", len(keys), count), container))
+            return Replies(path=out, rows=len(file.done), made=count)
     finally:
         shut_down(container)
 
 
-async def _judged(container: RLContainer, rows: Sequence[Row], *, at_once: int) -> AsyncIterator[list[Row]]:
-    left = iter(rows)
-    async with aclosing(scores(container.reward(), _requests(container, rows), at_once=at_once)) as rewards:  # type: ignore[type-var]
+def _surveyed(source: Path) -> tuple[set[tuple[int, int]], set[str]]:
+    """Returns row and sample of all replies of a file, which are not kept in memory, and the models whose tokens they
+    have.
+
+    Raises:
+        DataError: a line is no reply, or there is none.
+    """
+    keys: set[tuple[int, int]] = set()
+    models: set[str] = set()
+    for row in read_rows(source, flag="--input"):
+        keys.add(_key(row))
+        if row.get("tokens"):
+            models.add(row.get("model", ""))
+    if not keys:
+        raise DataError(f"{source} has no rows: check --input.")
+    return keys, models
+
+
+def _key(row: Row) -> tuple[int, int]:
+    return row["row"], row["sample"]
+
+
+async def _judged(container: RLContainer, rows: Iterable[Row], *, at_once: int) -> AsyncIterator[list[Row]]:
+    asked: deque[Row] = deque()
+
+    def requests() -> Iterator[RewardRequest]:
+        for row in rows:
+            asked.append(row)
+            yield _request(container, row)
+
+    async with aclosing(scores(container.reward(), requests(), at_once=at_once)) as rewards:  # type: ignore[type-var]
         async for ready in rewards:
-            yield [
-                _with_reward(row, reward) for row, reward in zip(itertools.islice(left, len(ready)), ready, strict=True)
-            ]
+            yield [_with_reward(asked.popleft(), reward) for reward in ready]
 
 
-def _requests(container: RLContainer, rows: Sequence[Row]) -> Iterator[RewardRequest]:
-    for row in rows:
-        prompt = row_prompt(row)
-        stop = StopReason(row.get("stop_reason", StopReason.STOP))
-        if not (prompt.token_ids and row.get("tokens")):
-            yield RewardRequest(prompt=prompt, response=row["completion"], stop_reason=stop)
-            continue
-        yield judge_request(
-            container.codec(),
-            prompt,
-            (*prompt.token_ids, *row["tokens"]),
-            opening=len(prompt.token_ids),
-            response=row["completion"],
-            stop_reason=stop,
-            step=0,
-        )
+def _request(container: RLContainer, row: Row) -> RewardRequest:
+    prompt = row_prompt(row)
+    stop = StopReason(row.get("stop_reason", StopReason.STOP))
+    if not (prompt.token_ids and row.get("tokens")):
+        return RewardRequest(prompt=prompt, response=row["completion"], stop_reason=stop)
+    return judge_request(
+        container.codec(),
+        prompt,
+        (*prompt.token_ids, *row["tokens"]),
+        opening=len(prompt.token_ids),
+        response=row["completion"],
+        stop_reason=stop,
+        step=0,
+    )
 
 
 def _with_reward(row: Row, reward: Reward | None) -> Row:
@@ -287,13 +311,12 @@ def _judged_by(config: RLConfig, source: Path) -> Mapping[str, Any]:
     }
 
 
-def _model(rows: Sequence[Row]) -> str:
-    """Returns the model whose replies these are; an empty text if no row has tokens.
+def _only(models: set[str]) -> str:
+    """Returns the model whose replies are judged; an empty text if none has tokens.
 
     Raises:
         ConfigurationError: there are several.
     """
-    models = {str(row.get("model", "")) for row in rows if row.get("tokens")}
     if len(models) > 1:
         raise ConfigurationError(
             f"The replies are of {', '.join(sorted(models))}: name the one whose tokenizer reads them all with "

@@ -9,8 +9,9 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import structlog
 
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.checkpoints.lock import locked
+from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.replies import Reply
 from rollgrad.domain.errors import CheckpointError, DataError
@@ -35,6 +37,24 @@ PIECE = 2**20
 """Bytes written at once, which every system takes whole while there is room."""
 LONGEST_SHOWN = 60
 """Characters of a value in a message."""
+
+
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
+OPTIONAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "row": ("a number", lambda value: isinstance(value, int)),
+    "sample": ("a number", lambda value: isinstance(value, int)),
+    "messages": ("a list of messages", partial(_are, dict)),
+    "prompt_tokens": ("a list of token ids", partial(_are, int)),
+    "tokens": ("a list of token ids", partial(_are, int)),
+    "stop_reason": (f"one of {', '.join(StopReason)}", lambda value: value in list(StopReason)),
+    "model": ("a name", lambda value: isinstance(value, str)),
+    "datasource": ("a name", lambda value: isinstance(value, str)),
+    "metadata": ("an object", lambda value: isinstance(value, dict)),
+}
+"""Parts of a row that one of other origin may lack, what each is, and whether a value is that."""
 
 
 def reply_row(reply: Reply, *, model: str, logprobs: bool) -> Row:
@@ -96,14 +116,14 @@ def read_description(path: Path) -> dict[str, Any] | None:
     return description
 
 
-def read_rows(path: Path, *, flag: str) -> list[Row]:
-    """Returns the rows of a file of replies, each with its `row` and `sample`: by default, the number of its line and
-    0. An incomplete last line, which a killed process left or another is writing, is left out.
+def read_rows(path: Path, *, flag: str) -> Iterator[Row]:
+    """Yields the rows of a file of replies, each with its `row` and `sample`: by default, the number of its line and
+    0. Null stands for a value that is not there. An incomplete last line, which a killed process left or another is
+    writing, is left out.
 
     Raises:
         DataError: the file cannot be read, or a line is no reply; the first such line is named.
     """
-    rows: list[Row] = []
     seen: set[Key] = set()
     try:
         with path.open("rb") as file:
@@ -112,23 +132,33 @@ def read_rows(path: Path, *, flag: str) -> list[Row]:
                     break
                 if not line.strip():
                     continue
-                row = _parsed(line, f"Line {number} of {path}")
-                row = {"row": number - 1, "sample": 0, **row}
-                for name in ("prompt", "completion"):
-                    if not isinstance(row.get(name), str):
-                        raise DataError(
-                            f"Line {number} of {path} has no text {name!r}: {flag} takes rows with prompt and "
-                            "completion, as `rollgrad generate` writes them."
-                        )
-                if (key := _key(row, f"Line {number} of {path}")) in seen:
-                    raise DataError(
-                        f"Line {number} of {path} is again sample {key[1]} of row {key[0]}: remove one of them."
-                    )
+                where = f"Line {number} of {path}"
+                row = _reply(_parsed(line, where), number - 1, where, flag)
+                if (key := _key(row, where)) in seen:
+                    raise DataError(f"{where} is again sample {key[1]} of row {key[0]}: remove one of them.")
                 seen.add(key)
-                rows.append(row)
+                yield row
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}): check {flag}.") from error
-    return rows
+
+
+def _reply(row: Row, number: int, where: str, flag: str) -> Row:
+    """Returns a row, by default of this number.
+
+    Raises:
+        DataError: it is no reply.
+    """
+    row = {name: value for name, value in row.items() if value is not None or name not in OPTIONAL}
+    for name in ("prompt", "completion"):
+        if not isinstance(row.get(name), str):
+            raise DataError(
+                f"{where} has no text {name!r}: {flag} takes rows with prompt and completion, as `rollgrad generate` "
+                "writes them."
+            )
+    for name, (kind, holds) in OPTIONAL.items():
+        if name in row and not holds(row[name]):
+            raise DataError(f"{where} has the {name} {_shown(row[name])}, which is not {kind}: leave it out.")
+    return {"row": number, "sample": 0, **row}
 
 
 class RowLog:
@@ -230,7 +260,7 @@ def _check_same(path: Path, description: Mapping[str, Any], flag: str) -> None:
     if differ:
         raise CheckpointError(
             f"{path} holds rows of other settings, which differ in {', '.join(differ)}: set them back to continue it, "
-            f"or choose another {flag}."
+            f"remove it, or choose another {flag}."
         )
 
 

@@ -3,19 +3,21 @@
 import io
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rollgrad
-from rollgrad.adapters.data.replies import RowLog
+from rollgrad.adapters.data.replies import RowLog, read_rows
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig, DType
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError, EngineError
+from rollgrad.entrypoints import generation
 from rollgrad.entrypoints.cli.main import main
 from tests.fakes.model_server import ModelServer
 
@@ -270,6 +272,41 @@ def test_foreign_replies_are_judged(tmp_path: Path) -> None:
     assert [row["reward"] for row in rows(out)] == [7, 1]
 
 
+def test_null_stands_for_what_is_not_there(tmp_path: Path) -> None:
+    """pandas writes it where other rows have a value."""
+    source, out = tmp_path / "mine.jsonl", tmp_path / "scored.jsonl"
+    absent = ("row", "sample", "messages", "prompt_tokens", "tokens", "stop_reason", "model", "datasource", "metadata")
+    source.write_text(json.dumps({"prompt": "a", "completion": "b", "label": None, **dict.fromkeys(absent)}) + "\n")
+    rollgrad.score(RLConfig(), source, out, reward=lambda completions: [1.0])
+    assert rows(out) == [
+        {"row": 0, "sample": 0, "prompt": "a", "completion": "b", "label": None}
+        | {"reward": 1.0, "scores": 1.0, "metrics": {}}
+    ]
+
+
+def test_a_large_file_is_judged_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more of it is in memory than is judged at once."""
+    source, count, at_once = tmp_path / "large.jsonl", 20, 2
+    source.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    source.write_text(source.read_text() * count)
+    read: list[int] = []
+    when_judged: list[int] = []
+
+    def counted(*arguments: Any, **keywords: Any) -> Iterator[Any]:
+        for row in read_rows(*arguments, **keywords):
+            read.append(row["row"])
+            yield row
+
+    def reward(completions: list[str]) -> list[float]:
+        when_judged.append(len(read))
+        return [1.0] * len(completions)
+
+    monkeypatch.setattr(generation, "read_rows", counted)
+    config = RLConfig(rollout=RolloutConfig(max_concurrent=at_once))
+    assert rollgrad.score(config, source, tmp_path / "scored.jsonl", reward=reward).made == count
+    assert when_judged[0] <= count + at_once  # all were looked at before, and none was kept
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -278,6 +315,10 @@ def test_foreign_replies_are_judged(tmp_path: Path) -> None:
         ('{"prompt": "a", "completion": "b"}\n{"pro\n', r"Line 2 of .* is no JSON"),
         ('{"prompt": "a", "completion": "b", "row": 1, "sample": 0}\n' * 2, r"Line 2 of .* again sample 0 of row 1"),
         ("", "has no rows"),
+        ('{"prompt": "a", "completion": "b", "stop_reason": "eos"}\n', r"the stop_reason \"eos\", which is not one of"),
+        ('{"prompt": "a", "completion": "b", "prompt_tokens": "ab"}\n', r"which is not a list of token ids"),
+        ('{"prompt": "a", "completion": "b", "messages": ["hi"]}\n', r"which is not a list of messages"),
+        ('{"prompt": "a", "completion": "b", "row": "x"}\n', r"the row \"x\", which is not a number"),
     ],
 )
 def test_a_wrong_line_is_named(text: str, sentence: str, tmp_path: Path) -> None:
