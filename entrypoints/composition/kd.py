@@ -18,6 +18,7 @@ from rollgrad.adapters.models.torch.loading import (
 )
 from rollgrad.adapters.models.torch.models import TorchTeacher
 from rollgrad.application.learning.examples import together
+from rollgrad.application.learning.microbatch import split
 from rollgrad.application.learning.teacher import with_teacher
 from rollgrad.application.settings.kd import DistillationConfig, KDRun
 from rollgrad.domain.algorithms.losses.distillation import DistillationObjective
@@ -28,7 +29,7 @@ from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.entrypoints.composition.examples import make_total_steps, reference_directory
 from rollgrad.entrypoints.composition.models import make_actor_model
-from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles, tokens_per_pass
+from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles, shares_of_pass, tokens_per_pass
 from rollgrad.entrypoints.composition.reference import START_TOLERANCE, reference_key
 from rollgrad.entrypoints.run_directory import continues
 
@@ -97,10 +98,11 @@ def make_taught(
         return examples
     data = examples.fingerprint if isinstance(examples, PreparedExamples) else None
     its = model_fingerprint(run.teacher.model_name_or_path, whole=True)
-    key = reference_key(run, its, data, teacher=run.kd.top_k, temperature=run.kd.temperature)
+    size = load_vocabulary_size(run.actor.model_name_or_path)
+    key = reference_key(run, its, data, teacher=run.kd.top_k, temperature=run.kd.temperature, vocabulary=size)
     return with_teacher(
         examples,
-        lambda: TorchTeacher(make_teacher(run, tokenizer), load_vocabulary_size(run.actor.model_name_or_path)),
+        lambda: TorchTeacher(make_teacher(run, tokenizer), size),
         ScoreFiles(None if key is None else reference_directory(run.data)),
         key=str(key),
         max_tokens=tokens_per_pass(run),
@@ -125,7 +127,8 @@ def checked(
     if not itself or continues(run.ckpt):
         return examples
     batch = pack_demonstrations([examples[index] for index in range(min(CHECKED, len(examples)))])
-    found = together([DistillationObjective()(policy().score(batch), batch).metrics])["divergence"]
+    parts = split(batch, tokens_per_pass(run), shares_of_pass(run))
+    found = together([DistillationObjective()(policy().score(part), part).metrics for part in parts])["divergence"]
     tolerance = START_TOLERANCE[resolve_dtype(run.actor.dtype, default_device())]
     if not abs(found) <= tolerance:
         raise ConfigurationError(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import rollgrad
 from rollgrad.adapters.models.torch.distillation import Teacher
-from rollgrad.adapters.models.torch.models import TorchTeacher
+from rollgrad.adapters.models.torch.models import TorchPolicy, TorchTeacher
 from rollgrad.application.settings.kd import (
     DistillationConfig,
     KDRun,
@@ -31,6 +31,7 @@ from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.domain.ports.models import Predictions
 from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.composition import kd
 from tests.e2e.test_dpo import ROOT, Stopping, logged, weights
 
 ROWS, BATCH, STEPS = 12, 4, 6
@@ -122,7 +123,17 @@ def test_a_model_that_is_its_own_teacher_begins_with_no_divergence(
 ) -> None:
     run = settings(tiny_model_dir, tiny_model_dir, examples, tmp_path / "run")
     run.actor.lora, run.train.max_steps, run.train.num_epochs = LoraConfig(rank=4), 1, 1
+    run.train.max_tokens_per_micro_batch = budget = 60
+    score, sizes = TorchPolicy.score, list[int]()
+
+    def counted(self: TorchPolicy, batch: PackedBatch) -> Any:
+        sizes.append(batch.token_count)
+        return score(self, batch)
+
+    monkeypatch.setattr(TorchPolicy, "score", counted)
     rollgrad.train_kd(run)
+    assert sizes
+    assert max(sizes) <= budget < sum(sizes)
     (first,) = [row for row in logged(tmp_path / "run") if "train/loss" in row]
     assert first["train/divergence"] == pytest.approx(0, abs=1e-6)
     made = Teacher.__init__
@@ -193,7 +204,12 @@ def divergences(output: Path) -> list[float]:
 
 
 def test_kept_predictions_of_the_whole_vocabulary_are_the_teacher(
-    tiny_model_dir: Path, teacher: Path, examples: Path, tmp_path: Path, predicted: list[int]
+    tiny_model_dir: Path,
+    teacher: Path,
+    examples: Path,
+    tmp_path: Path,
+    predicted: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     live = settings(tiny_model_dir, teacher, examples, tmp_path / "live", temperature=2.0, beta=0.3)
     rollgrad.train_kd(live)
@@ -210,6 +226,12 @@ def test_kept_predictions_of_the_whole_vocabulary_are_the_teacher(
     rollgrad.train_kd(few)
     assert len(predicted) == 2, "other settings, other predictions"
     assert divergences(tmp_path / "few_kept") == pytest.approx(divergences(tmp_path / "few"), rel=5e-3, abs=1e-4)
+    few.ckpt.overwrite, few.train.max_steps, few.train.num_epochs = True, 1, 1
+    rollgrad.train_kd(few)
+    assert len(predicted) == 2, "kept"
+    monkeypatch.setattr(kd, "load_vocabulary_size", lambda name: size - 1)
+    rollgrad.train_kd(few)
+    assert len(predicted) == 3, "kept ids may lie beyond a smaller vocabulary"
 
 
 @pytest.mark.parametrize("cache", ["kept", "lost"])

@@ -91,11 +91,11 @@ class PreparedExamples:
 
     def length(self, index: int) -> int:
         """Returns the number of tokens of an example, all branches together."""
-        first = int(self._firsts[index])
-        return int(self.lengths[first : first + int(self.branch_counts[index])].sum())
+        return int(self._totals[index])
 
     _firsts: Any = field(init=False, repr=False)
     _starts: Any = field(init=False, repr=False)
+    _totals: Any = field(init=False, repr=False)
 
     @_firsts.default
     def _first_branches(self) -> Any:
@@ -104,6 +104,10 @@ class PreparedExamples:
     @_starts.default
     def _first_tokens(self) -> Any:
         return numpy.cumsum(self.lengths) - self.lengths
+
+    @_totals.default
+    def _tokens_of_examples(self) -> Any:
+        return numpy.add.reduceat(numpy.asarray(self.lengths), self._firsts) if len(self) else self.lengths
 
 
 @frozen(eq=False)

@@ -60,6 +60,7 @@ MODELS = (
     "critic.model_name_or_path",
     "ref.model_name_or_path",
     "reward.model_name_or_path",
+    "teacher.model_name_or_path",
 )
 DATA = "data.prompt_dataset"
 EXAMPLES = "data.dataset"

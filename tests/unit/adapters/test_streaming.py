@@ -53,6 +53,7 @@ def tokens(examples: StreamedExamples, start: int, stop: int) -> list[tuple[int,
 def test_every_row_comes_once_a_pass_as_if_it_had_been_prepared(data: Path, tiny_tokenizer: Any) -> None:
     mixture = open_sources(str(data), split="train", probs=None, seed=0, max_samples=None, settings=ReadingSettings())
     prepared = prepare_examples(mixture, tiny_tokenizer, PreparationSettings(), cache_dir=None)
+    assert [prepared.length(index) for index in range(ROWS)] == [len(prepared[index]) for index in range(ROWS)]
     everything = Counter(tuple(prepared[index].branches[0].token_ids_T.tolist()) for index in range(ROWS))
     examples = streamed(data, tiny_tokenizer)
     first, second = tokens(examples, 0, ROWS), tokens(examples, ROWS, 2 * ROWS)

@@ -27,7 +27,7 @@ def description(**settings: Any) -> dict[str, Any]:
 
 
 def refused(begun: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return list(refusals(begun, now, DEFAULTS))
+    return list(refusals(begun, now, now["settings"] | DEFAULTS))
 
 
 @pytest.mark.parametrize("name", NAMES)
