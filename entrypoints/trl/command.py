@@ -219,6 +219,10 @@ def _rows(draft: Draft, *, cut: bool) -> None:
         draft.set("data.split", draft.value("dataset_train_split"))
     if cut:
         draft.set("data.overlong", "cut")
+    if "chat_template_path" in draft.options:
+        draft.change("chat_template_path", "renders prompts and completions that are texts too, in TRL messages alone")
+    else:
+        draft.set("data.apply_chat_template", False)  # to texts, as in TRL; messages are always rendered
 
 
 def _finish_sft(draft: Draft) -> None:

@@ -41,6 +41,10 @@ def finish_grpo(draft: Draft, *, dataset: str | None, samples: int) -> None:
         draft.set("data.prompt_dataset", dataset)
     if "dataset_train_split" in draft.options:
         draft.set("data.prompt_split", draft.value("dataset_train_split"))
+    draft.changed.append(
+        "prompts that are texts are rendered with the chat template, in TRL messages alone: set "
+        "data.apply_chat_template False for texts"
+    )
     draft.lose("dataset_num_proc", "prompts are read in the process itself")
     _rollouts(draft, samples)
     _rewards(draft)

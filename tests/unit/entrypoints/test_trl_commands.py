@@ -195,6 +195,15 @@ def test_data_and_evaluation() -> None:
     assert (settings("sft")["data.overlong"], settings("reward")["data.overlong"]) == ("cut", "drop")
 
 
+@pytest.mark.parametrize("command", ["sft", "dpo", "kto", "reward"])
+def test_the_chat_template_is_for_messages(command: str) -> None:
+    assert not settings(command)["data.apply_chat_template"]
+    if command in ("sft", "reward"):
+        result = translated(command, "--chat_template_path", "{{ messages }}")
+        assert result.run.data.apply_chat_template
+        assert any("--chat_template_path" in note for note in result.notes)
+
+
 def test_losses() -> None:
     mixed = settings("dpo", "--loss_type", "sigmoid", "bco_pair", "sft", "--loss_weights", "0.8", "0.2", "1.0")
     assert holds(mixed, {"dpo.loss": ("sigmoid", "bco_pair", "sft"), "dpo.loss_weights": (0.8, 0.2, 1.0)})
@@ -285,12 +294,13 @@ def test_rollouts_of_one_optimizer_step_are_one() -> None:
     assert holds(found, {"rollout.batch_size": 4, "train.batch_size": 32, "train.max_steps": 9})
 
 
-def test_the_correction_that_trl_makes_for_vllm_is_named() -> None:
+def test_what_else_trl_does_is_named() -> None:
     def told(*flags: str) -> bool:
         return any("algo.correction.level" in note for note in translated("grpo", *flags).notes)
 
     assert told("--use_vllm")
     assert not told()
+    assert any("data.apply_chat_template False" in note for note in translated("grpo").notes)
     assert not told("--use_vllm", "--no_vllm_importance_sampling_correction")
 
 
