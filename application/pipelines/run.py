@@ -329,7 +329,7 @@ class Run(Generic[Sample]):
             metrics = await self._evaluation.run(self._done)
             self._sink.log(self._done, metrics)
             best = self._best.after(self._done, metrics)
-            if best is not self._best:
+            if (best.step, best.value) != (self._best.step, self._best.value):
                 self._save(BEST_MODEL)
             self._evaluated, self._best = (self._done, metrics), best
         return self._evaluated[1]

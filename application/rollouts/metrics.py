@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.domain.episodes.trajectory import Trajectory
@@ -43,7 +44,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
     }
     rewards = [sum(t.reward for t in sample) for sample in samples]
     if min(rewards) < max(rewards) and min(lengths) < max(lengths):
-        metrics["rollout/reward_length_correlation"] = statistics.correlation(rewards, [float(n) for n in lengths])
+        with suppress(ArithmeticError, statistics.StatisticsError):  # squares of differences are too small or large
+            metrics["rollout/reward_length_correlation"] = statistics.correlation(rewards, [float(n) for n in lengths])
     for name, passed in (("passed", True), ("failed", False)):
         pairs = zip(samples, lengths, strict=True)
         chosen = [length for sample, length in pairs if (sample[0].score >= pass_threshold) is passed]

@@ -8,30 +8,34 @@ from attrs import evolve, frozen
 
 from rollgrad.domain.errors import ConfigurationError
 
-LOWER_IS_BETTER = ("loss", "nll", "divergence", "kl")
+LOWER_IS_BETTER = ("loss", "nll", "divergence", "kl", "failed", "truncated_share")
 """Ends of the names of metrics whose lowest value is the best; of all others it is the highest."""
 
 
 @frozen
 class BestModel:
     """The best value of `metric` so far, and its `step`; no value before the first. Without a metric there is no best
-    one."""
+    one. `known`: an evaluation had the metric."""
 
     metric: str | None = None
     step: int = 0
     value: float | None = None
+    known: bool = False
 
     def continued(self, state: Mapping[str, Any]) -> "BestModel":
         """Returns the best one that a run had before; of another metric nothing is known."""
-        return BestModel(**state) if state.get("metric") == self.metric else self
+        if state.get("metric") != self.metric:
+            return self
+        return BestModel(self.metric, int(state["step"]), state["value"], known=True)
 
     def after(self, step: int, metrics: Mapping[str, float]) -> "BestModel":
-        """Returns the best one after the evaluation of `step`. The model that training begins with is not compared.
+        """Returns the best one after the evaluation of `step`. The model that training begins with is not compared,
+        nor one whose evaluation lacks the metric: `eval/mean@4` is not there where one of four samples failed.
 
         Raises:
-            ConfigurationError: the evaluation has no such metric.
+            ConfigurationError: neither this evaluation nor one before it has such a metric.
         """
-        if self.metric is None:
+        if self.metric is None or (self.known and self.metric not in metrics):
             return self
         if self.metric not in metrics:
             raise ConfigurationError(
@@ -40,7 +44,7 @@ class BestModel:
             )
         value = float(metrics[self.metric])
         if not step or math.isnan(value):
-            return self
+            return evolve(self, known=True)
         sign = -1 if self.metric.endswith(LOWER_IS_BETTER) else 1
         better = self.value is None or sign * value > sign * self.value
-        return evolve(self, step=step, value=value) if better else self
+        return evolve(self, step=step, value=value, known=True) if better else evolve(self, known=True)

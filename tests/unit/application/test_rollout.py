@@ -191,7 +191,9 @@ def test_replies_are_compared_with_others_of_their_group_and_rewards_with_length
     )
     assert metrics["rollout/duplicate_share"] == pytest.approx(0.4)
     assert metrics["rollout/reward_length_correlation"] == pytest.approx(1.0)
-    assert "rollout/reward_length_correlation" not in rollout_metrics([group(0, (2, 0.0), (4, 0.0))], 0.5)
+    for rewards in ((0.0, 0.0), (1e-170, 2e-170)):  # the second have no squares
+        alike = [group(0, *zip((2, 4), rewards, strict=True))]
+        assert "rollout/reward_length_correlation" not in rollout_metrics(alike, 0.5)
 
 
 def test_the_branches_of_a_sample_count_once() -> None:

@@ -1,0 +1,29 @@
+"""The evaluation with the best value."""
+
+import math
+
+import pytest
+
+from rollgrad.domain.control.best_model import BestModel
+from rollgrad.domain.errors import ConfigurationError
+
+
+def test_the_highest_value_is_the_best_and_of_losses_the_lowest() -> None:
+    for metric, values in (("eval/pass@1", (0.1, 0.3, 0.2)), ("eval/failed", (3.0, 1.0, 2.0))):
+        best = BestModel(metric)
+        for step, value in enumerate((0.0, *values)):
+            best = best.after(step, {metric: value})
+        assert (best.step, best.value) == (2, values[1])
+
+
+def test_an_evaluation_without_the_metric_is_not_compared_once_one_had_it() -> None:
+    """Where a sample failed, eval/mean@4 is eval/mean@3: no reason to end a run."""
+    metric = "eval/mean@4"
+    best = BestModel(metric).after(0, {metric: 0.5}).after(10, {"eval/mean@3": 0.9})
+    assert best.step == 0
+    best = best.after(20, {metric: math.nan}).after(30, {metric: 0.25})
+    assert (best.step, best.value) == (30, 0.25)
+    continued = BestModel(metric).continued({"metric": metric, "step": 0, "value": None})
+    assert continued.after(40, {"eval/mean@3": 0.9}).step == 0
+    with pytest.raises(ConfigurationError, match=r"eval/mean@4, but evaluations give eval/mean@3"):
+        BestModel(metric).after(0, {"eval/mean@3": 0.9})
