@@ -1,7 +1,8 @@
 """Rollouts of a run, token by token: a Parquet file for each update and each evaluation, in `trajectories/`.
 
-Invariants: a file appears whole, under its name, or not at all; together the files are no larger than the limit, but
-for the newest one. Does not own: the columns (`trajectory_table`), nor reading (`trajectory_files`).
+Invariants: a file appears whole, under its name, or not at all; together the files are no larger than the limit, or
+than those that were there when the run went on, but for the newest one. Does not own: the columns (`trajectory_table`),
+nor reading (`trajectory_files`).
 """
 
 import copy
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from rollgrad.adapters.checkpoints.files import replace_file
-from rollgrad.adapters.tracking.trajectory_files import PREFIXES, trajectory_files
+from rollgrad.adapters.tracking.trajectory_files import PREFIXES, step_of, trajectory_files
 from rollgrad.adapters.tracking.trajectory_table import Spans, TokenText, trajectory_table
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.rollouts.trajectory_log import TrajectoryLog
@@ -38,9 +39,10 @@ class ParquetTrajectories(TrajectoryLog):
 
     Args:
         directory: where the files are; it is made with the first one.
-        codec: has the text of tokens; a copy of it is used, because a tokenizer serves one thread at a time.
+        codec: has the text of tokens; a copy of it is made at once, before others use it, because a tokenizer serves
+            one thread at a time.
         max_gib: size of all files above which the oldest are removed, those of updates before those of evaluations; 0
-            writes none.
+            writes none. If those of an earlier process have more, they may keep it: only new ones displace them.
         secrets: returns the parts (start, stop) of a text that are never written.
     """
 
@@ -53,7 +55,6 @@ class ParquetTrajectories(TrajectoryLog):
         secrets: Spans = lambda text: (),
     ) -> None:
         self._directory = directory
-        self._shared_codec = codec
         self._limit = max_gib * BYTES_PER_GIB
         self._secrets = secrets
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectories")
@@ -61,6 +62,13 @@ class ParquetTrajectories(TrajectoryLog):
         self._sizes: dict[Path, int] | None = None  # of all files; None before the first one is written
         self._failed = 0
         self._thinned = False
+        self._codec = codec
+        if self._limit:
+            try:
+                self._codec = copy.deepcopy(codec)
+            except Exception as error:  # a user's own: training goes on without the files
+                log.warning("no trajectories are kept: the codec cannot be copied", error=str(error))
+                self._limit = 0.0
 
     def update(self, step: int, groups: Sequence[RolloutGroup], batch: RolloutBatch) -> None:
         """Begins to write `step-N.parquet`."""
@@ -87,13 +95,8 @@ class ParquetTrajectories(TrajectoryLog):
             return
         path = self._directory / f"{PREFIXES[kind]}{step:06d}.parquet"
         with self._surviving(path):
-            codec = self._codec  # copied here: no other thread uses it meanwhile
             self.flush()
-            self._writing = self._writer.submit(self._write, path, codec, kind, step, tuple(groups), batch)
-
-    @cached_property
-    def _codec(self) -> ChatCodec:
-        return copy.deepcopy(self._shared_codec)
+            self._writing = self._writer.submit(self._write, path, kind, step, tuple(groups), batch)
 
     @cached_property
     def _text(self) -> TokenText:
@@ -102,7 +105,6 @@ class ParquetTrajectories(TrajectoryLog):
     def _write(
         self,
         path: Path,
-        codec: ChatCodec,
         kind: str,
         step: int,
         groups: Sequence[RolloutGroup],
@@ -113,12 +115,13 @@ class ParquetTrajectories(TrajectoryLog):
                 played = [trajectory for group in groups for trajectory in group.trajectories]
                 batch = pack(played) if played else None
             table = trajectory_table(
-                kind, step, groups, batch, text=self._text, plain=codec.decode, secrets=self._secrets
+                kind, step, groups, batch, text=self._text, plain=self._codec.decode, secrets=self._secrets
             )
             content = _parquet(table)
             if self._sizes is None:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 self._sizes = {file: file.stat().st_size for file in trajectory_files(self._directory.parent)}
+                self._limit = max(self._limit, sum(self._sizes.values()))
             replace_file(path, content)
             self._sizes[path] = len(content)
             self._thin(path)
@@ -147,7 +150,7 @@ class ParquetTrajectories(TrajectoryLog):
                 directory=str(self._directory),
             )
             self._thinned = True
-        for path in sorted(self._sizes, key=lambda path: (path.name.startswith(PREFIXES["evaluation"]), path.name)):
+        for path in sorted(self._sizes, key=lambda path: (path.name.startswith(PREFIXES["evaluation"]), step_of(path))):
             if excess <= 0:
                 return
             if path != newest:

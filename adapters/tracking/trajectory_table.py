@@ -110,13 +110,17 @@ class TokenText:
         beginnings = numpy.flatnonzero(partial_N & ~before_N)
         empty = len(texts)
         texts.append("")
+        known: dict[tuple[int, ...], int] = {}
         for start in beginnings.tolist():
             stop = start + 1
             while stop < len(tokens_N) and partial_N[stop] and before_N[stop]:
                 stop += 1
-            index_N[start] = len(texts)
             index_N[start + 1 : stop] = empty
-            texts.append(self.decode(tokens_N[start:stop].tolist()))
+            together = tuple(tokens_N[start:stop].tolist())
+            if together not in known:  # a script whose characters are of several tokens repeats them, too
+                known[together] = len(texts)
+                texts.append(self.decode(together))
+            index_N[start] = known[together]
         return index_N.astype(numpy.int32), texts
 
 

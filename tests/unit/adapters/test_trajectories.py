@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import structlog
 import torch
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from rollgrad.adapters.tracking.trajectories import BYTES_PER_GIB, ParquetTrajectories
-from rollgrad.adapters.tracking.trajectory_files import read_trajectories, rows, trajectory_files
+from rollgrad.adapters.tracking.trajectory_files import read_trajectories, rows, step_of, trajectory_files
 from rollgrad.adapters.tracking.trajectory_table import TokenText, schema
 from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.domain.batches.packed import RolloutBatch, pack
@@ -139,8 +140,6 @@ def test_an_evaluation_has_no_weights(tmp_path: Path) -> None:
 @given(st.lists(st.lists(st.integers(0, EOS), min_size=1, max_size=12), min_size=1, max_size=5))
 def test_the_texts_of_tokens_are_the_text_of_their_sequence(sequences: list[list[int]]) -> None:
     """The bytes may be halves of characters, characters of several tokens, and special tokens in between."""
-    import numpy
-
     decode = lambda tokens: CODEC.decode(tokens, special_tokens=True)  # noqa: E731 # a partial is no shorter
     tokens = numpy.array([token for sequence in sequences for token in sequence], dtype=numpy.int32)
     starts = numpy.cumsum([0, *map(len, sequences)])[:-1]
@@ -193,6 +192,55 @@ def test_the_oldest_updates_are_removed_beyond_the_limit_and_that_is_said_once(t
     ]
     (event,) = events
     assert "--logger.trajectories_max_gib" in event["event"]
+
+
+def test_a_run_that_goes_on_with_a_smaller_limit_removes_no_more_than_it_writes(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    for step in range(1, 6):
+        made.update(step, [group(0, "yes")], learned(group(0, "yes")))
+    made.close()
+    size = trajectory_files(tmp_path)[0].stat().st_size
+    made = store(tmp_path, max_gib=1.5 * size / BYTES_PER_GIB)
+    made.update(6, [group(0, "yes")], learned(group(0, "yes")))
+    made.close()
+    assert [step_of(path) for path in trajectory_files(tmp_path)] == [2, 3, 4, 5, 6]
+
+
+def test_the_text_of_a_character_is_decoded_once() -> None:
+    """In a script whose characters are of several tokens each would else have an entry of its own."""
+    decoded: list[Sequence[int]] = []
+
+    def decode(tokens: Sequence[int]) -> str:
+        decoded.append(tokens)
+        return CODEC.decode(tokens, special_tokens=True)
+
+    tokens = numpy.array([*"éaéaéa".encode()] * 50, dtype=numpy.int32)
+    index, texts = TokenText(decode).split(tokens, numpy.array([0]))
+    assert "".join(texts[i] for i in index) == "éaéaéa" * 50
+    assert len(texts) < 10
+    assert len(decoded) < 10
+
+
+def test_a_codec_is_copied_at_once_and_one_that_cannot_be_costs_the_files_only(tmp_path: Path) -> None:
+    """Later another thread samples with it."""
+
+    class Whole(FakeChatCodec):
+        copies = 0
+
+        def __deepcopy__(self, memo: Any) -> FakeChatCodec:
+            Whole.copies += 1
+            if Whole.copies == 2:
+                raise TypeError("cannot pickle a lock")
+            return FakeChatCodec()
+
+    ParquetTrajectories(tmp_path / "trajectories", Whole(), max_gib=1.0).close()
+    assert Whole.copies == 1
+    with structlog.testing.capture_logs() as events:
+        made = ParquetTrajectories(tmp_path / "trajectories", Whole(), max_gib=1.0)
+        made.update(1, [group(0, "yes")], learned(group(0, "yes")))
+        made.close()
+    assert [event["error"] for event in events] == ["cannot pickle a lock"]
+    assert trajectory_files(tmp_path) == []
 
 
 def test_a_limit_of_nothing_writes_nothing(tmp_path: Path) -> None:
