@@ -8,10 +8,13 @@ from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
+import structlog
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+log = structlog.get_logger(__name__)
 
 HALF = (torch.float16, torch.bfloat16)
 """Number formats of FlashAttention."""
@@ -41,12 +44,18 @@ def has_varlen(device: torch.device, dtype: torch.dtype, width: int) -> bool:
 @cache
 def _flash_gpu(device: torch.device) -> bool:
     """Returns whether torch has FlashAttention for a GPU; the first call takes the kernels of flash-attn-4 into use
-    where that package is installed and has any for it."""
+    where that package is installed and has any for it. One that torch cannot take leaves torch's own kernels in use."""
     capability = torch.cuda.get_device_capability(device)
     if capability in FASTER and _installed("flash-attn-4"):
         from torch.nn.attention import activate_flash_attention_impl
 
-        activate_flash_attention_impl("FA4")
+        try:
+            activate_flash_attention_impl("FA4")
+        except Exception as error:  # the package fails in many ways where it does not fit torch or the machine
+            log.warning(
+                f"flash-attn-4 is installed, but torch cannot use it ({type(error).__name__}: {error}), and computes "
+                "with FlashAttention 2: run rollgrad doctor, or uninstall flash-attn-4."
+            )
     return torch.backends.cuda.is_flash_attention_available() and capability >= AMPERE
 
 

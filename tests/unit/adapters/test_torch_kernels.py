@@ -228,6 +228,28 @@ def test_flash_attention_4_is_taken_into_use_where_it_is_installed_and_has_kerne
     assert "FA4" in library.list_flash_attention_impls()
 
 
+def test_a_flash_attention_4_that_does_not_fit_leaves_the_kernels_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.nn import attention as library
+
+    def fail(name: str) -> None:
+        raise RuntimeError(f"{name} has another interface")
+
+    warnings: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(kernels, "_installed", lambda package: True)
+    monkeypatch.setattr(kernels.log, "warning", warnings.append)
+    monkeypatch.setattr(library, "activate_flash_attention_impl", fail)
+    kernels._flash_gpu.cache_clear()
+    assert kernels._flash_gpu(CUDA)
+    assert kernels._flash_gpu(CUDA)
+    kernels._flash_gpu.cache_clear()
+    assert len(warnings) == 1
+    assert "another interface" in warnings[0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 7], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
