@@ -30,21 +30,33 @@ class ScoreFiles(ScoreStore):
             if int(path.stem) != len(scores):
                 break
             try:
-                saved = torch.load(path, weights_only=True, mmap=True)  # read where it is needed
+                scores.extend(_mapped(path))
             except Exception as error:  # whatever a broken file makes of unpickling
                 log.warning("kept scores cannot be read: they are computed again", path=str(path), reason=str(error))
                 break
-            scores.extend(saved["scores_A"].split(saved["lengths"]))
         return scores
 
-    def append(self, key: str, first: int, scores: Sequence[Tensor]) -> None:
-        """Writes one file; a warning is logged if it cannot be written."""
+    def append(self, key: str, first: int, scores: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Writes one file, and returns the scores in it; a warning is logged if it cannot be written."""
         if self._directory is None or not scores:
-            return
+            return scores
         content = io.BytesIO()
         torch.save({"scores_A": torch.cat(list(scores)), "lengths": [len(score) for score in scores]}, content)
         try:
             (self._directory / key).mkdir(parents=True, exist_ok=True)
-            replace_file(self._directory / key / f"{first:012d}.pt", content.getvalue())
+            path = self._directory / key / f"{first:012d}.pt"
+            replace_file(path, content.getvalue())
         except OSError as error:
             log.warning("scores are not kept", directory=str(self._directory), reason=str(error))
+            return scores
+        try:
+            return _mapped(path)
+        except Exception:  # another process removed the file, or it cannot be mapped: they are in memory
+            return scores
+
+
+def _mapped(path: Path) -> Sequence[Tensor]:
+    """Returns the scores in a file, which are read where they are needed."""
+    saved = torch.load(path, weights_only=True, mmap=True)
+    scores: Sequence[Tensor] = saved["scores_A"].split(saved["lengths"])
+    return scores

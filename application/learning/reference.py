@@ -75,8 +75,7 @@ def with_reference(
         for first in range(len(scores), len(examples), CHUNK):
             chunk = [examples[index].replies for index in range(first, min(first + CHUNK, len(examples)))]
             found = trained_logprobs(reference.score, chunk, max_tokens, shares)
-            store.append(key, first, found)
-            scores.extend(found)
+            scores.extend(store.append(key, first, found))
     return Referenced(examples, scores)
 
 

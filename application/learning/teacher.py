@@ -80,6 +80,5 @@ def with_teacher(
             rows = torch.cat([packed_predictions(teacher.predict(part)) for part in split(batch, max_tokens)])
             sizes = [sum(branch.trained_length for branch in example.branches) for example in chunk]
             found: tuple[Tensor, ...] = rows.split_with_sizes(sizes)
-            store.append(key, first, found)
-            kept.extend(found)
+            kept.extend(store.append(key, first, found))
     return TaughtExamples(examples, kept)

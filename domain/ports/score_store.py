@@ -14,7 +14,7 @@ class ScoreStore(Protocol):
         """Returns the scores kept under `key`: those of the first examples, one after the other, without a gap."""
         ...
 
-    def append(self, key: str, first: int, scores: Sequence[Tensor]) -> None:
+    def append(self, key: str, first: int, scores: Sequence[Tensor]) -> Sequence[Tensor]:
         """Keeps the scores of examples `first`, `first` + 1, ...: one tensor [A] for each, all of one
-        format."""
+        format. Returns them as `load` does, so that those of large data need not stay in memory."""
         ...

@@ -15,6 +15,7 @@ from rollgrad.domain.episodes.examples import Demonstration, WeightedTokens
 from rollgrad.domain.ports.models import Predictions, TeacherModel
 
 K = 3
+MAPS = Path("/proc/self/maps")
 
 
 def demonstration(row: int) -> Demonstration:
@@ -89,6 +90,19 @@ def test_every_trained_token_has_the_predictions_of_its_place(tmp_path: Path, bu
 
 def _refuse() -> TeacherModel:
     raise AssertionError("the teacher was loaded")
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="no list of what is mapped into memory")
+def test_predictions_that_are_kept_do_not_stay_in_memory(tmp_path: Path) -> None:
+    """They are 386 bytes a token for 64 tokens, which no memory holds for large data."""
+    taught = with_teacher(EXAMPLES, Telling, ScoreFiles(tmp_path), key="k", max_tokens=1000)
+    mapped = MAPS.read_text()
+    files = list(tmp_path.rglob("*.pt"))
+    assert len(files) == 3
+    assert all(str(file) in mapped for file in files)
+    unkept = with_teacher(EXAMPLES, Telling, ScoreFiles(None), key="k", max_tokens=1000)
+    for index in range(len(EXAMPLES)):
+        assert torch.equal(unkept[index].teacher_ids_AK, taught[index].teacher_ids_AK)  # type: ignore[arg-type]
 
 
 def test_an_interrupted_pass_goes_on_where_it_stopped(tmp_path: Path) -> None:
