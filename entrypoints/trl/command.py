@@ -19,6 +19,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.config_io import structure_run
+from rollgrad.entrypoints.names.flags import Program
 from rollgrad.entrypoints.names.names_of_trl_commands import COMMANDS, NOTHING
 from rollgrad.entrypoints.translation.draft import Draft, TranslatedRun
 from rollgrad.entrypoints.translation.schedules import SCHEDULERS
@@ -44,6 +45,13 @@ RUNS: Mapping[str, tuple[str, type[OfflineRun | RLConfig]]] = {
 """Our command, and the class of its settings, by TRL's command."""
 
 
+COUNTS = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes"),
+    *("num_generations", "steps_per_generation", "generation_batch_size", "num_iterations"),
+)
+"""Flags that are at least 1."""
+
+
 def translate_command(argv: Sequence[str]) -> TranslatedRun:
     """Returns the run of a command of TRL, with notes.
 
@@ -57,7 +65,8 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun:
             f"{given} is no command of TRL that is translated: write rollgrad trl with one of {', '.join(COMMANDS)}."
         )
     name, program = words[0], COMMANDS[words[0]]
-    draft = Draft(program=program, options=options(program, _with_file(parse(words[1:]))))
+    draft = Draft(program=program, options=options(program, _with_file(parse(words[1:]), program)))
+    _check(draft)
     for flag in dict.fromkeys((*draft.options, *program.flags)):
         if str(draft.value(flag)) not in ("None", "none", "null"):
             draft.follow(flag)
@@ -74,11 +83,24 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun:
     return TranslatedRun(command, structure_run(run, draft.settings), draft.notes)
 
 
-def _with_file(flags: Sequence[Given]) -> list[Given]:
+def _check(draft: Draft) -> None:
+    """Checks the numbers that others are divided by or rounded.
+
+    Raises:
+        ConfigurationError: one is too small.
+    """
+    for name in COUNTS:
+        if name in draft.options and draft.value(name) is not None and draft.value(name) < 1:
+            raise ConfigurationError(f"{draft.options[name]}: it must be at least 1: change --{name}.")
+    if not 0 < draft.value("num_train_epochs") < math.inf:
+        raise ConfigurationError(f"{draft.options['num_train_epochs']}: it must be above 0: change --num_train_epochs.")
+
+
+def _with_file(flags: Sequence[Given], program: Program) -> list[Given]:
     """Returns the flags of a file of settings, and then those of the command line, which win.
 
     Raises:
-        ConfigurationError: there is no such file, or it has no `name: value` lines.
+        ConfigurationError: there is no such file, or it has no `name: value` lines, or no value where one is needed.
     """
     paths = [given.values for given in flags if given.flag == "--config"]
     others = [given for given in flags if given.flag != "--config"]
@@ -95,6 +117,11 @@ def _with_file(flags: Sequence[Given]) -> list[Given]:
     read = []
     for key, value in settings.items():
         values = value if isinstance(value, list) else [value]
+        flag = program.flags.get(str(key))
+        if value is None and flag is not None and flag.default is not None:
+            raise ConfigurationError(
+                f"{key} has no value in {path}, which needs one here: write it, or leave {key} out."
+            )
         if value is not None:
             read.append(
                 Given(
@@ -240,7 +267,10 @@ def _finish_sft(draft: Draft) -> None:
         draft.changed.append(
             "of conversations the replies are trained, in TRL without --assistant_only_loss all tokens"
         )
-    _choice(draft, "loss_type", ("nll", "dft"))
+    if draft.value("loss_type") == "chunked_nll":  # an older name of it
+        draft.set("train.loss", "nll")
+    else:
+        _choice(draft, "loss_type", ("nll", "dft"))
 
 
 def _finish_dpo(draft: Draft) -> None:

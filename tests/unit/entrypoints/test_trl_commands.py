@@ -304,7 +304,34 @@ def test_what_else_trl_does_is_named() -> None:
     assert not told("--use_vllm", "--no_vllm_importance_sampling_correction")
 
 
+@pytest.mark.parametrize("value", ["0", "-1"])
+@pytest.mark.parametrize(
+    "flag", ["num_generations", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"]
+)
+def test_what_nothing_divides_by_is_refused(flag: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--{flag} {value}: it must be at least 1"):
+        translated("grpo", f"--{flag}", value)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "-2"])
+def test_epochs_are_a_number_above_0(value: str) -> None:
+    with pytest.raises(ConfigurationError, match="--num_train_epochs"):
+        translated("sft", "--num_train_epochs", value)
+
+
+def test_an_older_name_of_the_loss_is_known() -> None:
+    assert settings("sft", "--loss_type", "chunked_nll")["train.loss"] == "nll"
+
+
 # The command.
+
+
+def test_a_file_without_a_length_is_refused(tmp_path: Path) -> None:
+    """TRL then cuts nothing; silence would cut at its default."""
+    path = tmp_path / "run.yaml"
+    path.write_text("max_length: null\n")
+    with pytest.raises(ConfigurationError, match="max_length has no value"):
+        translated("sft", "--config", str(path))
 
 
 def test_a_file_of_settings_is_read_and_flags_win(tmp_path: Path) -> None:
