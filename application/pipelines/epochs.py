@@ -116,7 +116,7 @@ class Epochs(StepSource[Example], Generic[Example]):
         self._cursor = cursor
         seconds = self._clock.monotonic() - started
         metrics |= {
-            **self._place(cursor),
+            **self._place(cursor, len(examples)),
             "time/step_s": seconds,
             "time/tokens_per_s": metrics["train/tokens"] / max(seconds, 1e-9),
         }
@@ -143,10 +143,11 @@ class Epochs(StepSource[Example], Generic[Example]):
         )
         return [source[index] for index in indices], cursor
 
-    def _place(self, cursor: PromptCursor) -> dict[str, float]:
-        """Returns the place in the data as a metric: of a stream in rows, else in epochs."""
+    def _place(self, cursor: PromptCursor, learned: int) -> dict[str, float]:
+        """Returns the place in the data as a metric: of a stream in rows, with how many of the step's could not be
+        used, else in epochs."""
         if isinstance(self._examples, ExampleStream):
-            return {"train/rows": float(cursor.index)}
+            return {"train/rows": float(cursor.index), "train/dropped_rows": float(self._batch_size - learned)}
         return {"train/epoch": cursor.epoch + cursor.index / len(self._examples)}
 
     async def stop(self) -> None:

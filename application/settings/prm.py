@@ -73,6 +73,17 @@ def step_problems(run: PRMRun) -> Iterator[str]:
             f"data.placeholder is {data.placeholder!r}, so that a row is one text, but data.prompt_key or "
             "data.separator is set: leave them out, or --data.placeholder."
         )
+    for name in ("system_prompt", "chat_template_kwargs", "input_template"):
+        if data.placeholder is not None and getattr(data, name) is not None:
+            yield (
+                f"data.placeholder is {data.placeholder!r}, so that a row is one text as the model reads it, but "
+                f"data.{name} is set: leave --data.{name} out, or --data.placeholder."
+            )
+    if run.actor.float32_head:
+        yield (
+            "actor.float32_head is set, but the two tokens of a process reward model are always compared in float32: "
+            "leave --actor.float32_head out."
+        )
     if run.prm.reward_tokens[0] == run.prm.reward_tokens[1]:
         yield (
             f"prm.reward_tokens are both {run.prm.reward_tokens[0]!r}, so that they tell nothing: set "

@@ -205,6 +205,11 @@ def test_the_command_line_names_what_is_wrong(
         "data.placeholder",
         "prm.reward_tokens",
     ]
+    unread = ["--data.placeholder", "ки", "--data.system_prompt", "Think.", "--actor.float32_head"]
+    assert main([*words, str(rows), *unread]) == 2
+    said = capsys.readouterr().err
+    assert "data.system_prompt is set: leave --data.system_prompt out" in said
+    assert "always compared in float32: leave --actor.float32_head out" in said
     assert main([*words, str(rows), "--data.steps_key", "steps"]) == 2
     assert "no column 'steps'" in capsys.readouterr().err
 

@@ -137,6 +137,9 @@ def test_a_stream_goes_on_exactly_where_it_was_interrupted(
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     rows = [row for row in logged(tmp_path / "whole") if "train/rows" in row]
     assert [row["train/rows"] for row in rows] == [8, 16, 24, 32]
+    dropped = [row["train/dropped_rows"] for row in rows]
+    assert sum(dropped[:3]) >= 1, "the row that is not JSON comes once in 21"
+    assert set(dropped) <= {0, 1}
     first = json.loads((tmp_path / "whole" / "data_report.json").read_text())["data.dataset"]
     assert (first["rows"], first["used"], first["dropped_rows"]) == (ROWS + 1, ROWS, 1)
     assert first["first_rows"]
