@@ -12,7 +12,7 @@ from attrs import asdict, fields, frozen
 
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.tracking.report import Series, read_metrics
-from rollgrad.domain.control.findings import Finding, LearningWatch
+from rollgrad.domain.control.findings import Finding, LearningWatch, told
 from rollgrad.domain.control.signs import LearningSettings
 from rollgrad.domain.errors import DataError
 from rollgrad.entrypoints.run_record import read_run
@@ -84,7 +84,7 @@ class Inspection:
         return f"{self.run}: {self.status} after {self.steps}{total} steps{why}"
 
     def _told(self) -> list[str]:
-        return [f"steps {found.since} to {found.until}: {found}" for found in self.findings] or ["no findings"]
+        return told(self.findings) or ["no findings"]
 
 
 def inspect(run: Path) -> Inspection:

@@ -4,6 +4,7 @@ Importable without torch; `loop_rules.py` holds the rules across settings.
 """
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from attrs import define, evolve
@@ -193,6 +194,9 @@ def training_run(run: LoopRun, *, examples: str, model: str | None = None, outpu
         "ckpt": evolve(run.ckpt, output_dir=output_dir or run.ckpt.output_dir, resume=Resume.AUTO),
         "logger": run.logger,
     }
+    if run.logger.tensorboard_dir and output_dir:  # each iteration counts its steps from 1
+        curves = Path(run.logger.tensorboard_dir) / Path(output_dir).parent.name
+        common["logger"] = evolve(run.logger, tensorboard_dir=str(curves))
     if isinstance(run, IterDPORun):
         from_start = run.loop.reference is Reference.INITIAL and model not in (None, initial) and has_reference(run.dpo)
         reference = RefConfig(model_name_or_path=initial) if from_start else RefConfig()

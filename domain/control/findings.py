@@ -5,12 +5,15 @@ run), and ends when it was missing in as many; it is reported once each time it 
 the value itself. Does not own: how findings are shown.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, field, frozen
 
 from rollgrad.domain.control.signs import COMPARED, RULES, WINDOW, LearningSettings, Metrics
+
+TIMES_TOLD = 3
+"""Times of a finding whose steps are told."""
 
 
 @frozen(kw_only=True)
@@ -87,14 +90,28 @@ class LearningWatch:
         return tuple(sorted((*self._past, *holding), key=lambda finding: finding.since))
 
     def summary(self) -> tuple[str, ...]:
-        """Returns sentences for the end of the run: whether nothing was learned, then each finding with its steps."""
-        lines = [f"steps {found.since} to {found.until}: {found}" for found in self.findings()]
+        """Returns sentences for the end of the run: whether nothing was learned, then `told`."""
+        lines = told(self.findings())
         if self._updates and self._updates_without_gradient == self._updates:
             count = "the only update" if self._updates == 1 else f"all {self._updates} updates"
             lines.insert(0, f"Nothing was learned: the gradient was 0 in {count}.")
         elif any(f.name == "constant_reward" and (f.since, f.until) == (1, self.run.steps) for f in self.findings()):
             lines.insert(0, "Nothing was learned from the reward: every reply of the run had the same.")
         return tuple(lines)
+
+
+def told(findings: Sequence[Finding]) -> list[str]:
+    """Returns a sentence for each kind of finding, with its steps; one that comes and goes all through a long run is
+    told as it was at last, with its first steps alone."""
+    kinds: dict[str, list[Finding]] = {}
+    for found in findings:
+        kinds.setdefault(found.name, []).append(found)
+    lines = []
+    for times in kinds.values():
+        steps = ", ".join(f"{found.since} to {found.until}" for found in times[:TIMES_TOLD])
+        more = f" and {len(times) - TIMES_TOLD} times more" if len(times) > TIMES_TOLD else ""
+        lines.append(f"steps {steps}{more}: {times[-1]}")
+    return lines
 
 
 def _advance(streak: _Streak, step: int, value: Any, window: int) -> tuple[_Streak, Finding | None]:

@@ -20,7 +20,16 @@ import rollgrad
 import rollgrad.entrypoints.loop as loops
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
 from rollgrad.application.settings.dpo import PreferenceAdamConfig, PreferenceModelConfig
-from rollgrad.application.settings.loop import CSFTConfig, CSFTRun, IterDPOConfig, IterDPORun, LoopRun, RSConfig, RSRun
+from rollgrad.application.settings.loop import (
+    CSFTConfig,
+    CSFTRun,
+    IterDPOConfig,
+    IterDPORun,
+    LoopRun,
+    RSConfig,
+    RSRun,
+    training_run,
+)
 from rollgrad.application.settings.loop_rules import UNREAD, loop_errors, may_change
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
@@ -284,6 +293,16 @@ def test_an_interrupted_loop_goes_on(make: Any, monkeypatch: pytest.MonkeyPatch)
     steps = [line["step"] for line in rows(second.output_dir / "iteration_1" / "run" / "metrics.jsonl")]
     assert steps == sorted(set(steps))
     assert len(steps) > 1
+
+
+def test_each_iteration_has_curves_of_its_own(make: Any) -> None:
+    run = make("rs")
+    run.logger.tensorboard_dir = "curves"
+    folders = [
+        training_run(run, examples="e", output_dir=f"loop/iteration_{number}/run").logger.tensorboard_dir
+        for number in (1, 2)
+    ]
+    assert folders == ["curves/iteration_1", "curves/iteration_2"]
 
 
 class Killed(BaseException):

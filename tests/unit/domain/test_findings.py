@@ -107,6 +107,13 @@ def test_a_finding_is_told_again_only_after_it_had_ended(name: str) -> None:
     assert [(finding.since, finding.until) for finding in ended.findings()] == [(4, 6), (10, 12)]
 
 
+def test_what_comes_and_goes_is_one_sentence() -> None:
+    state, _ = watch(*[{}] * WINDOW, *([SIGNS["failing"]] * WINDOW + [{}] * WINDOW) * 5)
+    assert len(state.findings()) == 5
+    (line,) = state.summary()
+    assert line.startswith("steps 4 to 6, 10 to 12, 16 to 18 and 2 times more: Episodes failed")
+
+
 def test_a_healthy_run_hears_nothing() -> None:
     state, told = watch(*[{}] * 50)
     assert told == {}
