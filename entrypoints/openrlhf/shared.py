@@ -106,7 +106,7 @@ def translate_text(draft: Draft) -> None:
         draft.lose("data.tokenizer_chat_template", "no chat template is used without --apply_chat_template")
     if "data.max_samples" in draft.options:
         draft.set("data.max_samples", draft.value("data.max_samples"))
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(draft.value("ds.param_dtype"))
+    dtype = FORMATS.get(draft.value("ds.param_dtype"))
     if dtype is not None:
         draft.set("actor.dtype", dtype)
     else:

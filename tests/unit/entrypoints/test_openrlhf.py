@@ -552,6 +552,7 @@ def test_data() -> None:
         (("--bf16",), "bfloat16", 0),
         (("--param_dtype", "bf16"), "bfloat16", 0),
         (("--param_dtype", "fp16"), "float16", 0),
+        (("--param_dtype", "fp32"), "float32", 0),
         (("--param_dtype", "fp8"), "auto", 1),
     ],
 )
