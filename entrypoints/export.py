@@ -61,7 +61,10 @@ def export(kind: str, run: Path, output: Path | None = None, *, min_score: float
         exported = _write(kind, files, fresh, min_score)
         if not exported.rows:
             reasons = "; ".join(
-                [*exported.unread, *(f"{count} {reason}" for reason, count in exported.left_out.most_common())]
+                [
+                    *(reason.removesuffix(".") for reason in exported.unread),
+                    *(f"{count} {reason}" for reason, count in exported.left_out.most_common()),
+                ]
             )
             raise DataError(f"Nothing of {str(run)!r} can be exported as {kind}: {reasons or 'it is empty'}.")
         fresh.rename(output)

@@ -91,13 +91,16 @@ def inspect(run: Path) -> Inspection:
     """Returns the state of the run in a directory.
 
     Raises:
-        DataError: there is no run.
+        DataError: there is no run, or its metrics cannot be read.
     """
     facts = read_run(run)
     metrics = run / METRICS_FILE
     if facts is None and not metrics.exists():
         raise DataError(f"{str(run)!r} holds no run: name the directory of one, its --ckpt.output_dir.")
-    series = read_metrics(metrics) if metrics.exists() else {}
+    try:
+        series = read_metrics(metrics) if metrics.exists() else {}
+    except OSError as error:
+        raise DataError(f"{metrics} cannot be read ({error.strerror or error}): name another run.") from error
     steps = max((step for values in series.values() for step in values), default=0)
     known = facts or {}
     return Inspection(
@@ -127,10 +130,13 @@ def _findings(series: Mapping[str, Series], settings: LearningSettings) -> tuple
 
 
 def _settings(written: Any, steps: int) -> LearningSettings:
-    """Returns the settings that findings depend on; the default ones of a run that wrote none."""
+    """Returns the settings that findings depend on; the default ones of a run that wrote none, or something else."""
     known = {field.name for field in fields(LearningSettings)}
     given = written if isinstance(written, dict) else {}
-    return LearningSettings(**{"steps": steps, **{name: value for name, value in given.items() if name in known}})
+    numbers: dict[str, Any] = {
+        name: value for name, value in given.items() if name in known and isinstance(value, int | float)
+    }
+    return LearningSettings(**{"steps": steps} | numbers)
 
 
 def _curve(values: Series) -> Curve:

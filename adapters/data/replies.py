@@ -224,6 +224,8 @@ def row_log(path: Path, description: Mapping[str, Any], *, flag: str) -> Iterato
             cannot be written.
         DataError: one of its lines is broken.
     """
+    if path.is_dir():
+        raise CheckpointError(f"{flag} is {str(path)!r}, a directory: name a file in it.")
     with locked(path.parent, flag, file=f".{path.name}.lock"):
         try:
             holds = path.exists() and path.stat().st_size > 0

@@ -339,6 +339,13 @@ def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -
     assert "No reward is set" in error
 
 
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    source = tmp_path / "mine.jsonl"
+    source.write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(CheckpointError, match="a directory: name a file in it"):
+        rollgrad.score(RLConfig(), source, tmp_path, reward=lambda completions: [1.0])
+
+
 def test_the_file_that_is_read_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="which is the file that is read"):
         rollgrad.score(RLConfig(), tmp_path / "a.jsonl", tmp_path / "a.jsonl", reward=len)

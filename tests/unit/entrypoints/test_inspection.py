@@ -72,6 +72,17 @@ def test_a_run_of_an_earlier_version_has_metrics_alone(tmp_path: Path, capsys: p
     assert inspected(tmp_path, capsys)["status"] == "unknown"
 
 
+def test_a_file_that_was_changed_by_hand_is_no_defect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logged(tmp_path, run_of(SICK["constant_reward"], seed=0))
+    with RunRecord(tmp_path, learning=LEARNING | {"steps": "many", "max_new_tokens": None}):
+        pass
+    assert [finding["name"] for finding in inspected(tmp_path, capsys)["findings"]] == ["constant_reward"]
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "metrics.jsonl cannot be read (Is a directory)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
