@@ -13,7 +13,7 @@ from rollgrad.entrypoints.cli.main import main
 
 if __name__ == "__main__":
     unpack_smollm2()
-    own = "--teacher.model_name_or_path" not in sys.argv
+    own = not any(word.startswith("--teacher.model_name_or_path") for word in sys.argv)
     if own and not Path("runs/sft/model/config.json").exists():
         code = main(["train", "sft", "--config", str(HERE / "sft.yaml"), "--ckpt.overwrite"])
         if code:

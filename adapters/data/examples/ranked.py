@@ -41,5 +41,5 @@ def best_and_worst(row: Mapping[str, Any], column: str) -> dict[str, Any]:
     if len(set(ranks)) < 2:
         raise RowError(Reason.TIED, f"No reply of {column} has a better rank than another.")
     best, worst = ranks.index(min(ranks)), len(ranks) - 1 - ranks[::-1].index(max(ranks))
-    kept = {name: value for name, value in row.items() if name not in (column, PROMPTS[column])}
+    kept = {name: value for name, value in row.items() if name != column}  # the prompt's column may be named
     return {**kept, "prompt": row[PROMPTS[column]], "chosen": ranked[best][1], "rejected": ranked[worst][1]}

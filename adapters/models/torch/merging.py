@@ -93,8 +93,9 @@ def merge_lora(
     wrapped = _with_adapters(loaded, adapter, config)
     before = _scores(wrapped, tokenizer, reward_model=reward_model)
     own = dtype or loaded.dtype
-    bound = max(TOLERANCES[own], TOLERANCES[loaded.dtype])
-    layers = _merge(wrapped)
+    bound = max(TOLERANCES.get(form, TOLERANCES[torch.float32]) for form in (own, loaded.dtype))
+    with foreign_code(lambda words: CheckpointError(f"The adapters of {adapter} cannot be merged: {words}")):
+        layers = _merge(wrapped)
     merged = wrapped.unload().to(own)
     output.absolute().parent.mkdir(parents=True, exist_ok=True)
     with writing(output, flag="--output"), tempfile.TemporaryDirectory(dir=output.absolute().parent) as place_beside:
@@ -221,10 +222,12 @@ def _with_adapters(model: Any, adapter: str, config: Any) -> Any:
 def _merge(wrapped: Any) -> int:
     """Merges every adapter into its weight, which keeps its number format; returns their number."""
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
 
     layers = [layer for layer in wrapped.modules() if isinstance(layer, LoraLayer)]
     for layer in layers:
-        weight = layer.get_base_layer().weight
+        # Peft adapts the experts of a mixture as parameters, not as layers.
+        weight = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
         dtype = weight.dtype
         weight.data = weight.data.float()
         layer.merge(safe_merge=True)

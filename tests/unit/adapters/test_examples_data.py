@@ -298,6 +298,9 @@ def test_of_ranked_replies_the_best_and_the_worst_are_a_pair(tmp_path: Path, tin
             assert tuple(branch.weights_T.tolist()) == wanted.weights
         with pytest.raises(DataError, match="train sft does not learn from"):
             opened(tmp_path / f"{number}.jsonl")
+    named = evolve(pairs, input_key="context")
+    made = Preparer(tiny_tokenizer, PreparationSettings(reading=named)).prepare(nemo, ExampleFormat.PAIRS)
+    assert made.branches == plain.branches
 
 
 # Rows that cannot be used

@@ -197,6 +197,16 @@ def test_adapters_of_another_model_are_refused(
     refuse(tmp_path, "do not agree about", str(tmp_path / "adapters"), model=str(tmp_path / "base"))
 
 
+def test_adapters_that_hold_no_numbers_are_refused(base: Callable[..., tuple[Any, Path]], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model, path = base()
+    peft_adapters(model, tmp_path / "adapters")
+    file = tmp_path / "adapters" / "adapter_model.safetensors"
+    save_file({name: tensor * torch.nan for name, tensor in load_file(file).items()}, file)
+    refuse(tmp_path, "cannot be merged: .*NaNs", str(tmp_path / "adapters"), model=str(path))
+
+
 def test_nothing_is_overwritten(base: Callable[..., tuple[Any, Path]], tmp_path: Path) -> None:
     model, path = base()
     peft_adapters(model, tmp_path / "adapters")
@@ -212,6 +222,17 @@ def test_other_kinds_of_adapters_are_refused(base: Callable[..., tuple[Any, Path
     peft.get_peft_model(model, peft.IA3Config(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "adapters")
     refuse(tmp_path, "only LoRA", str(tmp_path / "adapters"), model=str(path))
     refuse(tmp_path, "there is no such directory", "./nowhere", model=str(path))
+
+
+def test_adapters_of_experts_are_merged(base: Callable[..., tuple[Any, Path]], tmp_path: Path) -> None:
+    """Peft adapts the experts of a mixture as parameters, not as layers."""
+    model, path = base("Qwen3MoeForCausalLM", dtype=torch.bfloat16)
+    more = {"target_modules": [], "target_parameters": ["experts.down_proj"]}
+    made = peft_adapters(model, tmp_path / "adapters", **more)
+    assert made
+    found = merge_lora(str(tmp_path / "adapters"), tmp_path / "out", model=str(path))
+    assert found.layers
+    assert found.difference < 0.2
 
 
 def test_the_command(base: Callable[..., tuple[Any, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
