@@ -41,6 +41,7 @@ from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.lifetimes import closing, shut_down
 from rollgrad.entrypoints.composition.rl import RLContainer
 from rollgrad.entrypoints.description import flat_settings
+from rollgrad.entrypoints.dry_run import scoring_file_problems
 from rollgrad.entrypoints.event_loop import run_to_end
 from rollgrad.entrypoints.library import container_with
 
@@ -167,7 +168,7 @@ def score(
     if source == out:
         raise ConfigurationError(f"--out is {str(out)!r}, which is the file that is read: choose another --out.")
     config = evolve(config, algo=AlgoConfig())  # its teachers give no rewards
-    raise_together(scoring_errors(config, has_reward=reward is not None))
+    raise_together([*scoring_errors(config, has_reward=reward is not None), *scoring_file_problems(config)])
     keys, models = _surveyed(source)
     if not config.actor.model_name_or_path:
         config = evolve(config, actor=evolve(config.actor, model_name_or_path=_only(models)))

@@ -43,6 +43,7 @@ from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import CheckpointError, DataError, raise_together
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.description import flat_settings, settings_file
+from rollgrad.entrypoints.dry_run import eval_file_problems, generation_file_problems
 from rollgrad.entrypoints.generation import generate_chosen, score
 from rollgrad.entrypoints.library import evaluate
 from rollgrad.entrypoints.offline import train_dpo, train_sft
@@ -95,7 +96,9 @@ def loop(run: LoopRun, *, reward: RewardSource | Callable[..., Any] | None = Non
         RollgradError: a setting, a file or a reply is wrong, or the directory holds a loop of other settings. What was
             made until then is kept.
     """
-    raise_together(loop_errors(run, has_reward=reward is not None))
+    files = sampling_run(run)  # a reward that is not there would be missed after hours of sampling
+    wrong_files = [*generation_file_problems(files), *eval_file_problems(files).values()]
+    raise_together([*loop_errors(run, has_reward=reward is not None), *wrong_files])
     output = Path(run.ckpt.output_dir).absolute()
     if not (output / STATE_FILE).exists():
         check_output(run.ckpt)

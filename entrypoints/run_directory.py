@@ -24,7 +24,7 @@ from rollgrad.adapters.checkpoints.names import (
     state_paths,
 )
 from rollgrad.adapters.checkpoints.states import load_description
-from rollgrad.adapters.tracking.trajectory_files import step_of, trajectory_files
+from rollgrad.adapters.tracking.trajectory_files import PREFIXES, step_of, trajectory_files
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
 from rollgrad.domain.errors import CheckpointError
 
@@ -55,7 +55,7 @@ def output_problem(ckpt: CheckpointConfig) -> str | None:
         return None
     go_on = "continue it with --ckpt.resume, " if has_state(ckpt) else ""
     return (
-        f"ckpt.output_dir is {ckpt.output_dir!r}, which holds a run of {_steps(directory / METRICS_FILE)} steps: "
+        f"ckpt.output_dir is {ckpt.output_dir!r}, which holds a run of {_steps(directory)} steps: "
         f"{go_on}choose another --ckpt.output_dir, or replace it with --ckpt.overwrite."
     )
 
@@ -198,14 +198,17 @@ def _state_directory(ckpt: CheckpointConfig) -> Path:
 
 def _found(directory: Path, patterns: tuple[str, ...] | None) -> list[Path]:
     """Returns the paths that match these patterns; by default, all files of a run."""
-    patterns = (*MODELS, *LOGS, f"{TRAINING_STATE}*", OLD_TRAINING_STATE) if patterns is None else patterns
+    updates = f"{TRAJECTORIES}/{PREFIXES['update']}*.parquet"
+    patterns = (*MODELS, *LOGS, updates, f"{TRAINING_STATE}*", OLD_TRAINING_STATE) if patterns is None else patterns
     return [path for pattern in patterns for path in directory.glob(pattern)]
 
 
-def _steps(log: Path) -> int:
-    """Returns the last step that a run logged."""
+def _steps(directory: Path) -> int:
+    """Returns the last step that a run logged, or kept rollouts of."""
+    log = directory / METRICS_FILE
     lines = log.read_bytes().split(b"\n") if log.exists() else []
-    return next((step for step in map(_step, reversed(lines)) if step is not None), 0)
+    logged = next((step for step in map(_step, reversed(lines)) if step is not None), 0)
+    return max([logged, *map(step_of, trajectory_files(directory))])
 
 
 def _step(line: bytes) -> int | None:

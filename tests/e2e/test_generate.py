@@ -339,6 +339,14 @@ def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -
     assert "No reward is set" in error
 
 
+def test_a_reward_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    source = tmp_path / "mine.jsonl"
+    source.write_text('{"prompt": "a", "completion": "b"}\n')
+    config = RLConfig(reward=RewardConfig(function_path="nowhere.py"))
+    with pytest.raises(ConfigurationError, match=r"reward\.function_path is 'nowhere\.py', which is no file"):
+        rollgrad.score(config, source, tmp_path / "out.jsonl")
+
+
 def test_a_directory_is_no_file(tmp_path: Path) -> None:
     source = tmp_path / "mine.jsonl"
     source.write_text('{"prompt": "a", "completion": "b"}\n')

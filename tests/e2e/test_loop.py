@@ -39,7 +39,7 @@ from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.application.settings.sections.rollout import RolloutConfig
 from rollgrad.application.settings.sft import SupervisedAdamConfig, SupervisedModelConfig, SupervisedTrainConfig
-from rollgrad.domain.errors import CheckpointError, DataError
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.cli.help import ESSENTIALS
 from rollgrad.entrypoints.cli.loop import LOOPS
 from rollgrad.entrypoints.cli.main import main
@@ -293,6 +293,14 @@ def test_an_interrupted_loop_goes_on(make: Any, monkeypatch: pytest.MonkeyPatch)
     steps = [line["step"] for line in rows(second.output_dir / "iteration_1" / "run" / "metrics.jsonl")]
     assert steps == sorted(set(steps))
     assert len(steps) > 1
+
+
+def test_a_reward_that_is_not_there_is_missed_before_sampling(make: Any) -> None:
+    run = make("rs")
+    run.reward.function_path = "nowhere.py"
+    with pytest.raises(ConfigurationError, match=r"'nowhere\.py', which is no file"):
+        rollgrad.loop(run)
+    assert not Path(run.ckpt.output_dir).exists()
 
 
 def test_each_iteration_has_curves_of_its_own(make: Any) -> None:

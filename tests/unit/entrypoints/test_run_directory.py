@@ -240,6 +240,15 @@ def test_a_state_of_either_kind_tells_of_a_run_and_goes_with_it(tmp_path: Path) 
         assert list(tmp_path.iterdir()) == []
 
 
+def test_rollouts_alone_are_a_run_too(tmp_path: Path) -> None:
+    """Somebody kept them, and removed what is large."""
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "step-000007.parquet").write_bytes(b"")
+    problem = output_problem(CheckpointConfig(output_dir=str(tmp_path)))
+    assert problem is not None
+    assert "holds a run of 7 steps" in problem
+
+
 def test_what_cannot_be_changed_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
 
