@@ -18,7 +18,8 @@ from rollgrad.domain.errors import DataError
 if TYPE_CHECKING:
     import datasets
 
-_FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+"""Readers by the suffixes of files."""
 _HUB_PROBE_SECONDS = 5.0
 """Longest wait for the hub's first answer; without an answer only its local cache is read."""
 _MOST_FILES = 10_000
@@ -78,7 +79,7 @@ def check_probs(probs: Sequence[float], names: Sequence[str], *, flag: str = "--
 def _origin(name: str) -> str:
     """Returns the name of a dataset in metrics: the stem of a file, else its name without data directory."""
     path = Path(name)
-    if path.suffix in _FILE_FORMATS:
+    if path.suffix in FILE_FORMATS:
         return path.stem
     if path.is_dir():
         return path.name
@@ -127,7 +128,7 @@ def _mix(
 def _read(name: str, split: str, split_flag: str) -> "datasets.Dataset":
     """Reads one split of one dataset."""
     path = Path(name)
-    if path.suffix in _FILE_FORMATS:
+    if path.suffix in FILE_FORMATS:
         loaded = _read_file(path)
     elif path.is_dir():
         loaded = _read_folder(path, None)
@@ -155,7 +156,7 @@ def _read_file(path: Path) -> Any:
     try:
         if path.suffix == ".arrow":
             return datasets.Dataset.from_file(str(path))
-        return datasets.load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path))
+        return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path))
     except Exception as error:  # of pyarrow, pandas, json, by the file's format
         raise DataError(
             f"The dataset file {path} cannot be read as {path.suffix[1:]}: {_one_line(_root(error))}"

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy
 from attrs import field, frozen
 
-from rollgrad.adapters.data.datasets.loading import check_probs, load_dataset, split_configuration
+from rollgrad.adapters.data.datasets.loading import FILE_FORMATS, check_probs, load_dataset, split_configuration
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
 from rollgrad.adapters.data.examples.rows import RowError, broken
 from rollgrad.application.settings.sections.examples import ExampleFormat
@@ -186,7 +186,8 @@ def open_head(name: str, head: Head, settings: ReadingSettings) -> Mixture:
 def is_local(name: str) -> bool:
     """Returns whether a data set is a file or a folder of this machine, and no name on the hub."""
     place = Path(split_configuration(name)[0])
-    return Path(name).exists() or place.is_dir() or name.startswith((".", "/", "~")) or bool(place.suffix)
+    is_file = Path(name).suffix in FILE_FORMATS  # names on the hub have dots too
+    return is_file or Path(name).exists() or place.is_dir() or name.startswith((".", "/", "~"))
 
 
 def open_sources(
