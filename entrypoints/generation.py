@@ -1,10 +1,11 @@
 """`rollgrad.generate` and `rollgrad.score`: replies of a model in a file, and their rewards."""
 
+import asyncio
 import hashlib
 import itertools
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from rollgrad.entrypoints.description import flat_settings
 from rollgrad.entrypoints.dry_run import scoring_file_problems
 from rollgrad.entrypoints.event_loop import run_to_end
 from rollgrad.entrypoints.library import container_with
+from rollgrad.entrypoints.training import heeding_signals
 
 SAMPLING = (
     *("actor.model_name_or_path", "actor.dtype", "actor.float32_head"),
@@ -134,7 +136,7 @@ def generate_chosen(
                 made = (
                     [reply_row(reply, model=model, logprobs=logprobs) for reply in ready] async for ready in replies
                 )
-                run_to_end(closing(_write(made, file, "Sampling", len(keys), len(missing)), container))
+                _to_end(closing(_write(made, file, "Sampling", len(keys), len(missing)), container))
             return Replies(path=out, rows=len(file.done), made=len(missing))
     finally:
         shut_down(container)
@@ -179,10 +181,22 @@ def score(
             if count:
                 missing = (row for row in read_rows(source, flag="--input") if _key(row) not in file.done)
                 judged = _judged(container, missing, at_once=config.rollout.max_concurrent)
-                run_to_end(closing(_write(judged, file, "Scoring", len(keys), count), container))
+                _to_end(closing(_write(judged, file, "Scoring", len(keys), count), container))
             return Replies(path=out, rows=len(file.done), made=count)
     finally:
         shut_down(container)
+
+
+def _to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Does `work`; SIGTERM and SIGHUP end it as Ctrl-C does, with engines closed and rows written.
+
+    Raises:
+        KeyboardInterrupt: one of them came.
+    """
+    try:
+        run_to_end(heeding_signals(work))
+    except asyncio.CancelledError as error:
+        raise KeyboardInterrupt from error
 
 
 def _surveyed(source: Path) -> tuple[set[tuple[int, int]], set[str]]:

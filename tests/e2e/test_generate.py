@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -270,6 +272,25 @@ def test_foreign_replies_are_judged(tmp_path: Path) -> None:
     )
     rollgrad.score(RLConfig(), source, out, reward=lambda completions: [len(text) for text in completions])
     assert [row["reward"] for row in rows(out)] == [7, 1]
+
+
+def test_a_scheduler_ends_it_as_ctrl_c_does(tmp_path: Path) -> None:
+    """What was judged until then is in the file, and the engines are closed."""
+    source, out, count = tmp_path / "mine.jsonl", tmp_path / "scored.jsonl", 20
+    source.write_text('{"prompt": "a", "completion": "b"}\n' * count)
+    config = RLConfig(rollout=RolloutConfig(max_concurrent=1))
+    judged: list[int] = []
+
+    def reward(completions: list[str]) -> list[float]:
+        judged.append(len(completions))
+        if len(judged) == count // 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [1.0] * len(completions)
+
+    with pytest.raises(KeyboardInterrupt):
+        rollgrad.score(config, source, out, reward=reward)
+    assert count // 2 - 1 <= len(rows(out)) < count
+    assert rollgrad.score(config, source, out, reward=reward).rows == count
 
 
 def test_null_stands_for_what_is_not_there(tmp_path: Path) -> None:
