@@ -22,6 +22,9 @@ SCALES = {"group": "group_norm", "true": "group_norm", "none": "dr_grpo", "false
 VERIFIERS = {"accuracy_reward": "math"}
 """Built-in rewards by TRL's name."""
 
+GPU_MEMORY = 0.3
+"""TRL's share of a GPU for an engine beside the model that is trained."""
+
 COUNTED = ("train.max_steps", "ckpt.save_steps", "ckpt.state_steps", "eval.steps")
 """Settings that count rollouts, where TRL counts optimizer steps."""
 
@@ -51,22 +54,34 @@ def finish_grpo(draft: Draft, *, dataset: str | None, samples: int) -> None:
     _kl(draft)
     _loss(draft)
     if draft.value("use_vllm", False):
-        draft.set("rollout.engine", "server" if draft.value("vllm_mode") == "server" else "vllm")
-        for name, setting in {
-            "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization",
-            "vllm_tensor_parallel_size": "vllm.tensor_parallel_size",
-        }.items():
-            if name in draft.options and draft.value("vllm_mode") != "server":
-                draft.set(setting, draft.value(name))
-        if "vllm_importance_sampling_correction" not in draft.options:
-            draft.changed.append(
-                "samples are not corrected for vLLM's rounding, in TRL by its ratio up to 3 of each reply: set "
-                "algo.correction.level sequence, algo.correction.mode mask, algo.correction.low 0 and "
-                "algo.correction.high 3"
-            )
+        _engines(draft)
     else:
         for name in ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"):
             draft.lose(name, "vLLM does not sample without --use_vllm")
+
+
+def _engines(draft: Draft) -> None:
+    """Translates vLLM: a server, or engines on the GPUs of the processes that train."""
+    if "vllm_importance_sampling_correction" not in draft.options:
+        draft.changed.append(
+            "samples are not corrected for vLLM's rounding, in TRL by its ratio up to 3 of each reply: set "
+            "algo.correction.level sequence, algo.correction.mode mask, algo.correction.low 0 and "
+            "algo.correction.high 3"
+        )
+    if draft.value("vllm_mode") == "server":
+        draft.set("rollout.engine", "server")
+        for name in ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"):
+            draft.lose(name, "the server has its own, in TRL too")
+        return
+    draft.set("rollout.engine", "vllm")
+    draft.set("vllm.gpu_memory_utilization", draft.value("vllm_gpu_memory_utilization", GPU_MEMORY))
+    processes = draft.value("num_processes")
+    if processes > 1:
+        draft.set("train.colocate_all", True)
+        draft.set("vllm.num_engines", processes)
+        draft.change("vllm_tensor_parallel_size", "each process has an engine, which shares its GPU alone")
+    elif "vllm_tensor_parallel_size" in draft.options:
+        draft.set("vllm.tensor_parallel_size", draft.value("vllm_tensor_parallel_size"))
 
 
 def count_rollouts(draft: Draft) -> None:

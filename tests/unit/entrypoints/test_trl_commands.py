@@ -304,6 +304,16 @@ def test_what_else_trl_does_is_named() -> None:
     assert not told("--use_vllm", "--no_vllm_importance_sampling_correction")
 
 
+def test_engines_share_the_gpus_of_the_processes_that_train() -> None:
+    one = settings("grpo", "--use_vllm")
+    assert holds(one, {"vllm.gpu_memory_utilization": 0.3, "train.colocate_all": False})
+    several = translated("grpo", "--use_vllm", "--num_processes", "4", "--vllm_tensor_parallel_size", "2")
+    assert several.run.train.colocate_all
+    assert (several.run.vllm.num_engines, several.run.vllm.tensor_parallel_size) == (4, 1)
+    assert any("--vllm_tensor_parallel_size" in note for note in several.notes)
+    assert settings("grpo", "--use_vllm", "--vllm_tensor_parallel_size", "2")["vllm.tensor_parallel_size"] == 2
+
+
 @pytest.mark.parametrize("value", ["0", "-1"])
 @pytest.mark.parametrize(
     "flag", ["num_generations", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"]
