@@ -1,7 +1,8 @@
 """Noise on the embeddings of a model that is trained (Jain et al. 2023, "NEFTune", arXiv:2310.05914).
 
 Invariant: the noise of a sequence depends on its tokens and the optimizer step alone, so that a step has one gradient
-however it is divided, and a run that continues has the noise that it would have had.
+however it is divided, and a run that continues has the noise that it would have had. The exception are branches of one
+conversation that together are longer than a pass: where they are divided, each has noise of its own on their prompt.
 """
 
 import math

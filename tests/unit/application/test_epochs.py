@@ -5,7 +5,6 @@ import asyncio
 import copy
 import math
 import threading
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -150,8 +149,9 @@ def test_an_interruption_ends_an_evaluation_after_a_micro_batch(tmp_path: Path, 
     class Interrupting(FakePolicy):
         def score(self, batch: PackedBatch) -> Any:
             if len(self.scored) == 2 * stops_in - 2:
-                loop.call_soon_threadsafe(task.cancel)
-                time.sleep(0.1)  # until the loop has heard of it
+                heard = threading.Event()
+                loop.call_soon_threadsafe(lambda: (task.cancel(), heard.set()))
+                assert heard.wait(60)
             return super().score(batch)
 
     trained = Trained(tmp_path, Interrupting(), max_tokens=6)
