@@ -172,6 +172,7 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "generation_batch_size": Flag(INTEGER),
         "steps_per_generation": Flag(INTEGER),
         "beta": Flag(NUMBER, default=0.0),
+        "use_bias_correction_kl": Flag(SWITCH, default=True),
         "num_iterations": Flag(INTEGER, "train.max_epochs"),
         "epsilon": Flag(NUMBER, default=0.2),
         "epsilon_high": Flag(NUMBER),
@@ -217,7 +218,7 @@ entropy_coef_min entropy_target generation_kwargs log_completions_hub_repo log_m
 mask_truncated_completions max_tool_calling_iterations min_p multi_objective_aggregation
 off_policy_mask_threshold ref_model_mixup_alpha ref_model_sync_steps repetition_penalty sapo_temperature_neg
 sapo_temperature_pos shuffle_dataset sync_ref_model top_entropy_quantile transformers_continuous_batching_config
-use_adaptive_entropy use_bias_correction_kl use_transformers_continuous_batching use_transformers_paged
+use_adaptive_entropy use_transformers_continuous_batching use_transformers_paged
 vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_enable_sleep_mode vllm_group_port
 vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
 vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_max_model_length vllm_model_impl

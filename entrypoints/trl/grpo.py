@@ -133,10 +133,12 @@ def _rewards(draft: Draft) -> None:
 
 def _kl(draft: Draft) -> None:
     beta = draft.value("beta")
-    if beta:
-        draft.set("algo.kl.init_coef", beta)
-        draft.set("algo.kl.use_loss", True)
-        draft.set("algo.kl.estimator", "k3")
+    if not beta:
+        draft.lose("use_bias_correction_kl", "there is no KL without --beta, in TRL neither")
+        return
+    draft.set("algo.kl.init_coef", beta)
+    draft.set("algo.kl.use_loss", True)
+    draft.set("algo.kl.estimator", "k3_unbiased" if draft.value("use_bias_correction_kl") else "k3")
 
 
 def _loss(draft: Draft) -> None:

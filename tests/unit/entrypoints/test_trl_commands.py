@@ -74,6 +74,7 @@ def test_every_flag_is_honoured_or_the_reason_is_said(command: str) -> None:
     unusual = {
         "dtype": ("float16",),
         "gradient_checkpointing": ("False",),
+        "use_bias_correction_kl": ("False",),
         "loss_type": {"dpo": ("ipo",), "kto": ("apo_zero_unpaired",), "sft": ("dft",)}.get(command, ("grpo",)),
         "importance_sampling_level": ("sequence",),
         "scale_rewards": ("none",),
@@ -90,6 +91,7 @@ def test_every_flag_is_honoured_or_the_reason_is_said(command: str) -> None:
         "eval_steps": ("--eval_strategy", "steps"),
         "dataset_test": ("--eval_strategy", "steps"),
         "vllm_": ("--use_vllm",),
+        "use_bias": ("--beta", "0.1"),
         "label_smoothing": ("--loss_type", "robust") if command == "dpo" else (),
     }
     unusual |= {"per_device_train_batch_size": ("16",), "dataset_text_field": ("document",)}
@@ -238,7 +240,7 @@ def test_groups(loss: str, ours: str, aggregation: str | None) -> None:
             "actor.policy_loss_type": ours,
             "actor.loss_aggregation": aggregation,
             "algo.kl.init_coef": 0.04,
-            "algo.kl.estimator": "k3",
+            "algo.kl.estimator": "k3_unbiased",
             "data.prompt_dataset": "d.jsonl",
             "reward.verifier": "math",
         },
@@ -265,6 +267,13 @@ def test_ratios_of_sequences_are_added_up_as_the_loss_says(loss: str, aggregatio
     assert holds(found, {"actor.policy_loss_type": "gspo", "actor.loss_aggregation": aggregation})
     with pytest.raises(ConfigurationError, match="--importance_sampling_level"):
         translated("grpo", "--importance_sampling_level", "sequence", "--loss_type", "cispo")
+
+
+def test_the_divergence_is_the_one_that_trl_weights_with_the_ratio() -> None:
+    assert settings("grpo", "--beta", "0.1")["algo.kl.estimator"] == "k3_unbiased"
+    assert settings("grpo", "--beta", "0.1", "--no_use_bias_correction_kl")["algo.kl.estimator"] == "k3"
+    sequences = ("--importance_sampling_level", "sequence", "--loss_type", "grpo")
+    assert settings("grpo", "--beta", "0.1", *sequences)["algo.kl.estimator"] == "k3_unbiased"
 
 
 def test_steps_are_counted_in_rollouts() -> None:
