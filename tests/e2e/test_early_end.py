@@ -75,6 +75,8 @@ def start(workspace: Path, *flags: str, **environment: str) -> "subprocess.Popen
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # The tests may run under nohup, whose processes take no notice of SIGHUP.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 from rollgrad.adapters.rewards import format_worker, judge_pool
@@ -136,19 +137,19 @@ def test_processes_end_with_the_pool() -> None:
     assert attempt(pool, "1").value == 1.0
     assert (started := judges() - before)
     pool.close()
-    assert judges() & started == set()
+    assert not [process for process in started if judging(process)]
 
 
-def judges() -> set[int]:
-    """Processes that run the judges' program."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and b"judge_child.py" in (entry / "cmdline").read_bytes():
-                found.add(int(entry.name))
-        except OSError:
-            continue
-    return found
+def judges() -> set[psutil.Process]:
+    """Processes of this one that run the judges' program; other test processes have judges of their own."""
+    return {process for process in psutil.Process().children(recursive=True) if judging(process)}
+
+
+def judging(process: psutil.Process) -> bool:
+    try:
+        return any("judge_child.py" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def test_a_killed_worker_is_replaced() -> None:
