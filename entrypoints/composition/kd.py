@@ -12,6 +12,7 @@ from rollgrad.adapters.data.examples.preparation import PreparedExamples
 from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.loading import (
     default_device,
+    load_positions,
     load_tokenizer,
     load_vocabulary_size,
     resolve_dtype,
@@ -64,21 +65,28 @@ def distillation_settings(kd: DistillationConfig) -> DistillationSettings:
 
 
 def check_teacher(run: KDRun, tokenizer: Any) -> None:
-    """Checks that the teacher has the vocabulary of `tokenizer`.
+    """Checks that the teacher has the vocabulary of `tokenizer`, and positions for the longest example allowed.
 
     Raises:
         CheckpointError: it has no tokenizer.
-        ConfigurationError: it has another vocabulary.
+        ConfigurationError: it has another vocabulary, or fewer positions.
     """
     name = run.teacher.model_name_or_path
     check_vocabulary(load_tokenizer(name, flag=TEACHER_FLAG), tokenizer, name)
+    positions, own = load_positions(name), load_positions(run.actor.model_name_or_path)
+    longest = run.data.max_tokens if own is None else min(own, run.data.max_tokens)
+    if positions is not None and positions < longest:
+        raise ConfigurationError(
+            f"The teacher {name!r} has {positions} positions, but examples may have {longest} tokens, of which it "
+            f"would predict the last ones badly: set --data.max_tokens {positions}."
+        )
 
 
 def make_teacher(run: KDRun, tokenizer: Any) -> Teacher:
     """Loads the teacher, in the actor's format.
 
     Raises:
-        ConfigurationError: it has another vocabulary.
+        ConfigurationError: it has another vocabulary, or fewer positions than examples may have tokens.
     """
     name = run.teacher.model_name_or_path
     check_teacher(run, tokenizer)

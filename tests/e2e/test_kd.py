@@ -150,6 +150,19 @@ def test_a_model_that_is_its_own_teacher_begins_with_no_divergence(
         rollgrad.train_kd(run)
 
 
+def test_a_teacher_of_shorter_texts_is_refused(
+    tiny_model_dir: Path, teacher: Path, examples: Path, tmp_path: Path
+) -> None:
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 60}))
+    run = settings(tiny_model_dir, teacher, examples, tmp_path / "run")
+    run.train.max_steps, run.train.num_epochs = 1, 1
+    with pytest.raises(ConfigurationError, match=r"has 60 positions, but examples may have \d+ tokens.*max_tokens 60"):
+        rollgrad.train_kd(run)
+    run.data.max_tokens = 60
+    rollgrad.train_kd(run)
+
+
 def test_a_teacher_of_another_vocabulary_is_refused(
     tiny_model_dir: Path, teacher: Path, examples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
