@@ -136,7 +136,8 @@ def test_processes_end_with_the_pool() -> None:
     before = judges()
     pool = JudgePool(hostile_judge, timeout=TIMEOUT)
     assert attempt(pool, "1").value == 1.0
-    assert (started := judges() - before)
+    started = judges() - before
+    assert started
     pool.close()
     deadline = time.monotonic() + TIMEOUT
     while any(map(judging, started)):  # the innermost die a moment after the one that is killed
