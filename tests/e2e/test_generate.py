@@ -275,7 +275,7 @@ def test_foreign_replies_are_judged(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_ends_it_as_ctrl_c_does(tmp_path: Path) -> None:
-    """What was judged until then is in the file, and the engines are closed."""
+    """Rows that were judged until then are in the file, and the engines are closed."""
     source, out, count = tmp_path / "mine.jsonl", tmp_path / "scored.jsonl", 20
     source.write_text('{"prompt": "a", "completion": "b"}\n' * count)
     config = RLConfig(rollout=RolloutConfig(max_concurrent=1))

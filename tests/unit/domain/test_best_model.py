@@ -17,7 +17,7 @@ def test_the_highest_value_is_the_best_and_of_losses_the_lowest() -> None:
 
 
 def test_an_evaluation_without_the_metric_is_not_compared_once_one_had_it() -> None:
-    """Where a sample failed, eval/mean@4 is eval/mean@3: no reason to end a run."""
+    """A sample that failed makes eval/mean@3 of eval/mean@4, which is no reason to end a run."""
     metric = "eval/mean@4"
     best = BestModel(metric).after(0, {metric: 0.5}).after(10, {"eval/mean@3": 0.9})
     assert best.step == 0
