@@ -236,12 +236,11 @@ def test_all_answers_arrive_when_an_engine_is_killed_and_are_those_of_an_undistu
     quiet = world.run(play(lambda: None))
     replayed = world.fleet.replayed
     disturbed = world.run(play(lambda: end(world.members[0])))
-    assert world.fleet.replayed - replayed >= 10
+    assert world.fleet.replayed - replayed >= 15
     for request, other in zip(requests, disturbed, strict=True):
         agrees(world, other, request.prompt_token_ids)
     same = [list(one.token_ids) == list(other.token_ids) for one, other in zip(quiet, disturbed, strict=True)]
-    # Rounding, which goes by who is computed together, may turn a draw; replays with another seed would all differ.
-    assert sum(same) >= len(same) - 5
+    assert sum(same) >= len(same) - 1, "rounding, which goes by who is computed together, may turn a draw"
     world.run(world.both_serve())
     agrees(world, world.run(world.members[0].generate(ask())))  # with the weights of the last push, not the checkpoint
 
